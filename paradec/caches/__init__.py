@@ -1,0 +1,22 @@
+"""Caches: each is a plan of what is recomputed at a step. `create(name, **settings)` makes one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paradec.registry import Registry
+
+registry = Registry("cache", {"none": "paradec.caches.none:NoCache"})
+
+names = registry.names
+get = registry.get
+register = registry.register
+
+
+def create(name: str, **settings: Any) -> Any:
+    """Make a cache by name.
+
+    Raises:
+        ValueError: unknown name or setting, or a setting out of its range.
+    """
+    return registry.create(name, **settings)

@@ -1,0 +1,56 @@
+"""Argument checks that name the argument, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+from paradec.registry import unknown
+
+
+def check_int(name: str, value: Any, low: int | None = None, high: int | None = None, none: bool = False) -> None:
+    """Raise ValueError unless `value` is an integer (a bool is none) in [low, high], or None where `none` allows it."""
+    if value is None and none:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} must be an integer{_range(low, high)}")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"{name}={value!r} must be an integer{_range(low, high)}")
+
+
+def check_number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, none: bool = False, open_low: bool = False
+) -> None:
+    """Raise ValueError unless `value` is a finite number in [low, high] (in (low, high] with `open_low`)."""
+    if value is None and none:
+        return
+    allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be {allowed}")
+    if value < low or value > high or (open_low and value == low):
+        raise ValueError(f"{name}={value!r} must be {allowed}")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    choices = list(allowed)
+    if value not in choices:
+        if all(isinstance(choice, str) for choice in choices):
+            raise ValueError(unknown(name, value, choices))
+        raise ValueError(f"{name}={value!r} must be one of {choices}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def _range(low: int | None, high: int | None) -> str:
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    if low is not None:
+        return f" of at least {low}"
+    return "" if high is None else f" of at most {high}"

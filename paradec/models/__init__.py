@@ -1,0 +1,5 @@
+"""Models: checkpoint formats, and the adapter that answers queries. Nothing here knows a sampler."""
+
+from paradec.models.facts import ModelFacts
+
+__all__ = ["ModelFacts"]

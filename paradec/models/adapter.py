@@ -1,0 +1,153 @@
+"""One adapter around transformers modules: it answers a `Query` with the logits that were asked for.
+
+Three kinds of module:
+- "decoder": a transformers causal language model (Llama, Qwen2, ...) that runs with any attention mask and over a
+  key/value store; LLaDA and Dream checkpoints are loaded as these.
+- "encoder": a transformers masked language model (BERT-like) with a 2-D padding mask and no store.
+- "opaque": anything else that maps input ids to logits, a user's own remote-code model, say. It is never padded:
+  rows of different lengths go in separate calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Query
+
+
+class Model:
+    """A language model that samplers can query.
+
+    Args:
+        module: the network. For decoders and encoders a forward hook on the base model gathers the hidden states of
+            the wanted positions, so that the output matrix runs on those only; `unwrap()` takes it off.
+        facts: ids and conventions.
+        kind: "decoder", "encoder" or "opaque".
+        tokenizer: a transformers tokenizer, or None (then prompts are ids).
+        default_max_new_tokens: the answer length when the request names none.
+        default_block_length: the block length when the request names none; None decodes the whole canvas at once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        facts: ModelFacts,
+        kind: str,
+        tokenizer: Any = None,
+        default_max_new_tokens: int = 128,
+        default_block_length: int | None = None,
+    ):
+        self.module = module
+        self.facts = facts
+        self.kind = kind
+        self.tokenizer = tokenizer
+        self.default_max_new_tokens = default_max_new_tokens
+        self.default_block_length = default_block_length
+        self._columns: Tensor | None = None
+        self._undo: list[Any] = []
+        self._accepts: frozenset[str] = frozenset()
+        if kind == "opaque":
+            self._accepts = frozenset(inspect.signature(module.forward).parameters)
+        else:
+            base = module.base_model
+            if base is module:
+                raise ValueError(f"module {type(module).__name__} has no language-model head over its base model")
+            handle = base.register_forward_hook(self._gather_wanted)
+            self._undo.append(handle.remove)
+
+    @property
+    def device(self) -> torch.device:
+        """Where input ids go."""
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows of different lengths may share a call."""
+        return self.kind != "opaque"
+
+    @property
+    def supports_store(self) -> bool:
+        """Whether the module can run over a key/value store."""
+        return self.kind == "decoder" and self.facts.topology != "causal"
+
+    def unwrap(self) -> nn.Module:
+        """Take everything off that `wrap` put on the module, and return it."""
+        while self._undo:
+            self._undo.pop()()
+        return self.module
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        """Evaluate one query.
+
+        Returns:
+            Logits [R, W, V] of the wanted columns ([R, Q, V] when none are named), in the module's dtype.
+        """
+        if self.kind == "opaque":
+            return self._call_opaque(query)
+        self._columns = query.wanted
+        try:
+            if self.kind == "encoder":
+                mask = None if query.valid is None else query.valid.long()
+                return self.module(input_ids=query.tokens, attention_mask=mask).logits
+            mask = self._visible(query) if store is None else store.visible(query)
+            extra = {} if store is None else {"past_key_values": store.bind(query)}
+            return self.module(
+                input_ids=query.tokens,
+                attention_mask=mask,
+                position_ids=query.positions,
+                use_cache=store is not None,
+                **extra,
+            ).logits
+        finally:
+            self._columns = None
+
+    def _visible(self, query: Query) -> Tensor | None:
+        """[R, 1, Q or 1, Q] bool: which columns each column sees, or None when it sees all."""
+        mask = None if query.valid is None else query.valid[:, None, None, :]
+        structure = query.visible
+        if structure is None and self.facts.topology == "block_causal":
+            block = query.positions // self.facts.block_length
+            structure = block[:, :, None] >= block[:, None, :]
+        elif structure is None and self.facts.topology == "causal" and mask is not None:
+            structure = query.positions[:, :, None] >= query.positions[:, None, :]
+        if structure is None:
+            return mask
+        # a padding column sees itself, so that its softmax is defined
+        return structure[:, None] if mask is None else (structure[:, None] & mask) | _diagonal(query)
+
+    def _call_opaque(self, query: Query) -> Tensor:
+        if query.valid is not None:
+            raise ValueError("an opaque module is called without padding; its rows must come in buckets of one length")
+        kwargs = {"use_cache": False} if "use_cache" in self._accepts else {}
+        output = self.module(query.tokens, **kwargs)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        expected = (*query.tokens.shape, self.facts.vocab_size)
+        if logits is None or tuple(logits.shape) != expected:
+            got = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+            raise ValueError(f"module {type(self.module).__name__} returned {got}; expected shape {expected}")
+        return logits if query.wanted is None else take_columns(logits, query.wanted)
+
+    def _gather_wanted(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._columns is not None:
+            output.last_hidden_state = take_columns(output.last_hidden_state, self._columns)
+        return output
+
+
+def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
+    """tensor [R, Q, D] and columns [R, W] -> [R, W, D]."""
+    rows = torch.arange(columns.shape[0], device=tensor.device).unsqueeze(1)
+    return tensor[rows, columns.to(tensor.device)]
+
+
+def _diagonal(query: Query) -> Tensor:
+    return torch.eye(query.tokens.shape[1], dtype=torch.bool, device=query.tokens.device)[None, None]

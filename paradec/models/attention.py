@@ -1,0 +1,86 @@
+"""Attention without a causal mask, registered with transformers so that its own Llama and Qwen2 run bidirectionally.
+
+Importing this module imports transformers' attention registry (and with it, where installed, triton): the loaders do it
+when a model is loaded or wrapped, `import paradec` does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+PREFIX = "paradec_"
+
+
+def sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """PyTorch's scaled dot product attention over every visible key.
+
+    Args:
+        query: [R, heads, Q, head_dim].
+        key, value: [R, kv_heads, K, head_dim].
+        attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
+
+    Returns:
+        [R, Q, heads, head_dim], and no weights.
+    """
+    kwargs.pop("is_causal", None)
+    # rotary angles may be kept in float32 (LLaDA's rope_full_precision): back to the model's dtype here
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=False, **kwargs)
+
+
+def eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The same attention written out, with its weights [R, heads, Q, K]; softmax in float32 or wider."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query.to(value.dtype) @ key.transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def full_mask(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """Mask function for transformers: only padding hides keys. attention_mask: [R, K] -> [R, 1, 1, K] bool."""
+    if attention_mask is None:
+        return None
+    return attention_mask.bool()[:, None, None, :kv_length]
+
+
+IMPLEMENTATIONS = {"sdpa": sdpa, "eager": eager}
+for _name, _function in IMPLEMENTATIONS.items():
+    AttentionInterface.register(PREFIX + _name, _function)
+    AttentionMaskInterface.register(PREFIX + _name, full_mask)
+
+
+def implementation(name: str) -> str:
+    """The registered name of a full-visibility implementation.
+
+    Raises:
+        ValueError: one that cannot take the masks of padded and cached rows.
+    """
+    bare = name.removeprefix(PREFIX)
+    if bare not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={name!r} is not available without a causal mask; allowed: "
+            f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
+        )
+    return PREFIX + bare

@@ -1,0 +1,68 @@
+"""What a sampler must know of a model; where it stands in a checkpoint is the loaders' business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paradec.checks import check_choice, check_int
+
+PREDICTIONS = ("same", "shifted")
+TOPOLOGIES = ("bidirectional", "block_causal", "causal")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Ids and conventions of one model.
+
+    Args:
+        vocab_size: rows of the output matrix.
+        mask_token_id: the id that stands for an undecided token; None for autoregressive models.
+        eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
+        pad_token_id: what stands after the end of an answer; by default the first end id.
+        max_length: positions the model can take, prompt and answer together; None if unlimited.
+        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
+        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal".
+        block_length: the block of a block-causal model.
+        name: what messages call it.
+
+    Raises:
+        ValueError: a fact out of its range.
+    """
+
+    vocab_size: int
+    mask_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    max_length: int | None = None
+    prediction: str = "same"
+    topology: str = "bidirectional"
+    block_length: int | None = None
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        check_int("vocab_size", self.vocab_size, low=1)
+        check_choice("prediction", self.prediction, PREDICTIONS)
+        check_choice("topology", self.topology, TOPOLOGIES)
+        for name in ("mask_token_id", "pad_token_id"):
+            check_int(name, getattr(self, name), low=0, high=self.vocab_size - 1, none=True)
+        for eos in self.eos_token_ids:
+            check_int("eos_token_id", eos, low=0, high=self.vocab_size - 1)
+        if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is also an end-of-text id {self.eos_token_ids}")
+        if self.topology == "block_causal":
+            check_int("block_length", self.block_length, low=1)
+        elif self.block_length is not None:
+            raise ValueError(f"block_length={self.block_length} is only for topology='block_causal'")
+        check_int("max_length", self.max_length, low=1, none=True)
+
+    @property
+    def shift(self) -> int:
+        """How many positions left of a token its logits stand."""
+        return 1 if self.prediction == "shifted" else 0
+
+    @property
+    def fill_token_id(self) -> int:
+        """What is written after the end of an answer."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        return self.eos_token_ids[0] if self.eos_token_ids else 0

@@ -1,0 +1,120 @@
+"""LLaDA checkpoints (GSAI-ML/LLaDA-8B and kin) on transformers' Llama.
+
+A LLaDA block is a Llama block with other names: `ff_proj` gates (SiLU), `up_proj` multiplies, the block's `ff_out`
+projects down; the model's own `ff_out` is the output matrix. Attention is bidirectional, logits row i predicts token i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.models.checkpoint import CheckpointError, positive, refuse_unless
+
+KEY_MAPPING = {
+    r"^model\.transformer\.wte\.": "model.embed_tokens.",
+    r"^model\.transformer\.ln_f\.": "model.norm.",
+    r"^model\.transformer\.ff_out\.": "lm_head.",
+    r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.": r"model.layers.\1.input_layernorm.",
+    r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.": r"model.layers.\1.post_attention_layernorm.",
+    r"^model\.transformer\.blocks\.(\d+)\.q_proj\.": r"model.layers.\1.self_attn.q_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.k_proj\.": r"model.layers.\1.self_attn.k_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.v_proj\.": r"model.layers.\1.self_attn.v_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.attn_out\.": r"model.layers.\1.self_attn.o_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.": r"model.layers.\1.mlp.gate_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
+}
+"""Checkpoint names -> Llama names, for `from_pretrained(key_mapping=...)` (one group per pattern is all it takes)."""
+
+ONLY = {
+    "block_type": ("llama",),
+    "block_group_size": (1, None),
+    "layer_norm_type": ("rms",),
+    "layer_norm_with_affine": (True,),
+    "bias_for_layer_norm": (False, None),
+    "attention_layer_norm": (False, None),
+    "include_bias": (False,),
+    "include_qkv_bias": (False, None),
+    "rope": (True,),
+    "alibi": (False, None),
+    "input_emb_norm": (False, None),
+    "scale_logits": (False, None),
+    "activation_type": ("silu",),
+    "rope_scaling": (None,),
+    "sliding_window": (None,),
+    "clip_qkv": (None,),
+}
+"""Fields that change the maths, and the values that Llama expresses. Values first in line are the 8B's."""
+
+CLASS_DEFAULTS = {
+    "block_type": "sequential",
+    "activation_type": "swiglu",
+    "include_bias": True,
+    "layer_norm_type": "default",
+    "rope": False,
+}
+"""What the published configuration class assumes of absent fields, where that differs from `ONLY`."""
+
+REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "rope_theta", "max_sequence_length")
+
+
+def llama_config(config: Mapping[str, Any]) -> Any:
+    """The `LlamaConfig` that computes what a LLaDA `config.json` says.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that Llama does not have.
+    """
+    from transformers import LlamaConfig
+
+    for name in REQUIRED:
+        if config.get(name) is None:
+            raise CheckpointError(f"config.json has no {name!r}")
+    # defaults of the published configuration class that differ from Llama's are refused, not assumed
+    refuse_unless({**CLASS_DEFAULTS, **config}, ONLY)
+    hidden, layers, heads = (positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
+    if hidden % heads:
+        raise CheckpointError(f"config.json: d_model={hidden} is not a multiple of n_heads={heads}")
+    vocab = positive(config, "vocab_size")
+    tied = config.get("weight_tying", True)
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_kv_heads(config, heads),
+        head_dim=hidden // heads,
+        intermediate_size=_mlp_size(config, hidden),
+        vocab_size=positive(config, "embedding_size") if config.get("embedding_size") else vocab,
+        max_position_embeddings=positive(config, "max_sequence_length"),
+        rope_parameters={"rope_type": "default", "rope_theta": float(positive(config, "rope_theta"))},
+        rms_norm_eps=float(positive(config, "rms_norm_eps")) if config.get("rms_norm_eps") else 1e-5,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=bool(tied),
+        bos_token_id=None,
+        eos_token_id=config.get("eos_token_id"),
+        pad_token_id=None,
+        use_cache=False,
+    )
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    multi_query = bool(config.get("multi_query_attention"))
+    if config.get("n_kv_heads") is None:
+        return 1 if multi_query else heads
+    kv_heads = positive(config, "n_kv_heads")
+    if multi_query and kv_heads != 1:
+        raise CheckpointError(f"config.json: multi_query_attention=True contradicts n_kv_heads={kv_heads}")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: n_heads={heads} is not a multiple of n_kv_heads={kv_heads}")
+    return kv_heads
+
+
+def _mlp_size(config: Mapping[str, Any], hidden: int) -> int:
+    if config.get("mlp_hidden_size") is not None:
+        return positive(config, "mlp_hidden_size")
+    if config.get("mlp_ratio") is None:
+        raise CheckpointError("config.json has neither 'mlp_hidden_size' nor 'mlp_ratio'")
+    return int(positive(config, "mlp_ratio") * hidden)

@@ -1,0 +1,147 @@
+"""From what users type (text, chat messages, ids, padded batches) to rows of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Prompts:
+    """Rows of prompt ids without padding, and whether the user gave one prompt or a batch."""
+
+    rows: list[list[int]]
+    single: bool
+
+
+def encode(model: Any, prompt: Any, attention_mask: Any = None, chat: bool | None = None) -> Prompts:
+    """Turn a prompt into rows of ids.
+
+    Args:
+        prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
+            any one of these.
+        attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
+        chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
+
+    Raises:
+        ValueError: an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
+            with holes. TypeError: a prompt of another kind.
+    """
+    if isinstance(prompt, (Tensor, np.ndarray)):
+        return _from_ids(model, torch.as_tensor(prompt), attention_mask)
+    if attention_mask is not None and not _is_rows_of_ids(prompt):
+        raise ValueError("attention_mask goes with a 2-D tensor of input ids, not with text or unpadded rows")
+    if isinstance(prompt, str):
+        rows, single = [_from_text(model, prompt, chat)], True
+    elif not isinstance(prompt, Sequence):
+        raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
+    elif len(prompt) == 0:
+        raise ValueError("prompt is empty; give at least one token, text or message")
+    elif all(isinstance(item, str) for item in prompt):
+        rows, single = [_from_text(model, item, chat) for item in prompt], False
+    elif all(isinstance(item, dict) for item in prompt):
+        rows, single = [_from_messages(model, prompt)], True
+    elif all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
+        rows, single = [[int(i) for i in prompt]], True
+    elif _is_rows_of_ids(prompt):
+        if attention_mask is not None:
+            if len({len(row) for row in prompt}) != 1:
+                raise ValueError("attention_mask goes with rows of one length; unpadded rows need none")
+            return _from_ids(model, torch.as_tensor(prompt), attention_mask)
+        rows, single = [[int(i) for i in row] for row in prompt], False
+    elif all(isinstance(item, Sequence) and item and all(isinstance(m, dict) for m in item) for item in prompt):
+        rows, single = [_from_messages(model, item) for item in prompt], False
+    else:
+        kinds = sorted({type(item).__name__ for item in prompt})
+        raise TypeError(f"prompt mixes or holds items of type {kinds}; give texts, chats or rows of ids")
+    check_rows(model, rows)
+    return Prompts(rows, single)
+
+
+def _is_rows_of_ids(prompt: Any) -> bool:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) == 0:
+        return False
+    return all(
+        isinstance(row, (Sequence, Tensor, np.ndarray))
+        and not isinstance(row, str)
+        and all(isinstance(i, (int, np.integer, Tensor)) and not isinstance(i, bool) for i in row)
+        for row in prompt
+    )
+
+
+def _from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
+    if ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise ValueError(f"input ids have shape {tuple(ids.shape)}; expected [length] or [batch, length], not empty")
+    single, ids = ids.ndim == 1, torch.atleast_2d(ids).cpu()
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    if attention_mask is not None:
+        mask = torch.atleast_2d(torch.as_tensor(attention_mask)).cpu()
+        if mask.shape != ids.shape:
+            raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)} as input ids")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask must hold 0 (padding) and 1 (token) only")
+        keep = mask.bool()
+        if (keep.int().diff(dim=1).abs().sum(1) > 1).any():
+            raise ValueError("attention_mask has holes; padding must stand on the left or on the right of a row")
+    rows = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
+    check_rows(model, rows)
+    return Prompts(rows, single)
+
+
+def _from_text(model: Any, text: str, chat: bool | None) -> list[int]:
+    tokenizer = _tokenizer(model)
+    if not text.strip():
+        raise ValueError(f"prompt={text!r} is empty; give at least one word")
+    template = getattr(tokenizer, "chat_template", None)
+    if chat and not template:
+        raise ValueError("chat=True needs a tokenizer with a chat template; this one has none")
+    if chat is not False and template:
+        return _from_messages(model, [{"role": "user", "content": text}])
+    return _known(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], text)
+
+
+def _from_messages(model: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    tokenizer = _tokenizer(model)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat messages need a tokenizer with a chat template; this one has none")
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
+    # rendered first, so that no special token is added twice
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return _known(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], text)
+
+
+def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+    """Refuse text that the tokenizer cannot express; byte-level vocabularies never have such."""
+    unk = tokenizer.unk_token_id
+    if unk is not None and unk in ids:
+        words = sorted({w for w in text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
+        raise ValueError(f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}")
+    return ids
+
+
+def _tokenizer(model: Any) -> Any:
+    if model.tokenizer is None:
+        raise ValueError(f"{model.facts.name} has no tokenizer; give input ids, or wrap it with tokenizer=...")
+    return model.tokenizer
+
+
+def check_rows(model: Any, rows: list[list[int]]) -> None:
+    """Raise ValueError for an empty row, an id outside the vocabulary, or a mask id in the prompt."""
+    vocab, mask = model.facts.vocab_size, model.facts.mask_token_id
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt of row {index} is empty; give at least one token")
+        if min(row) < 0 or max(row) >= vocab:
+            wrong = next(i for i in row if i < 0 or i >= vocab)
+            raise ValueError(f"input id {wrong} in row {index} is outside the vocabulary (0 to {vocab - 1})")
+        if mask is not None and mask in row:
+            raise ValueError(f"the prompt of row {index} holds the mask id {mask} at position {row.index(mask)}")

@@ -1,0 +1,344 @@
+"""The step/commit protocol that every sampler follows, and the loop that drives it.
+
+```
+state = sampler.start(model, prompt, ...)       # everything that changes while decoding lives in the state
+while not state.done:
+    proposal = sampler.step(model, state)       # evaluate: what could become final, and how sure we are
+    commit = sampler.commit(state, proposal)    # write: the only place where tokens (or the latent) change
+```
+
+`step` is `query` (what to evaluate), the model call, and `propose` (read the answer); hosts that own the model
+call use the halves. The three families (masked, draft-and-verify, forecast) share this file and differ in what a
+query holds and in the one decision of their paper. The invariants are listed in `docs/contracts.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.trace import Trace, TraceStep
+
+
+@dataclass
+class Query:
+    """One model call: what is evaluated for the rows of one shape bucket.
+
+    Shapes: `N` rows of this bucket, `R = branches * N` rows in the call, `Q` positions each, `W` wanted positions each.
+    Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest the same without prompt.
+    """
+
+    rows: np.ndarray
+    """[N] int64, on the host, distinct: the state's rows that this call evaluates."""
+    tokens: Tensor
+    """[R, Q] int64: input ids."""
+    positions: Tensor
+    """[R, Q] int64: position ids (a row's first token is 0, whatever its padding)."""
+    wanted: Tensor | None = None
+    """[R, W] int64: columns of the call whose logits are wanted; None asks for all of them."""
+    valid: Tensor | None = None
+    """[R, Q] bool: False where a column is padding; None when nothing is."""
+    visible: Tensor | None = None
+    """[R, Q, K] bool: which keys each query position sees; None is the model's own topology."""
+    store_rows: Tensor | None = None
+    """[R] int64: rows of the key/value store; None evaluates without a store."""
+    slots: Tensor | None = None
+    """[R, Q] int64: store slot that each position's key and value are written to, -1 for none."""
+    branches: int = 1
+    forwarded: np.ndarray | None = None
+    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch."""
+    index: np.ndarray | None = None
+    """[N] int64, on the host: where `rows` stand among the running rows."""
+    kind: str = "full"
+    """"full" (whole sequences) or "window" (a part, over a store)."""
+
+
+@dataclass
+class LatentQuery:
+    """One call of a continuous model: `model(latent, timestep)`. latent: [B, ...] float; timestep: scalar or [B]."""
+
+    latent: Tensor
+    timestep: Tensor
+    rows: np.ndarray
+    branches: int = 1
+    forwarded: np.ndarray | None = None
+
+
+@dataclass
+class Cost:
+    """What one step spent, per row of the state. All arrays: [B] int64 on the host."""
+
+    nfe: np.ndarray
+    row_forwards: np.ndarray
+    forwarded: np.ndarray
+
+    @classmethod
+    def of(cls, queries: list[Any], batch: int) -> Cost:
+        """Count queries: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
+        cost = cls(*(np.zeros(batch, dtype=np.int64) for _ in range(3)))
+        for query in queries:
+            cost.nfe[query.rows] += 1
+            cost.row_forwards[query.rows] += query.branches
+            if query.forwarded is not None:
+                cost.forwarded[query.rows] += query.branches * query.forwarded
+        return cost
+
+
+@dataclass
+class Proposal:
+    """What could become final. Token ids for the text and image-token families, latents for the forecast family.
+
+    Shapes: `R` running rows, `W` window positions each.
+    """
+
+    rows: np.ndarray
+    """[R] int64, on the host: rows of the state that this proposal speaks of."""
+    values: Tensor
+    """[R, W] int64 token ids, or a [R, ...] float latent."""
+    cost: Cost
+    positions: Tensor | None = None
+    """[R, W] int64: where the values would be written."""
+    scores: Tensor | None = None
+    """[R, W] float64: how sure the method is; higher is surer."""
+    available: Tensor | None = None
+    """[R, W] bool: positions that were evaluated this step and may be committed."""
+    quantities: dict[str, Tensor] = field(default_factory=dict)
+    """Everything else that was read from the logits, by name, each [R, W, ...]."""
+    kind: str = "full"
+    """What was evaluated: "full", "window", "forecast", or a combination."""
+    generator_state: Tensor | None = None
+    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`); commit adopts it."""
+
+
+@dataclass
+class Commit:
+    """What became final in one step. `selected` marks the entries of `values` that were written."""
+
+    rows: np.ndarray
+    values: Tensor
+    positions: Tensor | None = None
+    selected: Tensor | None = None
+    scores: Tensor | None = None
+    kind: str = "full"
+
+    def to_list(self) -> list[tuple[int, int, int, float]]:
+        """(row, position, token, confidence) of everything written, sorted. Waits for the device."""
+        if self.selected is None or self.positions is None:
+            return []
+        index, column = (i.cpu() for i in self.selected.nonzero(as_tuple=True))
+        positions, values = self.positions.cpu()[index, column], self.values.cpu()[index, column]
+        scores = torch.ones(len(index)) if self.scores is None else self.scores.cpu()[index, column]
+        rows = self.rows[index.numpy()]
+        return sorted(zip(rows.tolist(), positions.tolist(), values.tolist(), scores.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+    """A tensor that a method remembers between steps.
+
+    Args:
+        dims: names of the dimensions after the row: "position" (the canvas length), "vocab", or an int.
+        fill: the value it starts from and is reset to.
+        reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
+    """
+
+    dims: tuple[str | int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    fill: float = 0.0
+    reset: str = "block"
+
+
+class Memory:
+    """The declared memory of a method: named tensors, each [B, *dims]. Only `commit` may write to it."""
+
+    def __init__(self, specs: Mapping[str, MemorySpec], batch: int, sizes: Mapping[str, int], device: torch.device):
+        self.specs = dict(specs)
+        self.tensors: dict[str, Tensor] = {}
+        for name, spec in self.specs.items():
+            shape = [batch, *(sizes[d] if isinstance(d, str) else d for d in spec.dims)]
+            self.tensors[name] = torch.full(shape, spec.fill, dtype=spec.dtype, device=device)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if name not in self.specs:
+            raise KeyError(f"memory {name!r} was not declared; declared: {sorted(self.specs)}")
+        self.tensors[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def reset(self, rows: np.ndarray, scope: str) -> None:
+        """Set `rows` back to the fill value, in every tensor whose reset scope is `scope`."""
+        for name, spec in self.specs.items():
+            if spec.reset == scope and len(rows):
+                self.tensors[name] = self.tensors[name].clone()
+                self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
+
+    def gather(self, rows: Tensor) -> Memory:
+        """A copy that holds only `rows` [N], in that order (rows may repeat: draft branches)."""
+        return self._map(lambda name, tensor: tensor[rows])
+
+    def fork(self, branches: int) -> Memory:
+        """A copy with every row repeated `branches` times, for drafts that are judged side by side."""
+        return self._map(lambda name, tensor: tensor.repeat_interleave(branches, dim=0))
+
+    def trim(self, length: int) -> Memory:
+        """A copy whose "position" dimensions are cut to `length`."""
+
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            for axis, dim in enumerate(self.specs[name].dims, start=1):
+                if dim == "position":
+                    tensor = tensor.narrow(axis, 0, min(length, tensor.shape[axis]))
+            return tensor.clone()
+
+        return self._map(cut)
+
+    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Memory:
+        copy = object.__new__(Memory)
+        copy.specs = self.specs
+        copy.tensors = {name: change(name, tensor) for name, tensor in self.tensors.items()}
+        return copy
+
+
+@dataclass
+class State:
+    """What changes while decoding, common to all families. `B` rows.
+
+    `nfe`, `row_forwards` and `forwarded_tokens` are [B] int64 on the host: forward calls a row took part in, rows
+    evaluated for it (2 per call under guidance, K for K drafts), and positions evaluated for it.
+    """
+
+    batch: int
+    memory: Memory
+    nfe: np.ndarray = field(init=False)
+    row_forwards: np.ndarray = field(init=False)
+    forwarded_tokens: np.ndarray = field(init=False)
+    trace: Trace | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.nfe, self.row_forwards, self.forwarded_tokens = (np.zeros(self.batch, np.int64) for _ in range(3))
+
+    @property
+    def done(self) -> bool:
+        """True when every row is finished."""
+        raise NotImplementedError(f"{type(self).__name__} does not say when it is done")
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(final, total): tokens or solver steps that are final, and how many there will be."""
+        raise NotImplementedError(f"{type(self).__name__} does not report progress")
+
+    def count(self, cost: Cost) -> None:
+        """Add what a committed step spent. The one place where forwards are counted."""
+        self.nfe += cost.nfe
+        self.row_forwards += cost.row_forwards
+        self.forwarded_tokens += cost.forwarded
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A method: an immutable, validated value whose fields are its settings (defaults: the paper's).
+
+    Subclasses state `name`, `family`, `paper`, `arxiv` and `summary`, and implement `start`, `query`, `propose` and
+    `commit`. Two requests can share one sampler: everything that changes is in the `State`.
+    """
+
+    name: ClassVar[str] = ""
+    family: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    arxiv: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def start(self, model: Any, prompt: Any, **request: Any) -> State:
+        """Make the state of one request."""
+        raise NotImplementedError
+
+    def query(self, state: Any) -> list[Any]:
+        """What to evaluate now: one query per shape bucket; an empty list when nothing needs the model."""
+        raise NotImplementedError
+
+    def propose(self, state: Any, outputs: list[Tensor], queries: list[Any]) -> Proposal:
+        """Read the model's answers (one per query). Changes nothing."""
+        raise NotImplementedError
+
+    def commit(self, state: Any, proposal: Proposal) -> Commit:
+        """Decide what becomes final and write it. The only place where the state changes."""
+        raise NotImplementedError
+
+    def step(self, model: Callable[..., Tensor], state: Any) -> Proposal:
+        """`query`, one model call per query, `propose`. Repeating a step gives the same proposal."""
+        queries = self.query(state)
+        store = getattr(state, "store", None)
+        if store is None:
+            return self.propose(state, [model(query) for query in queries], queries)
+        return self.propose(state, [model(query, store) for query in queries], queries)
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """Every setting with its default."""
+        return {
+            f.name: f.default if f.default is not dataclasses.MISSING else None
+            for f in dataclasses.fields(cls)
+            if f.init
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sampler as plain data: its name under "sampler", then every setting."""
+        return {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Sampler:
+        """Inverse of `to_dict`."""
+        from paradec import samplers
+
+        if "sampler" not in data:
+            raise ValueError(f"data has no key 'sampler'; got the keys {sorted(data)}")
+        return samplers.create(data["sampler"], **{k: v for k, v in data.items() if k != "sampler"})
+
+
+def plain(value: Any) -> Any:
+    """Turn a setting into data that JSON can hold; a nested sampler becomes its `to_dict`."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return list(value)
+    return value
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during decoding. `output` holds what was decoded until then."""
+
+    output: Any = None
+
+
+def decode(
+    sampler: Sampler,
+    model: Callable[..., Tensor],
+    state: State,
+    callback: Callable[[State, Commit], bool | None] | None = None,
+) -> State:
+    """Drive any sampler of any family until its state is done.
+
+    `callback(state, commit)` runs after every commit; returning True ends the loop early. An interrupt leaves the
+    state at its last commit.
+    """
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(model, state)
+            commit = sampler.commit(state, proposal)
+            if state.trace is not None:
+                state.trace.steps.append(
+                    TraceStep(commits=commit.to_list(), forwarded=proposal.cost.forwarded.tolist(), kind=commit.kind)
+                )
+            if callback is not None and callback(state, commit):
+                break
+    return state

@@ -1,0 +1,80 @@
+"""Lazy registries: a name stands for "module:Class" and is imported when it is first used."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+
+class Registry:
+    """Names of samplers (or caches) and where their classes live. `import paradec` imports none of them."""
+
+    def __init__(self, kind: str, targets: Mapping[str, str]):
+        self.kind = kind
+        self._targets: dict[str, str | type] = dict(targets)
+
+    def names(self) -> list[str]:
+        """All registered names."""
+        return list(self._targets)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets
+
+    def register(self, name: str, target: str | type) -> None:
+        """Add a class, or the text "module:Class" that will be imported on first use.
+
+        Raises:
+            ValueError: the name is taken, or the text has another form.
+        """
+        if name in self._targets:
+            raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
+        if isinstance(target, str) and target.count(":") != 1:
+            raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
+        self._targets[name] = target
+
+    def get(self, name: str) -> type:
+        """The class behind a name.
+
+        Raises:
+            ValueError: no such name; the message lists what there is.
+        """
+        if name not in self._targets:
+            raise ValueError(unknown(self.kind, name, self._targets))
+        target = self._targets[name]
+        if isinstance(target, str):
+            module, _, attribute = target.partition(":")
+            target = getattr(importlib.import_module(module), attribute)
+            self._targets[name] = target
+        return target
+
+    def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
+        """Make one by name. A preset changes the defaults; explicit settings win over it.
+
+        Raises:
+            ValueError: unknown name, preset or setting, or a setting out of its range.
+        """
+        cls = self.get(name)
+        presets = getattr(cls, "presets", {})
+        if preset is not None:
+            if preset not in presets:
+                raise ValueError(unknown(f"preset of {self.kind} {name!r}", preset, presets))
+            settings = {**presets[preset], **settings}
+        allowed = [f.name for f in fields(cls) if f.init]
+        for setting in settings:
+            if setting not in allowed:
+                raise ValueError(unknown(f"setting of {self.kind} {name!r}", setting, allowed))
+        return cls(**settings)
+
+
+def unknown(what: str, given: object, allowed: Any) -> str:
+    """The message for a name that is not one of `allowed`, with a guess at what was meant."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(str(given), names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown {what}: {given!r}{hint}; allowed: {', '.join(names) or 'none'}"

@@ -1,0 +1,271 @@
+"""The state of a masked decoding: canvas, blocks per row, and the model calls that a plan asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.blocks import BlockPolicy
+from paradec.caches.base import Cache, Part
+from paradec.checks import check_int
+from paradec.models.facts import ModelFacts
+from paradec.prompts import encode
+from paradec.protocol import Memory, Query, Sampler, State
+from paradec.samplers.request import Request, block_policy, cache_of, check_steps, make_request, randomness
+from paradec.trace import Trace
+
+
+@dataclass
+class Window:
+    """The positions that may become final now: the open block of every running row.
+
+    Shapes: `R` running rows, `W` positions (the widest block; narrower rows are padded with `valid` False).
+    """
+
+    rows: np.ndarray
+    """[R] int64 on the host: the state's rows."""
+    row_index: Tensor
+    """[R, 1] int64: the same on the device, ready to index."""
+    positions: Tensor
+    """[R, W] int64; distinct within a row, padding included."""
+    valid: Tensor | None
+    """[R, W] bool, or None when all are valid."""
+
+
+@dataclass
+@dataclass
+class MaskedState(State):
+    """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
+
+    Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
+    """
+
+    facts: ModelFacts
+    request: Request
+    cache: Cache
+    blocks: BlockPolicy
+    pads: bool
+    canvas: Tensor
+    """[B, L] int64 ids."""
+    undecided: Tensor
+    """[B, L] bool."""
+    given: Tensor
+    """[B, L] bool: what the user gave (masked in the unconditional branch of guidance)."""
+    prompt_length: np.ndarray
+    length: np.ndarray
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    generator: torch.Generator | None
+    suppressed: Tensor
+    """[S] int64 ids that are never proposed."""
+    ends: Tensor
+    """[E] int64 ids that end an answer."""
+    store: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.block_start = self.prompt_length.copy()
+        self.block_end = self.prompt_length.copy()
+        self.remaining = np.zeros(self.batch, np.int64)
+        """Undecided positions of the open block."""
+        self.masks_at_open = np.zeros(self.batch, np.int64)
+        self.block_step = np.zeros(self.batch, np.int64)
+        self.row_step = np.zeros(self.batch, np.int64)
+        self.running = np.ones(self.batch, bool)
+        self.decided = np.zeros(self.batch, np.int64)
+        self.total = self.length - self.prompt_length
+        self.made_for_window: dict[Any, Any] = {}
+        counts = [self.blocks.count(int(p), int(n)) for p, n in zip(self.prompt_length, self.length, strict=True)]
+        steps = self.request.steps
+        self.steps_per_block = None if steps is None else np.array([-(-steps // count) for count in counts])
+        # undecided positions before each position, as they stood at the start
+        self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
+        self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
+        self.open_blocks(np.arange(self.batch))
+
+    @property
+    def done(self) -> bool:
+        return not self.running.any()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return int(np.where(self.running, self.decided, self.total).sum()), int(self.total.sum())
+
+    def open_blocks(self, rows: np.ndarray) -> None:
+        """Move `rows` to their next block that has something undecided; rows without one are finished."""
+        while len(rows):
+            self.block_start[rows] = self.block_end[rows]
+            rows = rows[self.block_start[rows] < self.length[rows]]
+            if not len(rows):
+                break
+            start = self.block_start[rows]
+            self.block_end[rows] = self.blocks.open(start, self.prompt_length[rows], self.length[rows])
+            masks = self._masks_before[rows, self.block_end[rows]] - self._masks_before[rows, start]
+            self.masks_at_open[rows] = self.remaining[rows] = masks
+            self.block_step[rows] = 0
+            self.memory.reset(rows, "block")
+            rows = rows[masks == 0]
+        self.running &= self.block_start < self.length
+        self._make_window()
+
+    def finish(self, rows: np.ndarray) -> None:
+        """Take rows out of the decoding."""
+        self.running[rows] = False
+
+    def _make_window(self) -> None:
+        rows = np.flatnonzero(self.running)
+        self.made_for_window = {}
+        if not len(rows):
+            return
+        width = int((self.block_end - self.block_start)[rows].max())
+        offsets = np.arange(width)
+        positions = self.block_start[rows, None] + offsets
+        valid = positions < self.block_end[rows, None]
+        device = self.canvas.device
+        self.window = Window(
+            rows=rows,
+            row_index=torch.as_tensor(rows, device=device).unsqueeze(1),
+            # padding wraps around, so that the positions of a row stay distinct and can be scattered to
+            positions=torch.as_tensor(positions % self.canvas.shape[1], device=device),
+            valid=None if valid.all() else torch.as_tensor(valid, device=device),
+        )
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A value that holds while the blocks stand still, made on first use."""
+        if key not in self.made_for_window:
+            self.made_for_window[key] = make()
+        return self.made_for_window[key]
+
+    def planned_steps(self, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: steps planned for the open block of each row (one token a step without a plan)."""
+        return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
+
+
+def start_state(
+    sampler: Sampler,
+    model: Any,
+    prompt: Any,
+    attention_mask: Any,
+    chat: bool | None,
+    max_new_tokens: int | None,
+    blocks: BlockPolicy | None,
+    block_length: int | None,
+    cache: str | Cache | None,
+    seed: Any,
+    generator: torch.Generator | None,
+    trace: bool,
+    request: dict[str, Any],
+) -> MaskedState:
+    """Check every argument, then lay out the canvas: each row's prompt from position 0, masks after it."""
+    settings = make_request(request)
+    facts = model.facts
+    if facts.mask_token_id is None or facts.topology == "causal":
+        raise ValueError(f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive")
+    rows = encode(model, prompt, attention_mask, chat).rows
+    new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
+    check_int("max_new_tokens", new, low=1)
+    longest = max(map(len, rows)) + new
+    if facts.max_length is not None and longest > facts.max_length:
+        raise ValueError(
+            f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {facts.name} takes "
+            f"({facts.max_length})"
+        )
+    policy = block_policy(model, blocks, block_length)
+    check_steps(settings, policy, rows, new)
+    for token in settings.suppress_tokens:
+        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
+    generator, seeds = randomness(settings, seed, generator, rows)
+    cache = cache_of(cache)
+
+    lengths = np.array([len(row) for row in rows], np.int64)
+    canvas = np.full((len(rows), longest), facts.fill_token_id, np.int64)
+    column = np.arange(longest)
+    undecided = (column >= lengths[:, None]) & (column < lengths[:, None] + new)
+    canvas[undecided] = facts.mask_token_id
+    canvas[column < lengths[:, None]] = np.concatenate(rows)
+    device = model.device
+    ends = list(facts.eos_token_ids)
+    suppressed = {facts.mask_token_id, *settings.suppress_tokens, *(ends if settings.logits_eos_inf else ())}
+    if len(suppressed) >= facts.vocab_size:
+        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} words of the vocabulary")
+    sizes = {"position": longest, "vocab": facts.vocab_size}
+    state = MaskedState(
+        batch=len(rows),
+        memory=Memory(sampler.memory(), len(rows), sizes, device),
+        facts=facts,
+        request=settings,
+        cache=cache,
+        blocks=policy,
+        pads=model.pads,
+        canvas=torch.as_tensor(canvas, device=device),
+        undecided=torch.as_tensor(undecided, device=device),
+        given=torch.as_tensor(column < lengths[:, None], device=device),
+        prompt_length=lengths,
+        length=lengths + new,
+        keys=torch.as_tensor(rng.row_keys(seeds, rows), device=device),
+        generator=generator,
+        suppressed=torch.tensor(sorted(suppressed), device=device),
+        ends=torch.tensor(ends, dtype=torch.int64, device=device),
+    )
+    if trace:
+        start = [canvas[r, : lengths[r] + new].tolist() for r in range(len(rows))]
+        state.trace = Trace(canvas=start, settings=sampler.to_dict() | dataclasses.asdict(settings))
+    return state
+
+
+def part_query(state: MaskedState, part: Part) -> Query:
+    """The model call of one part of the plan. What does not change while the blocks stand still is made once."""
+    query, row_index, whole = state.once((part.kind, part.index.tobytes()), lambda: _fixed_query(state, part))
+    tokens, given = state.canvas, state.given
+    if not whole:
+        own = query.positions[: len(query.rows)]
+        tokens, given = tokens[row_index, own], given[row_index, own]
+    if query.branches == 2:
+        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
+    return dataclasses.replace(query, tokens=tokens)
+
+
+def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
+    """The query without its tokens, the rows' index [N, 1], and whether it covers the canvas as it stands."""
+    device, window = state.canvas.device, state.window
+    branches = 2 if state.request.guidance_scale != 1.0 else 1
+
+    def on_device(array: np.ndarray) -> Tensor:
+        tensor = torch.as_tensor(array, device=device)
+        return torch.cat((tensor, tensor)) if branches == 2 else tensor
+
+    columns = part.start[:, None] + np.arange(int((part.stop - part.start).max()))
+    valid = columns < part.stop[:, None]
+    # logits of a position stand `shift` columns to its left; position 0 has no left neighbour and uses its own
+    offset = np.arange(window.positions.shape[1]) - state.facts.shift
+    wanted = np.clip(state.block_start[window.rows[part.index], None] + offset - part.start[:, None], 0, None)
+    wanted = np.minimum(wanted, (part.stop - part.start)[:, None] - 1)  # padding of the window asks for any
+    rows = window.rows[part.index]
+    query = Query(
+        rows=rows,
+        tokens=state.canvas,
+        positions=on_device(np.minimum(columns, part.stop[:, None] - 1)),
+        wanted=on_device(wanted),
+        valid=None if valid.all() else on_device(valid),
+        branches=branches,
+        forwarded=part.stop - part.start,
+        index=part.index,
+        kind=part.kind,
+    )
+    whole = len(rows) == state.batch and columns.shape == tuple(state.canvas.shape) and not part.start.any()
+    return query, torch.as_tensor(rows, device=device).unsqueeze(1), whole
+
+
+def rows_of(memory: Memory, rows: np.ndarray) -> dict[str, Tensor]:
+    return {name: tensor[torch.as_tensor(rows, device=tensor.device)] for name, tensor in memory.tensors.items()}
+
+
+def put_rows(tensor: Tensor, rows: np.ndarray, value: Tensor) -> Tensor:
+    return tensor.index_copy(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))

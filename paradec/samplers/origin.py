@@ -1,0 +1,50 @@
+"""Dream's `alg="origin"`: each masked position becomes final on its own, with the probability of the time grid.
+
+Ye et al., "Dream 7B", arXiv 2508.15487; the reverse process of masked diffusion as MDLM writes it (arXiv 2406.07524).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.checks import check_number
+from paradec.samplers.masked import MaskedSampler, MaskedState, View
+from paradec.samplers.schedules import time_share
+
+
+@dataclass(frozen=True)
+class Origin(MaskedSampler):
+    """Commit each masked position with probability 1 - s/t, the last step all; random even at temperature 0.
+
+    Args:
+        eps: end of the time grid t = linspace(1, eps, steps + 1).
+
+    A step may commit nothing; `steps` bounds the total.
+    """
+
+    eps: float = 1e-3
+
+    name = "origin"
+    paper = "Dream 7B"
+    arxiv = "2508.15487"
+    summary = "each masked token on its own, with the probability of the time grid"
+    score_from = "sampled"
+    uses_steps = True
+    may_wait = True
+    reference_draws = "masked"
+
+    def __post_init__(self) -> None:
+        check_number("eps", self.eps, low=0, high=1, open_low=True)
+
+    def share(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+        """[R] float32: the probability that a masked position becomes final at this step."""
+        return time_share(state.block_step[rows], state.planned_steps(rows), self.eps)
+
+    quota = share
+
+    def select(self, view: View) -> Tensor:
+        return view.candidates & (view.draw() < torch.as_tensor(view.quota).unsqueeze(1))

@@ -1,0 +1,138 @@
+"""What a caller may set for one request, whatever the sampler; every argument is checked here, before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import caches
+from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
+from paradec.caches.base import Cache
+from paradec.checks import check_bool, check_choice, check_int, check_number
+from paradec.registry import unknown
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller may set for one request, whatever the sampler. Validated when made.
+
+    Args:
+        temperature: 0 takes the best token; above, tokens are drawn from softmax(logits / temperature).
+        top_p, top_k: restrict the draw to the nucleus of this mass, then to this many words.
+        guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
+            cfg_scale w is s - 1).
+        eos_early_stop: end a row once an end token is final and nothing before it is undecided.
+        logits_eos_inf: never propose an end token.
+        confidence_eos_eot_inf: commit end tokens after everything else. LLaDA's generate.py means this but, at
+            temperature > 0, loses the effect for one of the two ids.
+        suppress_tokens: ids that are never proposed. The mask id never is.
+        steps: forward passes planned for a row, spread evenly over its blocks; None plans one token a step.
+        rng: "counter" (reproducible per row) or "reference" (draws from the generator as the public code does).
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    guidance_scale: float = 1.0
+    eos_early_stop: bool = True
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    suppress_tokens: tuple[int, ...] = ()
+    steps: int | None = None
+    rng: str = "counter"
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, low=0)
+        check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
+        check_int("top_k", self.top_k, low=1, none=True)
+        check_number("guidance_scale", self.guidance_scale, low=0)
+        for name in ("eos_early_stop", "logits_eos_inf", "confidence_eos_eot_inf"):
+            check_bool(name, getattr(self, name))
+        check_int("steps", self.steps, low=1, none=True)
+        check_choice("rng", self.rng, ("counter", "reference"))
+
+
+def make_request(given: dict[str, Any]) -> Request:
+    """Validate what is left of a request's arguments."""
+    allowed = [f.name for f in dataclasses.fields(Request)]
+    for name in given:
+        if name not in allowed:
+            raise ValueError(unknown("argument", name, [*allowed, "max_new_tokens", "blocks", "block_length", "cache"]))
+    if "suppress_tokens" in given:
+        given = {**given, "suppress_tokens": tuple(given["suppress_tokens"] or ())}
+    return Request(**given)
+
+
+def block_policy(model: Any, blocks: BlockPolicy | None, block_length: int | None) -> BlockPolicy:
+    if blocks is not None and block_length is not None:
+        raise ValueError(f"blocks={blocks!r} and block_length={block_length!r} both cut the sequence; give one of them")
+    if block_length is not None:
+        check_int("block_length", block_length, low=1)
+        return FixedBlocks(block_length)
+    if blocks is not None:
+        if not (hasattr(blocks, "open") and hasattr(blocks, "count")):
+            raise ValueError(f"blocks={blocks!r} must be a block policy, e.g. paradec.FixedBlocks(32)")
+        return blocks
+    if model.facts.topology == "block_causal":
+        return FixedBlocks(model.facts.block_length, align="absolute")
+    if model.default_block_length is not None:
+        return FixedBlocks(model.default_block_length)
+    return WholeCanvas()
+
+
+def check_steps(request: Request, policy: BlockPolicy, rows: list[list[int]], new: int) -> None:
+    if request.steps is None:
+        return
+    counts = {policy.count(len(row), len(row) + new) for row in rows}
+    count = max(counts)
+    if request.steps % count and len(counts) == 1:
+        raise ValueError(
+            f"steps={request.steps} must be a multiple of the number of blocks ({count}): every block has as many"
+        )
+    if request.steps < count:
+        raise ValueError(f"steps={request.steps} must be at least the number of blocks ({count})")
+
+
+def randomness(
+    request: Request, seed: Any, generator: torch.Generator | None, rows: list[list[int]]
+) -> tuple[torch.Generator | None, list[int]]:
+    """The generator of `rng="reference"`, and one seed per row."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator={generator!r} must be a torch.Generator")
+    if seed is not None and generator is not None:
+        raise ValueError("give seed or generator, not both")
+    seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(rows)
+    if len(seeds) != len(rows):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
+    for entry in seeds:
+        check_int("seed", entry.item() if isinstance(entry, Tensor) else entry, low=0, high=2**63 - 1, none=True)
+    if request.rng == "reference":
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
+        if generator is None:
+            if len(set(seeds)) != 1:
+                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
+            generator = torch.Generator()
+            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
+        return generator, [0] * len(rows)
+    if seeds[0] is None:
+        device = None if generator is None else generator.device
+        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
+        seeds = [int(drawn)] * len(rows)
+    return None, [int(entry) for entry in seeds]
+
+
+def cache_of(cache: str | Cache | None) -> Cache:
+    if cache is None:
+        return caches.create("none")
+    if isinstance(cache, str):
+        cache = caches.create(cache)
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache={cache!r} must be one of {caches.names()} or made by paradec.caches.create")
+    return cache

@@ -1,0 +1,47 @@
+"""How many tokens the quota methods commit at a step. All on the host, per row."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+
+def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """LLaDA's linear schedule: equal counts, the first `masks % steps` steps one more. All arrays: [R] int64.
+
+    Args:
+        masks_at_open: undecided positions when the block opened.
+        step: steps taken in the block.
+        steps: steps planned for the block.
+    """
+    steps = np.maximum(steps, 1)
+    return masks_at_open // steps + (step < masks_at_open % steps)
+
+
+@lru_cache(maxsize=64)
+def _fractions(steps: int, eps: float) -> np.ndarray:
+    # in float32, as the reference: int() of the products below depends on the last bit
+    times = torch.linspace(1, eps, steps + 1)
+    return (1 - times[1:] / times[:-1]).numpy()
+
+
+def time_grid(remaining: np.ndarray, step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
+    """Dream's schedule: a share 1 - s/t of what is still undecided, truncated, on t = linspace(1, eps, steps + 1).
+
+    The last step takes everything. Truncation makes early steps commit nothing when `steps` is close to the number of
+    masks; `steps` bounds the total all the same. Counted per row (the reference takes the batch's mean).
+    """
+    share = time_share(step, steps, eps)
+    # float32 products, as the reference's tensors make them
+    return np.where(step >= steps - 1, remaining, (remaining.astype(np.float32) * share).astype(np.int64))
+
+
+def time_share(step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
+    """[R] float32: 1 - s/t of each row's step, the probability that a masked position becomes final in it."""
+    share = np.ones(len(step), dtype=np.float32)
+    for planned in np.unique(steps):  # rows nearly always share one plan
+        early = (steps == planned) & (step < planned - 1)
+        share[early] = _fractions(int(planned), eps)[step[early]]
+    return share

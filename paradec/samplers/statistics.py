@@ -1,0 +1,100 @@
+"""Numbers read from logits: probability of the best token, margin, entropy; filters of the sampling distribution.
+
+In float64, as the public references of the threshold rules have it: trained models are so sure of many positions that
+float32 probabilities tie at 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUANTITIES = ("confidence", "margin", "negative_entropy")
+CHUNK = 2**25
+"""Logits turned to float64 at a time: 256 MB."""
+
+
+def token_statistics(
+    logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Statistics of each position's distribution softmax(logits).
+
+    Args:
+        logits: [..., V] of any float dtype; -inf excludes a word.
+        reads: which of `QUANTITIES` to compute.
+        tokens: [...] int64: "confidence" is the probability of these; None takes the best token (lowest id on ties).
+
+    Returns:
+        The largest logit [...] float64 (not finite if any logit is NaN or +inf), the tokens [...] int64, and the
+        quantities by name, each [...] float64: "confidence" p(token), "margin" p(1st) - p(2nd), "negative_entropy"
+        sum p ln(p + 1e-10) (Dream's form; higher is surer).
+    """
+    shape, vocab = logits.shape[:-1], logits.shape[-1]
+    flat = logits.reshape(-1, vocab)
+    rows = max(1, CHUNK // vocab)
+    if flat.shape[0] <= rows:
+        top, tokens, found = _statistics(flat, reads, None if tokens is None else tokens.reshape(-1))
+    else:
+        parts = [
+            _statistics(flat[i : i + rows], reads, None if tokens is None else tokens.reshape(-1)[i : i + rows])
+            for i in range(0, flat.shape[0], rows)
+        ]
+        top = torch.cat([part[0] for part in parts])
+        tokens = torch.cat([part[1] for part in parts])
+        found = {name: torch.cat([part[2][name] for part in parts]) for name in parts[0][2]}
+    return top.view(shape), tokens.view(shape), {name: value.view(shape) for name, value in found.items()}
+
+
+def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, Tensor, dict]:
+    z = logits.double()
+    top, best = z.max(dim=-1)
+    found: dict[str, Tensor] = {}
+    log_total = z.logsumexp(dim=-1)
+    if "confidence" in reads:
+        chosen = top if tokens is None else z.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        found["confidence"] = (chosen - log_total).exp()
+    if "margin" in reads:
+        first, second = (z.topk(2, dim=-1).values - log_total.unsqueeze(-1)).exp().unbind(-1)
+        found["margin"] = first - second
+    if "negative_entropy" in reads:
+        p = (z - log_total.unsqueeze(-1)).exp()
+        found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1)
+    return top, best if tokens is None else tokens, found
+
+
+def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
+    """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
+
+    Dream's order; the word that crosses `top_p` stays in, and so does the best one always.
+    """
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before > top_p)
+        logits = logits.masked_fill(out, -torch.inf)
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    return logits
+
+
+def top_by_rank(scores: Tensor, count: Tensor | int) -> Tensor:
+    """The `count` highest scores of each row; equal scores go to the lower index.
+
+    Args:
+        scores: [R, W], -inf where not eligible.
+        count: [R] int64, or one int for all rows.
+
+    Returns:
+        [R, W] bool; never an ineligible entry.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)
+    within = ranks < (count.unsqueeze(-1) if isinstance(count, Tensor) else count)
+    within = within.expand_as(order)
+    return torch.zeros_like(within).scatter(-1, order, within) & (scores > -torch.inf)
+
+
+def best_one(scores: Tensor) -> Tensor:
+    """The highest score of each row [R, W] (the lowest index on ties), as a [R, W] bool mask."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.argmax(-1, keepdim=True), True)

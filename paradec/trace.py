@@ -1,0 +1,56 @@
+"""A replayable record of a decoding: what each step evaluated and what it made final."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class TraceStep:
+    """One step. Rows count from 0; positions count from a row's first prompt token."""
+
+    commits: list[tuple[int, int, int, float]]
+    """(row, position, token, confidence) of every token that became final, sorted."""
+    forwarded: list[int]
+    """Positions evaluated for each row (0: the row took no part)."""
+    kind: str
+    """"full" (whole sequences), "window" (a part, over a store), "forecast" (no evaluation), ..."""
+
+
+@dataclass
+class Trace:
+    """All steps of one request, and what is needed to replay them: the canvas before the first step."""
+
+    canvas: list[list[int]]
+    """The ids that decoding started from, one list per row, without padding."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: list[TraceStep] = field(default_factory=list)
+
+    def replay(self, until: int | None = None) -> list[list[int]]:
+        """The canvas after the first `until` steps (all by default). Later writes win: edits and remasks replay too."""
+        canvas = [list(row) for row in self.canvas]
+        for step in self.steps[:until]:
+            for row, position, token, _ in step.commits:
+                canvas[row][position] = token
+        return canvas
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """JSON text; also written to `path` when one is given."""
+        text = json.dumps(asdict(self))
+        if path is not None:
+            Path(path).write_text(text)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> Trace:
+        """Read a file written by `to_json`, or its text."""
+        text = str(source)
+        data = json.loads(text if text.lstrip().startswith("{") else Path(source).read_text())
+        steps = [
+            TraceStep([tuple(c) for c in step["commits"]], step["forwarded"], step["kind"]) for step in data["steps"]
+        ]
+        return cls(canvas=data["canvas"], settings=data["settings"], steps=steps)

@@ -1,0 +1,176 @@
+"""The repository itself: packaging, documented commands, and what importing paradec brings in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paradec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def run_python(code: str) -> str:
+    """Run code with the working directory at the root of the checkout, where its folders can be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def readme_commands() -> list[str]:
+    """The README's commands that set everything up from a bare Python."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if "-m venv" in line]
+
+
+def test_importing_paradec_is_light() -> None:
+    # Only what paradec adds to torch counts: some builds of torch import triton by themselves.
+    code = """
+import sys, torch
+before = set(sys.modules)
+import paradec
+print(*sorted(set(sys.modules) - before), sep="\\n")
+"""
+    added = run_python(code).splitlines()
+    assert "paradec" in added
+    heavy = {"triton", "diffusers", "transformers.modeling_utils", "accelerate", "scipy", "typer", "rich"}
+    assert not heavy.intersection(added)
+
+
+def test_no_kernels_beside_the_package() -> None:
+    # With Hugging Face's `kernels` installed, a second one on the path stops transformers' models from importing.
+    assert [path.name for path in ROOT.iterdir() if path.stem == "kernels"] == []
+    assert (ROOT / "paradec" / "__init__.py").is_file()
+
+
+def test_transformers_models_import_from_the_checkout() -> None:
+    code = """
+import importlib.util, os
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+spec = importlib.util.find_spec("kernels")
+places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
+print(any(place.startswith(os.getcwd() + os.sep) for place in places))
+"""
+    assert run_python(code) == "False"
+
+
+def test_wheel_has_one_top_level() -> None:
+    assert PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["paradec"]}
+    assert (ROOT / "paradec" / "py.typed").is_file()
+
+
+def test_package_data_is_not_ignored() -> None:
+    # The build leaves out what git ignores.
+    tracked_files()
+    data = [str(path) for path in (ROOT / "paradec").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    command = ["git", "check-ignore", "--stdin"]
+    ignored = subprocess.run(command, cwd=ROOT, input="\n".join(data), capture_output=True, text=True)
+    assert ignored.stdout == ""
+
+
+def test_version_is_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
+    released = [section for section in sections if not section.startswith("[Unreleased]")]
+    if released:
+        assert released[0].startswith(f"[{paradec.__version__}]")
+    else:
+        assert f"Towards {paradec.__version__}" in sections[0]
+
+
+def test_installed_version_agrees() -> None:
+    try:
+        installed = importlib.metadata.version("paradec")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("paradec is not installed")
+    assert installed == paradec.__version__
+
+
+def test_console_script_exists() -> None:
+    module, _, name = PYPROJECT["project"]["scripts"]["paradec"].partition(":")
+    assert hasattr(__import__(module, fromlist=[name]), name)
+
+
+def test_readme_names_every_sampler() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in paradec.samplers.names() if f"`{name}`" not in text] == []
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    commands = readme_commands()
+    assert len(commands) == 2
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if "-m venv" in line] == commands
+
+
+@pytest.mark.parametrize(
+    ("closing_line", "pytest_code", "expected"),
+    [
+        ("===== 3 passed in 0.10s =====", 0, 0),
+        ("===== 3 passed, 1 skipped in 0.10s =====", 0, 0),
+        ("===== 1 failed, 2 passed in 0.10s =====", 1, 1),
+        ("===== no tests ran in 0.10s =====", 5, 5),
+        ("===== 3 skipped in 0.10s =====", 0, 1),
+        ("", 0, 1),
+    ],
+)
+def test_ci_fails_unless_tests_passed(tmp_path: Path, closing_line: str, pytest_code: int, expected: int) -> None:
+    """Run the script with stand-ins for what it installs and calls."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash")
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name, body in {
+        "python3": "",
+        "pip": "",
+        "paradec": "",
+        "ruff": "",
+        "python": f"echo '{closing_line}'; exit {pytest_code}",
+    }.items():
+        (tools / name).write_text(f"#!{bash}\n{body}\n")
+        (tools / name).chmod(0o755)
+    (tools / "activate").write_text("")
+    environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [bash, ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == expected, done.stderr
+    assert closing_line in done.stdout
+
+
+def test_tracked_files_name_no_machine() -> None:
+    folders = "|".join(["work", "root", "home", "Users", "opt", "mnt"])
+    absolute = re.compile(rf"(?<![\w.~)}}-])/(?:{folders})/\w")
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {match.group()}" for match in absolute.finditer(text)]
+    assert found == []
