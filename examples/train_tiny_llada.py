@@ -19,6 +19,8 @@ import json
 import math
 import os
 import re
+import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -565,7 +567,6 @@ def main(
     print(f"{count:,} parameters, {len(codec.ids)} tokens, step {trainer.step}", flush=True)
 
     forward = torch.compile(model, dynamic=False) if compiled else model
-    probe = Random(seed + 1)  # fresh training-side prompts: the shipped ones stay unseen
     began = saved = logged = evaluated = time.monotonic()
     before, losses, seen = trainer.seconds, [], 0
 
@@ -573,45 +574,49 @@ def main(
         by_steps = trainer.step / steps if steps else 0.0
         return max(by_steps, trainer.seconds / (60 * minutes))
 
-    try:
-        while progress() < 1.0:
-            batches = [
-                draw_batch(trainer.rng, codec, trainer.mixture, tokens // parts).to(device)
-                for _ in range(parts)
-            ]
-            losses.append(trainer.train_step(forward, batches, pool, progress(), smoothing))
-            seen += sum(batch.ids.numel() for batch in batches)
-            now = time.monotonic()
-            trainer.seconds = before + now - began
-            if now - logged > 30:
-                mean = sum(losses) / len(losses)
-                speed = seen / (now - logged)
-                elapsed = trainer.seconds / 60
-                print(
-                    f"{elapsed:6.1f} min  step {trainer.step:6d}  loss {mean:.4f}  "
-                    f"{speed:,.0f} tokens/s",
-                    flush=True,
-                )
-                logged, losses, seen = now, [], 0
-            if now - evaluated > 60 * evaluate_every:
-                examples = [task.make(probe) for task in TASKS.values() for _ in range(32)]
-                average = trainer.averaged()
-                scores = accuracy(average, codec, examples, None)
-                at_once = accuracy(average, codec, examples, 0.0)
-                report(f"step {trainer.step}", {"one per step": scores, "all at once": at_once})
-                # What is not yet learned is drawn up to five times as often.
-                trainer.mixture = {name: 1.0 + 4.0 * (1.0 - s) for name, s in scores.items()}
-                export(average, codec, out / "export")
-                logged = evaluated = time.monotonic()
-            if now - saved > 60 * save_every:
-                trainer.save(checkpoint)
-                saved = now
-    except KeyboardInterrupt:
-        print("interrupted; --resume goes on from here", flush=True)
-    trainer.save(checkpoint)
+    stop = threading.Event()  # an exception could come between two halves of a step
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
 
+    while progress() < 1.0 and not stop.is_set():
+        batches = [
+            draw_batch(trainer.rng, codec, trainer.mixture, tokens // parts).to(device)
+            for _ in range(parts)
+        ]
+        losses.append(trainer.train_step(forward, batches, pool, progress(), smoothing))
+        seen += sum(batch.ids.numel() for batch in batches)
+        now = time.monotonic()
+        trainer.seconds = before + now - began
+        if now - logged > 30:
+            mean = sum(losses) / len(losses)
+            speed = seen / (now - logged)
+            elapsed = trainer.seconds / 60
+            print(
+                f"{elapsed:6.1f} min  step {trainer.step:6d}  loss {mean:.4f}  "
+                f"{speed:,.0f} tokens/s",
+                flush=True,
+            )
+            logged, losses, seen = now, [], 0
+        if now - evaluated > 60 * evaluate_every:
+            probe = Random(f"{seed} {trainer.step}")  # fresh prompts: the shipped stay unseen
+            examples = [task.make(probe) for task in TASKS.values() for _ in range(32)]
+            average = trainer.averaged()
+            scores = accuracy(average, codec, examples, 0.9)  # cheaper than one per step
+            at_once = accuracy(average, codec, examples, 0.0)
+            report(f"step {trainer.step}", {"threshold 0.9": scores, "all at once": at_once})
+            # What is not yet learned is drawn up to five times as often.
+            trainer.mixture = {name: 1.0 + 4.0 * (1.0 - s) for name, s in scores.items()}
+            export(average, codec, out / "export")
+            logged = evaluated = time.monotonic()
+        if now - saved > 60 * save_every:
+            trainer.save(checkpoint)
+            saved = now
+    trainer.save(checkpoint)
     average = trainer.averaged()
     export(average, codec, out / "export")
+    if stop.is_set():
+        print("stopped; --resume goes on from here", flush=True)
+        return
     examples = load_prompts()
     report(
         "shipped prompts",

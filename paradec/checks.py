@@ -10,14 +10,20 @@ from typing import Any
 from paradec.registry import unknown
 
 
+def shown(value: Any) -> str:
+    """A value in one short line, for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def check_int(name: str, value: Any, low: int | None = None, high: int | None = None, none: bool = False) -> None:
     """Raise ValueError unless `value` is an integer (a bool is none) in [low, high], or None where `none` allows it."""
     if value is None and none:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={value!r} must be an integer{_range(low, high)}")
+        raise ValueError(f"{name}={shown(value)} must be an integer{_range(low, high)}")
     if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"{name}={value!r} must be an integer{_range(low, high)}")
+        raise ValueError(f"{name}={shown(value)} must be an integer{_range(low, high)}")
 
 
 def check_number(
@@ -27,25 +33,33 @@ def check_number(
     if value is None and none:
         return
     allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not is_finite(value):
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
     if value < low or value > high or (open_low and value == low):
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     choices = list(allowed)
-    if value not in choices:
-        if all(isinstance(choice, str) for choice in choices):
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        if isinstance(value, str):
             raise ValueError(unknown(name, value, choices))
-        raise ValueError(f"{name}={value!r} must be one of {choices}")
+        raise ValueError(f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}")
 
 
 def check_bool(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
+        raise ValueError(f"{name}={shown(value)} must be True or False")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a real number is neither NaN nor infinite, nor an integer that no float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _range(low: int | None, high: int | None) -> str:

@@ -264,9 +264,9 @@ class _Bar:
         decided, total = state.progress
         if self.progress is None:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self.task = self.progress.add_task("decoding", total=total)
             self.progress.start()
@@ -300,8 +300,10 @@ def _value(text: str) -> Any:
 def _quiet_loading() -> None:
     """Keep the libraries' own progress bars and advice out of logs and pipes; a terminal still shows downloads."""
     from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    hub_logging.set_verbosity_error()  # a hub out of reach would be reported at each of its retries
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if not sys.stderr.isatty():

@@ -10,6 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.checks import check_bool
+
+BYTES = (bytes, bytearray, memoryview)
+"""Sequences of small integers that nobody means as ids."""
+
 
 @dataclass
 class Prompts:
@@ -32,13 +37,15 @@ def encode(model: Any, prompt: Any, attention_mask: Any = None, chat: bool | Non
         ValueError: an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
             with holes. TypeError: a prompt of another kind.
     """
+    if chat is not None:
+        check_bool("chat", chat)
     if isinstance(prompt, (Tensor, np.ndarray)):
-        return _from_ids(model, torch.as_tensor(prompt), attention_mask)
+        return _from_ids(model, _tensor("input ids", prompt), attention_mask)
     if attention_mask is not None and not _is_rows_of_ids(prompt):
         raise ValueError("attention_mask goes with a 2-D tensor of input ids, not with text or unpadded rows")
     if isinstance(prompt, str):
         rows, single = [_from_text(model, prompt, chat)], True
-    elif not isinstance(prompt, Sequence):
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
         raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
     elif len(prompt) == 0:
         raise ValueError("prompt is empty; give at least one token, text or message")
@@ -52,7 +59,7 @@ def encode(model: Any, prompt: Any, attention_mask: Any = None, chat: bool | Non
         if attention_mask is not None:
             if len({len(row) for row in prompt}) != 1:
                 raise ValueError("attention_mask goes with rows of one length; unpadded rows need none")
-            return _from_ids(model, torch.as_tensor(prompt), attention_mask)
+            return _from_ids(model, _tensor("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
         rows, single = [[int(i) for i in row] for row in prompt], False
     elif all(isinstance(item, Sequence) and item and all(isinstance(m, dict) for m in item) for item in prompt):
         rows, single = [_from_messages(model, item) for item in prompt], False
@@ -66,12 +73,29 @@ def encode(model: Any, prompt: Any, attention_mask: Any = None, chat: bool | Non
 def _is_rows_of_ids(prompt: Any) -> bool:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) == 0:
         return False
-    return all(
-        isinstance(row, (Sequence, Tensor, np.ndarray))
-        and not isinstance(row, str)
-        and all(isinstance(i, (int, np.integer, Tensor)) and not isinstance(i, bool) for i in row)
-        for row in prompt
-    )
+    return all(_is_row_of_ids(row) for row in prompt)
+
+
+def _is_row_of_ids(row: Any) -> bool:
+    if isinstance(row, Tensor):
+        return (
+            row.ndim == 1 and not row.dtype.is_floating_point and not row.dtype.is_complex and row.dtype != torch.bool
+        )
+    if isinstance(row, np.ndarray):
+        return row.ndim == 1 and (row.dtype.kind in "iu" or row.size == 0)
+    if not isinstance(row, Sequence) or isinstance(row, (str, *BYTES)):
+        return False
+    return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in row)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise TypeError(
+            f"{name} of type {type(value).__name__} cannot be made a tensor of integers: {reason}"
+        ) from error
 
 
 def _from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
@@ -82,7 +106,7 @@ def _from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
     single, ids = ids.ndim == 1, torch.atleast_2d(ids).cpu()
     keep = torch.ones_like(ids, dtype=torch.bool)
     if attention_mask is not None:
-        mask = torch.atleast_2d(torch.as_tensor(attention_mask)).cpu()
+        mask = torch.atleast_2d(_tensor("attention_mask", attention_mask)).cpu()
         if mask.shape != ids.shape:
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(ids.shape)} as input ids")
         if not ((mask == 0) | (mask == 1)).all():
@@ -108,6 +132,8 @@ def _from_text(model: Any, text: str, chat: bool | None) -> list[int]:
 
 
 def _from_messages(model: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    from jinja2 import TemplateError  # what transformers renders chat templates with
+
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages need a tokenizer with a chat template; this one has none")
@@ -115,7 +141,11 @@ def _from_messages(model: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
     # rendered first, so that no special token is added twice
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise ValueError(f"the tokenizer's chat template does not take these messages: {reason}") from error
     return _known(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], text)
 
 

@@ -61,13 +61,23 @@ class Query:
 
 @dataclass
 class LatentQuery:
-    """One call of a continuous model: `model(latent, timestep)`. latent: [B, ...] float; timestep: scalar or [B]."""
+    """One call of a continuous model. `N` rows of the state, `R = branches * N` rows in the call.
 
-    latent: Tensor
-    timestep: Tensor
+    Under guidance (`branches == 2`) the first N rows of the call are conditional, the rest are not.
+    """
+
     rows: np.ndarray
+    """[N] int64, on the host: the state's rows that this call evaluates."""
+    latent: Tensor
+    """[R, ...] float."""
+    timestep: Tensor
+    """Scalar or [R]."""
+    conditions: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else the model reads, by name, each [R, ...]: class labels, say."""
     branches: int = 1
     forwarded: np.ndarray | None = None
+    """[N] int64, on the host: positions (patches) evaluated for each row in one branch."""
+    kind: str = "full"
 
 
 @dataclass
@@ -110,6 +120,8 @@ class Proposal:
     """[R, W] bool: positions that were evaluated this step and may be committed."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Everything else that was read from the logits, by name, each [R, W, ...]."""
+    made_at: int = 0
+    """How many commits the state had seen; a proposal is good for the next one only."""
     kind: str = "full"
     """What was evaluated: "full", "window", "forecast", or a combination."""
     generator_state: Tensor | None = None
@@ -225,6 +237,7 @@ class State:
 
     def __post_init__(self) -> None:
         self.nfe, self.row_forwards, self.forwarded_tokens = (np.zeros(self.batch, np.int64) for _ in range(3))
+        self.commits = 0
 
     @property
     def done(self) -> bool:

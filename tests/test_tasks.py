@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.resources import files
 from itertools import permutations
 from random import Random
 
@@ -172,3 +173,24 @@ def test_errors_name_what_is_allowed() -> None:
         TASKS["copy"].make(Random(0), size=9)
     with pytest.raises(ValueError, match="'copy' was given to task 'sort'"):
         TASKS["sort"].check(TASKS["copy"].make(Random(0)), "")
+
+
+def test_the_shipped_tokenizer_knows_every_task() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = files("paradec") / "assets" / "tiny-llada"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    for example in load_prompts():
+        chat = [{"role": "user", "content": example.prompt}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert text == f"<|startoftext|><|user|>{example.prompt}<|assistant|>"
+        ids = tokenizer.encode(text)
+        assert tokenizer.unk_token_id not in ids
+        if example.task != "latin_square":  # there, case counts
+            assert ids == tokenizer.encode(text.replace(example.prompt, example.prompt.title()))
+    for task in TASKS.values():
+        answer = task.make(Random(0)).answer
+        ids = tokenizer.encode(answer)
+        assert len(ids) == len(answer.split()) + answer.count("\n"), "a token per word"
+        ended = [*ids, tokenizer.eos_token_id, tokenizer.eos_token_id]
+        assert tokenizer.decode(ended, skip_special_tokens=True) == answer

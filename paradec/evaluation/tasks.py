@@ -267,9 +267,7 @@ TASKS: dict[str, Task] = {
         Task("shuffle", "Shuffle: {items}", _shuffle, _is_shuffle),
         Task("insert_random", "Insert {word} anywhere: {items}", _insert_random, _is_insertion),
         Task("remove_random", "Remove any: {items}", _remove_random, _is_removal),
-        Task(
-            "replace_random", "Replace any with {word}: {items}", _replace_random, _is_replacement
-        ),
+        Task("replace_random", "Replace any with {word}: {items}", _replace_random, _is_replacement),
         Task(
             "latin_square",
             "Latin square: {items}",
@@ -309,9 +307,7 @@ def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
                     yield _with_answer(example, None) if task.many_answers else example
 
 
-def load_prompts(
-    tasks: str | Iterable[str] | None = None, limit: int | None = None
-) -> list[Example]:
+def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
     """Read the prompts shipped with the package; none of them was seen in training.
 
     Args:

@@ -19,6 +19,13 @@ from torch import Tensor, nn
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query
 
+PADDED_ENCODERS = frozenset(
+    "albert bert camembert deberta deberta-v2 distilbert electra megatron-bert mobilebert modernbert mpnet nomic_bert "
+    "roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl".split()
+)
+"""Masked language models whose padding changes nothing for the other positions. Others (ConvBERT convolves over it,
+Nystromformer averages it in) are evaluated without: rows of different lengths go in separate calls."""
+
 
 class Model:
     """A language model that samplers can query.
@@ -63,17 +70,21 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where input ids go."""
-        return next(self.module.parameters()).device
+        first = next(self.module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The parameters' dtype."""
-        return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+        found = (p.dtype for p in self.module.parameters() if p.is_floating_point())
+        return next(found, torch.get_default_dtype())
 
     @property
     def pads(self) -> bool:
         """Whether rows of different lengths may share a call."""
-        return self.kind != "opaque"
+        if self.kind == "encoder":
+            return self.module.config.model_type in PADDED_ENCODERS
+        return self.kind == "decoder"
 
     @property
     def supports_store(self) -> bool:
@@ -86,6 +97,7 @@ class Model:
             self._undo.pop()()
         return self.module
 
+    @torch.no_grad()
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query.
 
@@ -98,16 +110,19 @@ class Model:
         try:
             if self.kind == "encoder":
                 mask = None if query.valid is None else query.valid.long()
-                return self.module(input_ids=query.tokens, attention_mask=mask).logits
-            mask = self._visible(query) if store is None else store.visible(query)
-            extra = {} if store is None else {"past_key_values": store.bind(query)}
-            return self.module(
-                input_ids=query.tokens,
-                attention_mask=mask,
-                position_ids=query.positions,
-                use_cache=store is not None,
-                **extra,
-            ).logits
+                logits = self.module(input_ids=query.tokens, attention_mask=mask).logits
+            else:
+                mask = self._visible(query) if store is None else store.visible(query)
+                extra = {} if store is None else {"past_key_values": store.bind(query)}
+                logits = self.module(
+                    input_ids=query.tokens,
+                    attention_mask=mask,
+                    position_ids=query.positions,
+                    use_cache=store is not None,
+                    **extra,
+                ).logits
+            # the hook was passed by where a module calls a part of its base model
+            return logits if self._columns is None else take_columns(logits, self._columns)
         finally:
             self._columns = None
 
@@ -140,6 +155,7 @@ class Model:
     def _gather_wanted(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._columns is not None:
             output.last_hidden_state = take_columns(output.last_hidden_state, self._columns)
+            self._columns = None
         return output
 
 

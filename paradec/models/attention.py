@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from paradec.checks import shown
+
 PREFIX = "paradec_"
 
 
@@ -29,6 +31,7 @@ def sdpa(
     Returns:
         [R, Q, heads, head_dim], and no weights.
     """
+    _refuse_extras(kwargs, key.shape[2])
     kwargs.pop("is_causal", None)
     # rotary angles may be kept in float32 (LLaDA's rope_full_precision): back to the model's dtype here
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -45,6 +48,7 @@ def eager(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same attention written out, with its weights [R, heads, Q, K]; softmax in float32 or wider."""
+    _refuse_extras(kwargs, key.shape[2])
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -54,6 +58,16 @@ def eager(
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _refuse_extras(kwargs: dict[str, Any], length: int) -> None:
+    """Raise ValueError for what some models add to plain attention, where it would change the result."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attention with {name} is not supported without a causal mask")
+    window = kwargs.get("sliding_window")
+    if window is not None and length > window:
+        raise ValueError(f"sliding_window={window} is shorter than the {length} positions that should see each other")
 
 
 def full_mask(
@@ -77,10 +91,10 @@ def implementation(name: str) -> str:
     Raises:
         ValueError: one that cannot take the masks of padded and cached rows.
     """
-    bare = name.removeprefix(PREFIX)
+    bare = name.removeprefix(PREFIX) if isinstance(name, str) else None
     if bare not in IMPLEMENTATIONS:
         raise ValueError(
-            f"attn_implementation={name!r} is not available without a causal mask; allowed: "
+            f"attn_implementation={shown(name)} is not available without a causal mask; allowed: "
             f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
         )
     return PREFIX + bare

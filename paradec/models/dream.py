@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.models.checkpoint import CheckpointError, positive, refuse_unless
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
 
 ONLY = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
     "rope_scaling": (None,),
     "use_mrope": (False, None),
+    "rope_parameters": (None,),
+    "quantization_config": (None,),
 }
 """Fields that change the maths, and the values that are supported."""
 
@@ -49,6 +51,10 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
     )
     if hidden % heads:
         raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    if hidden // heads % 2:
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden} / num_attention_heads={heads} is odd; rotary angles need an even width"
+        )
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
@@ -66,9 +72,9 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
         hidden_act="silu",
         use_sliding_window=False,
         attention_dropout=0.0,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
         bos_token_id=None,
-        eos_token_id=config.get("eos_token_id"),
+        eos_token_id=None,
         pad_token_id=None,
         use_cache=False,
     )

@@ -49,6 +49,8 @@ class ModelFacts:
             check_int("eos_token_id", eos, low=0, high=self.vocab_size - 1)
         if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an end-of-text id {self.eos_token_ids}")
+        if self.mask_token_id is not None and self.mask_token_id == self.pad_token_id:
+            raise ValueError(f"pad_token_id={self.pad_token_id} is also the mask id; give another id to pad with")
         if self.topology == "block_causal":
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.models.checkpoint import CheckpointError, positive, refuse_unless
+from paradec.checks import is_finite
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
 
 KEY_MAPPING = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
@@ -44,6 +45,8 @@ ONLY = {
     "rope_scaling": (None,),
     "sliding_window": (None,),
     "clip_qkv": (None,),
+    "rope_parameters": (None,),
+    "quantization_config": (None,),
 }
 """Fields that change the maths, and the values that Llama expresses. Values first in line are the 8B's."""
 
@@ -75,8 +78,10 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     hidden, layers, heads = (positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
     if hidden % heads:
         raise CheckpointError(f"config.json: d_model={hidden} is not a multiple of n_heads={heads}")
-    vocab = positive(config, "vocab_size")
-    tied = config.get("weight_tying", True)
+    if hidden // heads % 2:
+        raise CheckpointError(
+            f"config.json: d_model={hidden} / n_heads={heads} is odd; rotary angles need an even width"
+        )
     return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -84,29 +89,40 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         num_key_value_heads=_kv_heads(config, heads),
         head_dim=hidden // heads,
         intermediate_size=_mlp_size(config, hidden),
-        vocab_size=positive(config, "embedding_size") if config.get("embedding_size") else vocab,
+        vocab_size=_embedding_size(config),
         max_position_embeddings=positive(config, "max_sequence_length"),
         rope_parameters={"rope_type": "default", "rope_theta": float(positive(config, "rope_theta"))},
-        rms_norm_eps=float(positive(config, "rms_norm_eps")) if config.get("rms_norm_eps") else 1e-5,
+        rms_norm_eps=float(positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps")),
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
         attention_dropout=0.0,
-        tie_word_embeddings=bool(tied),
+        tie_word_embeddings=bool(flag(config, "weight_tying", True)),
         bos_token_id=None,
-        eos_token_id=config.get("eos_token_id"),
+        eos_token_id=None,
         pad_token_id=None,
         use_cache=False,
     )
 
 
+def _embedding_size(config: Mapping[str, Any]) -> int:
+    """Rows of the embedding and of the output matrix: `embedding_size`, or `vocab_size` where that is null."""
+    vocab = positive(config, "vocab_size")
+    if config.get("embedding_size") is None:
+        return vocab
+    size = positive(config, "embedding_size")
+    if size < vocab:
+        raise CheckpointError(f"config.json: embedding_size={size} is smaller than vocab_size={vocab}")
+    return size
+
+
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    multi_query = bool(config.get("multi_query_attention"))
+    multi_query = flag(config, "multi_query_attention", None)
     if config.get("n_kv_heads") is None:
         return 1 if multi_query else heads
     kv_heads = positive(config, "n_kv_heads")
-    if multi_query and kv_heads != 1:
-        raise CheckpointError(f"config.json: multi_query_attention=True contradicts n_kv_heads={kv_heads}")
+    if multi_query is not None and kv_heads != (1 if multi_query else heads):
+        raise CheckpointError(f"config.json: multi_query_attention={multi_query} contradicts n_kv_heads={kv_heads}")
     if heads % kv_heads:
         raise CheckpointError(f"config.json: n_heads={heads} is not a multiple of n_kv_heads={kv_heads}")
     return kv_heads
@@ -117,4 +133,7 @@ def _mlp_size(config: Mapping[str, Any], hidden: int) -> int:
         return positive(config, "mlp_hidden_size")
     if config.get("mlp_ratio") is None:
         raise CheckpointError("config.json has neither 'mlp_hidden_size' nor 'mlp_ratio'")
-    return int(positive(config, "mlp_ratio") * hidden)
+    size = positive(config, "mlp_ratio") * hidden
+    if not is_finite(size) or int(size) < 1:
+        raise CheckpointError(f"config.json: mlp_ratio={config['mlp_ratio']!r} times d_model={hidden} is no width")
+    return int(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import inspect
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +11,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from paradec.checks import check_int, shown
 from paradec.models.adapter import Model
-from paradec.models.checkpoint import CheckpointError, fetch, read_json, token_id
+from paradec.models.checkpoint import (
+    CheckpointError,
+    check_weights,
+    fetch,
+    listed,
+    read_json,
+    stored_shapes,
+    token_id,
+)
 from paradec.models.facts import ModelFacts
 
 PACKAGED = "tiny-llada"
+DEFAULT_NEW_TOKENS = 128
+"""Answer length where neither the request nor generation_config.json names one."""
 LLADA_DEFAULT_BLOCK = 32
 """Block length of LLaDA requests that name none."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROGRESS_BAR_FROM = 2**28
 """Bytes of weights from which loading shows a progress bar."""
+CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
+"""How transformers ends the names of its causal language models."""
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 """Tokens that end a turn; looked up in the checkpoint's tokenizer."""
 
@@ -65,11 +80,18 @@ def load(
                 attn_implementation=attn_implementation,
                 tp_plan=tp_plan,
                 quantization_config=quantization_config,
+                mask_token_id=mask_token_id,
             )
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
+    if revision is not None and not isinstance(revision, str):
+        raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
+    check_int("mask_token_id", mask_token_id, low=0, none=True)
     dtype = _dtype(dtype)
     device = _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
+    implementation = _implementation(attn_implementation)
     source = os.fspath(source)
     config = read_json(source, "config.json", revision, required=True)
     model_type = config.get("model_type")
@@ -83,9 +105,12 @@ def load(
         hf_config, key_mapping, prediction = qwen2_config(config), None, "shifted"
     else:
         raise CheckpointError(
-            f"{source!r} has model_type={model_type!r}; load reads 'llada' and 'Dream'. Load another model "
+            f"{source!r} has model_type={shown(model_type)}; load reads 'llada' and 'Dream'. Load another model "
             "with transformers and give it to paradec.wrap"
         )
+    if fetch(source, "adapter_config.json", revision) is not None:
+        raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
+    check_weights(source, stored_shapes(source, revision), hf_config, key_mapping or {})
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = _tokenizer(source, model_type, revision)
     facts = _facts(source, config, generation, tokenizer, hf_config, prediction, mask_token_id)
@@ -98,7 +123,7 @@ def load(
         config,
         dtype=dtype,
         device_map=device_map,
-        attn_implementation=attn_implementation,
+        attn_implementation=implementation,
         tp_plan=tp_plan,
         quantization_config=quantization_config,
         revision=revision,
@@ -106,12 +131,14 @@ def load(
     if device is not None:
         module = module.to(device)
     default_new = generation.get("max_new_tokens")
+    if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
+        default_new = DEFAULT_NEW_TOKENS
     return Model(
         module,
         facts,
         kind="decoder",
         tokenizer=tokenizer,
-        default_max_new_tokens=default_new if isinstance(default_new, int) and default_new > 0 else 128,
+        default_max_new_tokens=default_new,
         default_block_length=LLADA_DEFAULT_BLOCK if model_type == "llada" else None,
     )
 
@@ -122,7 +149,6 @@ def _pretrained(
     key_mapping: dict[str, str] | None,
     prediction: str,
     config: dict[str, Any],
-    attn_implementation: str,
     revision: str | None,
     **options: Any,
 ) -> nn.Module:
@@ -131,11 +157,6 @@ def _pretrained(
     from transformers import LlamaForCausalLM, Qwen2ForCausalLM
     from transformers.utils import logging
 
-    from paradec.models import attention
-
-    implementation = attention.implementation(attn_implementation)
-    if not any(fetch(source, name, revision) for name in ("model.safetensors", "model.safetensors.index.json")):
-        raise CheckpointError(f"{source!r} has no model.safetensors or index of shards; pickled weights are not read")
     cls = LlamaForCausalLM if prediction == "same" else Qwen2ForCausalLM
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # its table of keys is replaced by the error below
@@ -149,7 +170,6 @@ def _pretrained(
             key_mapping=key_mapping,
             use_safetensors=True,
             output_loading_info=True,
-            attn_implementation=implementation,
             revision=revision,
             # strict below: sizes that differ are reported by name instead of raised by the first
             ignore_mismatched_sizes=True,
@@ -162,14 +182,12 @@ def _pretrained(
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-    problems = []
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info[kind])
-        if keys:
-            shown = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
-            problems.append(f"{kind.replace('_keys', '')} weights: {shown}")
-    if problems:
-        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {'; '.join(problems)}")
+    problems = {
+        kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
+        for kind in ("missing", "unexpected", "mismatched")
+    }
+    if any(problems.values()):
+        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and prediction == "same" and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
@@ -199,9 +217,8 @@ def _facts(
 ) -> ModelFacts:
     """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer."""
     vocab = hf_config.vocab_size
-    mask = mask_token_id if mask_token_id is not None else config.get("mask_token_id", generation.get("mask_token_id"))
-    if mask is None and tokenizer is not None:
-        mask = tokenizer.mask_token_id
+    stated = (mask_token_id, config.get("mask_token_id"), generation.get("mask_token_id"))
+    mask = next((value for value in stated if value is not None), getattr(tokenizer, "mask_token_id", None))
     if mask is None:
         raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
     ends: list[int] = []
@@ -277,6 +294,7 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    implementation = _implementation(attn_implementation)
     kind = _kind(module)
     if kind == "encoder":
         prediction, topology = prediction or "same", topology or "bidirectional"
@@ -295,17 +313,17 @@ def wrap(
         raise ValueError(f"mask_token_id is needed to wrap {type(module).__name__}, or a tokenizer that has one")
     if eos_token_id is None and tokenizer is not None:
         eos_token_id = tokenizer.eos_token_id
-    ends = () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
     config = getattr(module, "config", None)
+    _refuse_unfit(module, config, kind, topology)
     vocab = getattr(config, "vocab_size", None)
     if vocab is None:
         raise ValueError(f"{type(module).__name__} has no config.vocab_size; give the module a config with one")
     facts = ModelFacts(
         vocab_size=vocab,
         mask_token_id=mask_token_id,
-        eos_token_ids=ends,
+        eos_token_ids=_ends(eos_token_id),
         pad_token_id=pad_token_id,
-        max_length=max_length or getattr(config, "max_position_embeddings", None),
+        max_length=_max_length(module, config, kind) if max_length is None else max_length,
         prediction=prediction,
         topology=topology,
         block_length=block_length,
@@ -313,24 +331,81 @@ def wrap(
     )
     before = getattr(config, "_attn_implementation", None)
     model = Model(module, facts, kind=kind, tokenizer=tokenizer)
+    training = [part for part in module.modules() if part.training]
+    if training:  # dropout would make every evaluation another one
+        module.eval()
+        model._undo.append(lambda: [setattr(part, "training", True) for part in training])
     if kind == "decoder" and topology != "causal":
-        from paradec.models import attention
-
-        module.set_attn_implementation(attention.implementation(attn_implementation))
+        module.set_attn_implementation(implementation)
         model._undo.append(lambda: module.set_attn_implementation(before))
     return model
 
 
-def _kind(module: nn.Module) -> str:
-    from transformers import PreTrainedModel
+def _ends(eos_token_id: Any) -> tuple[Any, ...]:
+    """End ids as a tuple; whether they are ids is for `ModelFacts` to check."""
+    if eos_token_id is None:
+        return ()
+    if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
+        return tuple(eos_token_id)
+    return (eos_token_id,)
 
-    if not isinstance(module, PreTrainedModel) or not type(module).__module__.startswith("transformers."):
+
+def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | None) -> None:
+    """Raise ValueError for a transformers module that would compute something else than was asked for."""
+    name = type(module).__name__
+    if getattr(config, "return_dict", True) is False:
+        raise ValueError(f"config.return_dict=False of {name} is not supported; set it to True")
+    if kind == "encoder" and getattr(config, "is_decoder", False):
+        raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
+    if kind == "opaque" and topology != "causal" and _is_transformers(module) and name.endswith(CAUSAL_HEADS):
+        raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
+    if kind == "decoder" and topology != "causal":
+        odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+        fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
+        if getattr(config, "layer_types", None) is None:
+            fields["sliding_window"] = getattr(config, "sliding_window", None)
+        if getattr(module, "_is_stateful", False):
+            fields["model_type"] = config.model_type
+        for field, value in fields.items():
+            if value is not None:
+                raise ValueError(
+                    f"config.{field}={shown(value)} of {name} is not available with topology={topology!r}; only plain "
+                    "attention runs without its causal mask"
+                )
+
+
+def _max_length(module: nn.Module, config: Any, kind: str) -> int | None:
+    """Positions that the config allows. RoBERTa and kin count from padding_idx + 1, inside a table of that size."""
+    length = getattr(config, "max_position_embeddings", None)
+    if kind == "encoder" and isinstance(length, int):
+        table = getattr(getattr(module.base_model, "embeddings", None), "position_embeddings", None)
+        first = getattr(table, "padding_idx", None)
+        length -= 0 if first is None else first + 1
+    return length
+
+
+def _kind(module: nn.Module) -> str:
+    if not _is_transformers(module):
         return "opaque"
-    if type(module).__name__.endswith("ForMaskedLM"):
+    name, takes = type(module).__name__, inspect.signature(module.forward).parameters
+    if name.endswith("ForMaskedLM") and "attention_mask" in takes:
         return "encoder"
-    if type(module).__name__.endswith("ForCausalLM") and getattr(module, "_supports_attention_backend", False):
+    if name.endswith("ForCausalLM") and getattr(module, "_supports_attention_backend", False):
         return "decoder"
     return "opaque"
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel) and type(module).__module__.startswith("transformers.")
+
+
+def _implementation(name: str) -> str:
+    """Raises ValueError: no attention function of that name without a causal mask."""
+    from paradec.models import attention
+
+    return attention.implementation(name)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
@@ -338,8 +413,8 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     if dtype is None or dtype == "auto":
         return "auto"
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype={dtype!r} must be a floating dtype, e.g. 'float32', 'bfloat16', 'float64'")
+    if not isinstance(found, torch.dtype) or found not in DTYPES:
+        raise ValueError(f"dtype={shown(dtype)} must be one of 'float32', 'bfloat16', 'float16', 'float64', 'auto'")
     return found
 
 
@@ -350,7 +425,9 @@ def _device(device: str | torch.device | None) -> torch.device | None:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         reason = str(error).split("\n", 1)[0]
-        raise ValueError(f"device={device!r} is not available here: {reason}") from error
+        raise ValueError(f"device={shown(device)} is not available here: {reason}") from error
+    if found.type == "meta":
+        raise ValueError(f"device={shown(device)} holds no numbers; give a device that computes, e.g. 'cpu'")
     return found

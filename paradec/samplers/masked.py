@@ -162,7 +162,7 @@ class MaskedSampler(Sampler):
             order = torch.as_tensor(order, device=window.positions.device)
             top, tokens = (torch.cat([part[i] for part in parts])[order] for i in (0, 1))
             quantities = {name: torch.cat([part[2][name] for part in parts])[order] for name in self.reads}
-        available = state.undecided[window.row_index, window.positions]
+        available = window.read(state.undecided)
         if window.valid is not None:
             available = available & window.valid
         scores = quantities[self.score]
@@ -176,6 +176,7 @@ class MaskedSampler(Sampler):
             scores=scores,
             available=available,
             quantities=quantities | {"top_logit": top},
+            made_at=state.commits,
             kind="+".join(dict.fromkeys(query.kind for query in queries)),
             generator_state=None if generator is None else generator.get_state(),
         )
@@ -185,7 +186,8 @@ class MaskedSampler(Sampler):
         if request.guidance_scale != 1.0:
             conditional, unconditional = logits.chunk(2)
             logits = unconditional + request.guidance_scale * (conditional - unconditional)
-        logits = logits.index_fill(-1, state.suppressed, -torch.inf)
+        # in place: the logits are this step's own, and can be large
+        logits.index_fill_(-1, state.suppressed, -torch.inf)
         if not state.memory.specs:
             return logits
         return self.fuse(logits, rows_of(state.memory, query.rows))
@@ -232,7 +234,7 @@ class MaskedSampler(Sampler):
             RuntimeError: the method committed nothing where it must.
         """
         window, rows = state.window, proposal.rows
-        if rows is not window.rows:
+        if proposal.made_at != state.commits:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
         if state.generator is not None and proposal.generator_state is not None:
             state.generator.set_state(proposal.generator_state)
@@ -251,37 +253,33 @@ class MaskedSampler(Sampler):
             choose=lambda weights, count: self._choose(state, weights, count),
         )
         selected = self.select(view) & available
-        undecided = available & ~selected
-        current = state.canvas[window.row_index, positions]
-        written = torch.where(selected, proposal.values, current)
-
-        left, committed = undecided.sum(1), selected.sum(1)
-        broken = ~proposal.quantities["top_logit"].isfinite().all(1)
-        stop = _end_of_text(state, written, undecided) if state.request.eos_early_stop else torch.full_like(left, -1)
-        # the one transfer of the step
-        left, committed, broken, stop = torch.stack((left, committed, broken.long(), stop)).cpu().numpy()
-        if broken.any():
-            row = int(rows[broken.argmax()])
+        written = torch.where(selected, proposal.values, window.read(state.canvas))
+        # the one wait for the device of the step
+        chosen, open_, tokens, health = _to_host(selected, available, written, proposal.quantities["top_logit"])
+        committed = chosen.sum(1)
+        if not np.isfinite(health).all():
+            row = int(rows[np.isfinite(health).all(1).argmin()])
             raise FloatingPointError(
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
             )
-        if not self.may_wait and (committed == 0).any():
+        if not self.may_wait and not committed.all():
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
-        state.canvas[window.row_index, positions] = written
-        state.undecided[window.row_index, positions] = state.undecided[window.row_index, positions] & ~selected
+        window.write(state.canvas, written)
+        window.write(state.undecided, (available if window.valid is None else window.read(state.undecided)) ^ selected)
         for name, value in self.remember(view, selected).items():
             state.memory[name] = put_rows(state.memory[name], rows, value)
         state.count(proposal.cost)
         state.row_step[rows] += 1
         state.block_step[rows] += 1
         state.decided[rows] += committed
-        state.remaining[rows] = left
-        self._advance(state, rows, left, stop)
+        state.remaining[rows] -= committed
+        state.commits += 1
+        self._advance(state, rows, _end_of_text(state, tokens, open_ & ~chosen))
         return Commit(rows, proposal.values, positions, selected, proposal.scores, proposal.kind)
 
-    def _advance(self, state: MaskedState, rows: np.ndarray, left: np.ndarray, stop: np.ndarray) -> None:
-        """Finish rows at their end of text, and open the next block of rows whose block is full."""
+    def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray) -> None:
+        """Finish rows at their end of text (window column `stop` [R], -1 for none); open the block after a full one."""
         stopped = stop >= 0
         if stopped.any():
             end = np.full(state.batch, state.canvas.shape[1])
@@ -291,7 +289,7 @@ class MaskedSampler(Sampler):
             state.canvas.masked_fill_(tail, state.facts.fill_token_id)
             state.undecided.masked_fill_(tail, False)
             state.finish(rows[stopped])
-        full = rows[(left == 0) & ~stopped]
+        full = rows[(state.remaining[rows] == 0) & ~stopped]
         if len(full) or stopped.any():
             state.open_blocks(full)
 
@@ -312,12 +310,26 @@ class MaskedSampler(Sampler):
         return top_by_rank(weights.log() + rng.gumbel(self._position_noise(state)), count)
 
 
-def _end_of_text(state: MaskedState, written: Tensor, undecided: Tensor) -> Tensor:
-    """[R] int64: window column of the first end token with nothing undecided before it, or -1."""
-    if not len(state.ends):
-        return torch.full_like(written[:, 0], -1)
-    is_end = written == state.ends[0] if len(state.ends) == 1 else torch.isin(written, state.ends)
-    if state.window.valid is not None:
-        is_end = is_end & state.window.valid
-    first = (is_end | undecided).int().argmax(1)  # the first of either
-    return torch.where(is_end.gather(1, first.unsqueeze(1)).squeeze(1), first, -1)
+def _to_host(*tensors: Tensor) -> list[np.ndarray]:
+    """[R, W] tensors as numpy arrays, with one transfer for all of them."""
+    if tensors[0].is_cpu:
+        return [tensor.numpy() for tensor in tensors]
+    # float64 holds flags, ids and logits exactly
+    arrays = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
+    kinds = {torch.bool: bool, torch.int64: np.int64}
+    return [array.astype(kinds.get(tensor.dtype, np.float64)) for tensor, array in zip(tensors, arrays, strict=True)]
+
+
+def _end_of_text(state: MaskedState, tokens: np.ndarray, undecided: np.ndarray) -> np.ndarray:
+    """[R] int64: window column of the first end token with nothing undecided before it, or -1. Arguments: [R, W]."""
+    nowhere = np.full(len(tokens), -1)
+    if not state.request.eos_early_stop:
+        return nowhere
+    is_end = np.zeros(tokens.shape, bool)
+    for end in state.facts.eos_token_ids:  # one or two; np.isin takes ten times as long
+        is_end |= tokens == end
+    is_end &= state.window.host_valid
+    if not is_end.any():
+        return nowhere
+    first = (is_end | undecided).argmax(1)  # the first of either
+    return np.where(is_end[np.arange(len(first)), first], first, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,22 @@ class Window:
     """[R, W] int64; distinct within a row, padding included."""
     valid: Tensor | None
     """[R, W] bool, or None when all are valid."""
+    host_positions: np.ndarray
+    host_valid: np.ndarray
+    """[R, W]: the same on the host."""
+    whole: bool
+    """Whether the running rows are all rows of the state."""
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The window [R, W] of a canvas-shaped tensor [B, L]."""
+        return tensor.gather(1, self.positions) if self.whole else tensor[self.row_index, self.positions]
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Write the window [R, W] of a canvas-shaped tensor [B, L], in place."""
+        if self.whole:
+            tensor.scatter_(1, self.positions, values)
+        else:
+            tensor[self.row_index, self.positions] = values
 
 
 @dataclass
@@ -129,12 +146,15 @@ class MaskedState(State):
         positions = self.block_start[rows, None] + offsets
         valid = positions < self.block_end[rows, None]
         device = self.canvas.device
+        positions %= self.canvas.shape[1]  # padding wraps around: a row's positions stay distinct
         self.window = Window(
             rows=rows,
+            host_positions=positions,
+            host_valid=valid,
             row_index=torch.as_tensor(rows, device=device).unsqueeze(1),
-            # padding wraps around, so that the positions of a row stay distinct and can be scattered to
-            positions=torch.as_tensor(positions % self.canvas.shape[1], device=device),
+            positions=torch.as_tensor(positions, device=device),
             valid=None if valid.all() else torch.as_tensor(valid, device=device),
+            whole=len(rows) == self.batch,
         )
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -224,12 +244,16 @@ def part_query(state: MaskedState, part: Part) -> Query:
     """The model call of one part of the plan. What does not change while the blocks stand still is made once."""
     query, row_index, whole = state.once((part.kind, part.index.tobytes()), lambda: _fixed_query(state, part))
     tokens, given = state.canvas, state.given
+    if whole and query.branches == 1:
+        return query
     if not whole:
         own = query.positions[: len(query.rows)]
         tokens, given = tokens[row_index, own], given[row_index, own]
     if query.branches == 2:
         tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
-    return dataclasses.replace(query, tokens=tokens)
+    query = copy.copy(query)
+    query.tokens = tokens
+    return query
 
 
 def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
@@ -241,17 +265,17 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         tensor = torch.as_tensor(array, device=device)
         return torch.cat((tensor, tensor)) if branches == 2 else tensor
 
-    columns = part.start[:, None] + np.arange(int((part.stop - part.start).max()))
-    valid = columns < part.stop[:, None]
-    # logits of a position stand `shift` columns to its left; position 0 has no left neighbour and uses its own
-    offset = np.arange(window.positions.shape[1]) - state.facts.shift
-    wanted = np.clip(state.block_start[window.rows[part.index], None] + offset - part.start[:, None], 0, None)
-    wanted = np.minimum(wanted, (part.stop - part.start)[:, None] - 1)  # padding of the window asks for any
-    rows = window.rows[part.index]
+    start, stop, rows = part.start[:, None], part.stop[:, None], window.rows[part.index]
+    columns = start + np.arange((part.stop - part.start).max())
+    valid = columns < stop
+    # logits of a position stand `shift` columns to its left; position 0 has no left neighbour and uses its own.
+    # Padding of the window asks for any column.
+    wanted = window.host_positions[part.index] - state.facts.shift - start
+    wanted = np.minimum(np.maximum(wanted, 0), stop - start - 1)
     query = Query(
         rows=rows,
         tokens=state.canvas,
-        positions=on_device(np.minimum(columns, part.stop[:, None] - 1)),
+        positions=on_device(np.minimum(columns, stop - 1)),
         wanted=on_device(wanted),
         valid=None if valid.all() else on_device(valid),
         branches=branches,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec import caches
 from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
-from paradec.checks import check_bool, check_choice, check_int, check_number
+from paradec.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.registry import unknown
 
 
@@ -65,8 +65,21 @@ def make_request(given: dict[str, Any]) -> Request:
         if name not in allowed:
             raise ValueError(unknown("argument", name, [*allowed, "max_new_tokens", "blocks", "block_length", "cache"]))
     if "suppress_tokens" in given:
-        given = {**given, "suppress_tokens": tuple(given["suppress_tokens"] or ())}
+        given = {**given, "suppress_tokens": _ids("suppress_tokens", given["suppress_tokens"])}
     return Request(**given)
+
+
+def _ids(name: str, value: Any) -> tuple[Any, ...]:
+    """A sequence of ids as a tuple; None is empty. Whether they are in the vocabulary is checked with the model."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
+        raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
+    for entry in value:
+        check_int(name, entry, low=0)
+    return tuple(value)
 
 
 def block_policy(model: Any, blocks: BlockPolicy | None, block_length: int | None) -> BlockPolicy:
@@ -76,8 +89,8 @@ def block_policy(model: Any, blocks: BlockPolicy | None, block_length: int | Non
         check_int("block_length", block_length, low=1)
         return FixedBlocks(block_length)
     if blocks is not None:
-        if not (hasattr(blocks, "open") and hasattr(blocks, "count")):
-            raise ValueError(f"blocks={blocks!r} must be a block policy, e.g. paradec.FixedBlocks(32)")
+        if isinstance(blocks, type) or not (hasattr(blocks, "open") and hasattr(blocks, "count")):
+            raise ValueError(f"blocks={shown(blocks)} must be a block policy, e.g. paradec.FixedBlocks(32)")
         return blocks
     if model.facts.topology == "block_causal":
         return FixedBlocks(model.facts.block_length, align="absolute")
@@ -104,14 +117,17 @@ def randomness(
 ) -> tuple[torch.Generator | None, list[int]]:
     """The generator of `rng="reference"`, and one seed per row."""
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator={generator!r} must be a torch.Generator")
+        raise ValueError(f"generator={shown(generator)} must be a torch.Generator")
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
-    seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(rows)
+    if isinstance(seed, (Tensor, np.ndarray)):
+        seed = seed.tolist()
+    several = isinstance(seed, Sequence) and not isinstance(seed, (str, bytes))
+    seeds = list(seed) if several else [seed] * len(rows)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
     for entry in seeds:
-        check_int("seed", entry.item() if isinstance(entry, Tensor) else entry, low=0, high=2**63 - 1, none=True)
+        check_int("seed", entry, low=0, high=2**63 - 1, none=not several)
     if request.rng == "reference":
         if len({len(row) for row in rows}) != 1:
             raise ValueError("rng='reference' needs rows of one length: the references know no padding")
@@ -134,5 +150,5 @@ def cache_of(cache: str | Cache | None) -> Cache:
     if isinstance(cache, str):
         cache = caches.create(cache)
     if not isinstance(cache, Cache):
-        raise ValueError(f"cache={cache!r} must be one of {caches.names()} or made by paradec.caches.create")
+        raise ValueError(f"cache={shown(cache)} must be one of {caches.names()} or made by paradec.caches.create")
     return cache

@@ -48,16 +48,17 @@ def token_statistics(
 def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, Tensor, dict]:
     z = logits.double()
     top, best = z.max(dim=-1)
+    odds = (z - top.unsqueeze(-1)).exp()  # relative to the best word
+    total = odds.sum(-1)
     found: dict[str, Tensor] = {}
-    log_total = z.logsumexp(dim=-1)
     if "confidence" in reads:
-        chosen = top if tokens is None else z.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        found["confidence"] = (chosen - log_total).exp()
+        chosen = 1.0 if tokens is None else odds.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        found["confidence"] = chosen / total
     if "margin" in reads:
-        first, second = (z.topk(2, dim=-1).values - log_total.unsqueeze(-1)).exp().unbind(-1)
-        found["margin"] = first - second
+        first, second = odds.topk(2, dim=-1).values.unbind(-1)
+        found["margin"] = (first - second) / total
     if "negative_entropy" in reads:
-        p = (z - log_total.unsqueeze(-1)).exp()
+        p = odds / total.unsqueeze(-1)
         found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1)
     return top, best if tokens is None else tokens, found
 

@@ -1,0 +1,92 @@
+"""One adapter around diffusers' class-conditional transformers: it answers a `LatentQuery` with the model's output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import check_int
+from paradec.protocol import LatentQuery
+
+
+class DiffusionModel:
+    """A diffusers `DiTTransformer2DModel` that samplers of the forecast family can query.
+
+    Args:
+        module: the transformer, in evaluation mode.
+
+    Raises:
+        TypeError: another kind of module. ValueError: a module in training mode.
+    """
+
+    def __init__(self, module: nn.Module):
+        from diffusers import DiTTransformer2DModel
+
+        if not isinstance(module, DiTTransformer2DModel):
+            raise TypeError(f"module must be a diffusers DiTTransformer2DModel, not {type(module).__name__}")
+        if module.training:
+            raise ValueError("module is in training mode, where it drops class labels by chance; call module.eval()")
+        self.module = module
+        self.channels: int = module.config.in_channels
+        self.null_label: int = module.config.num_embeds_ada_norm
+        """The label of the unconditional branch; it follows the classes. DiT's published models have 1000 classes,
+        and as many timesteps."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where latents go."""
+        return next(self.module.parameters()).device
+
+    def positions(self, latent: Tensor) -> int:
+        """Patches that the transformer evaluates for one row of a latent [B, C, H, W]."""
+        patch = self.module.config.patch_size
+        return (latent.shape[-2] // patch) * (latent.shape[-1] // patch)
+
+    def conditions(self, latent: Tensor, given: Mapping[str, Any], branches: int) -> dict[str, Tensor]:
+        """Check a request's latent and conditions, and lay the latter out for calls of `branches` times the batch.
+
+        Args:
+            latent: [B, C, H, W].
+            given: "class_labels", an int for all rows or one per row; the one after the last class is unconditional.
+            branches: 1, or 2 to append the unconditional rows.
+
+        Returns:
+            "class_labels" [branches * B] int64.
+
+        Raises:
+            ValueError: another condition, or one out of its range; a latent of another shape.
+        """
+        size = self.module.config.sample_size
+        if tuple(latent.shape[1:]) != (self.channels, size, size):
+            raise ValueError(
+                f"latent has shape {tuple(latent.shape)}; expected [batch, {self.channels}, {size}, {size}]"
+            )
+        if set(given) != {"class_labels"}:
+            raise ValueError(f"conditions {sorted(given)} must be: class_labels")
+        labels = given["class_labels"]
+        labels = labels.tolist() if hasattr(labels, "tolist") else labels
+        labels = list(labels) if isinstance(labels, (list, tuple)) else [labels] * len(latent)
+        for label in labels:
+            check_int("class_labels", label, low=0, high=self.null_label)
+        if len(labels) != len(latent):
+            raise ValueError(
+                f"class_labels has {len(labels)} entries for {len(latent)} rows; give one int, or one per row"
+            )
+        labels = labels + [self.null_label] * len(labels) * (branches - 1)
+        return {"class_labels": torch.tensor(labels, device=self.device)}
+
+    def __call__(self, query: LatentQuery) -> Tensor:
+        """Evaluate one query.
+
+        Returns:
+            [R, C, H, W]: the output in the latent's channels, in the module's dtype; a learned variance is left out.
+        """
+        output = self.module(
+            query.latent.to(self.module.dtype),
+            timestep=torch.as_tensor(query.timestep, device=self.device).expand(len(query.latent)),
+            class_labels=query.conditions["class_labels"],
+        ).sample
+        return output[:, : self.channels]

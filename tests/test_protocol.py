@@ -1,0 +1,173 @@
+"""Memory, registries, blocks, buckets and settings: the parts that need no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradec import FixedBlocks, caches, samplers
+from paradec.blocks import WholeCanvas
+from paradec.caches.base import buckets
+from paradec.protocol import Memory, MemorySpec, Sampler
+from paradec.registry import Registry
+from paradec.samplers.schedules import linear, time_grid
+from paradec.trace import Trace, TraceStep
+
+
+def make_memory(batch: int = 3) -> Memory:
+    specs = {
+        "credit": MemorySpec(dims=("position", "vocab"), reset="block"),
+        "count": MemorySpec(dtype=torch.int64, fill=7, reset="sequence"),
+    }
+    memory = Memory(specs, batch, {"position": 4, "vocab": 5}, torch.device("cpu"))
+    memory["credit"] = torch.arange(batch * 20.0).view(batch, 4, 5)
+    memory["count"] = torch.arange(batch)
+    return memory
+
+
+def test_memory_starts_at_fill() -> None:
+    memory = Memory({"count": MemorySpec(dtype=torch.int64, fill=7)}, 2, {}, torch.device("cpu"))
+    assert memory["count"].tolist() == [7, 7]
+
+
+def test_memory_reset_touches_only_its_rows_and_scope() -> None:
+    memory = make_memory()
+    before = memory["credit"].clone()
+    memory.reset(np.array([1]), "block")
+    assert memory["credit"][1].eq(0).all() and torch.equal(memory["credit"][[0, 2]], before[[0, 2]])
+    assert memory["count"].tolist() == [0, 1, 2]
+    memory.reset(np.array([0]), "sequence")
+    assert memory["count"].tolist() == [7, 1, 2]
+
+
+def test_memory_gather_fork_trim_are_copies() -> None:
+    memory = make_memory()
+    gathered, forked, trimmed = memory.gather(torch.tensor([2, 2, 0])), memory.fork(2), memory.trim(2)
+    assert torch.equal(gathered["credit"], memory["credit"][[2, 2, 0]])
+    assert forked["count"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert trimmed["credit"].shape == (3, 2, 5) and trimmed["count"].shape == (3,)
+    before = memory["credit"].clone()
+    for copy in (gathered, forked, trimmed):
+        copy["credit"].fill_(-1)
+    assert torch.equal(memory["credit"], before)
+
+
+def test_memory_refuses_what_was_not_declared() -> None:
+    with pytest.raises(KeyError, match="was not declared"):
+        make_memory()["other"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize("registry", [samplers, caches])
+def test_registry_entries_describe_themselves(registry: object) -> None:
+    for name in registry.names():
+        cls = registry.get(name)
+        assert cls.name == name
+        assert cls.summary and cls.__doc__
+        assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+        assert cls.family in ("masked", "draft_verify", "forecast", "cache")
+        if cls.family != "cache":
+            assert cls.paper and cls.arxiv
+
+
+@pytest.mark.parametrize("name", samplers.names())
+def test_sampler_round_trip(name: str) -> None:
+    sampler = samplers.create(name)
+    data = json.loads(json.dumps(sampler.to_dict()))
+    assert Sampler.from_dict(data) == sampler
+    assert hash(Sampler.from_dict(data)) == hash(sampler)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sampler.anything = 1  # type: ignore[attr-defined]
+
+
+def test_registry_presets_and_names() -> None:
+    registry = Registry("thing", {})
+
+    @dataclasses.dataclass(frozen=True)
+    class Thing:
+        size: int = 1
+        colour: str = "red"
+        presets = {"big": {"size": 9}}
+
+    registry.register("thing", Thing)
+    assert registry.create("thing", preset="big") == Thing(size=9)
+    assert registry.create("thing", preset="big", size=2) == Thing(size=2)
+    with pytest.raises(ValueError, match="unknown preset of thing 'thing': 'huge'.*allowed: big"):
+        registry.create("thing", preset="huge")
+    with pytest.raises(ValueError, match="did you mean 'colour'"):
+        registry.create("thing", color="blue")
+    with pytest.raises(ValueError, match="is taken"):
+        registry.register("thing", Thing)
+    with pytest.raises(ValueError, match="module:Class"):
+        registry.register("other", "no.colon")
+
+
+lengths = st.lists(st.integers(1, 200), min_size=1, max_size=12)
+
+
+@given(lengths, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_buckets_partition_the_rows(sizes: list[int], exact: bool) -> None:
+    array = np.array(sizes)
+    groups = buckets(array, exact=exact)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes)))
+    if exact:
+        assert all(len(set(array[g])) == 1 for g in groups)
+    else:
+        assert len(groups) <= 3
+        assert all(array[g].max() <= 1.5 * array[g].min() for g in groups[:2])
+
+
+@given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 20), st.sampled_from(["prompt", "absolute"]))
+@settings(max_examples=100, deadline=None)
+def test_fixed_blocks_cover_the_answer(prompt: int, new: int, block: int, align: str) -> None:
+    policy = FixedBlocks(block, align=align)
+    start, count = prompt, 0
+    while start < prompt + new:
+        end = int(policy.open(np.array([start]), np.array([prompt]), np.array([prompt + new]))[0])
+        assert start < end <= min(start + block, prompt + new)
+        if align == "absolute":
+            assert end % block == 0 or end == prompt + new
+        start, count = end, count + 1
+    assert count == policy.count(prompt, prompt + new)
+
+
+def test_whole_canvas_is_one_block() -> None:
+    assert WholeCanvas().open(np.array([3]), np.array([3]), np.array([9])).tolist() == [9]
+    assert WholeCanvas().count(3, 9) == 1
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+@settings(max_examples=100, deadline=None)
+def test_schedules_commit_everything_within_their_steps(masks: int, steps: int) -> None:
+    left = by_time = masks
+    for step in range(steps):
+        now, plan = np.array([step]), np.array([steps])
+        left -= int(linear(np.array([masks]), now, plan)[0])
+        by_time -= int(time_grid(np.array([by_time]), now, plan, 1e-3)[0])
+        assert left >= 0 and by_time >= 0
+    assert left == 0 and by_time == 0
+
+
+def test_time_grid_of_dream() -> None:
+    """32 tokens in 32 steps: nothing, then one a step, then two; in 16 steps: one, then twos, then three."""
+    for steps, expected in ((32, [0, *[1] * 30, 2]), (16, [1, *[2] * 14, 3])):
+        left, taken = 32, []
+        for step in range(steps):
+            taken.append(int(time_grid(np.array([left]), np.array([step]), np.array([steps]), 1e-3)[0]))
+            left -= taken[-1]
+        assert taken == expected
+
+
+def test_trace_replays_and_round_trips(tmp_path: object) -> None:
+    trace = Trace(canvas=[[5, 9, 9]], settings={"sampler": "x"})
+    trace.steps = [TraceStep([(0, 2, 7, 0.5)], [3], "full"), TraceStep([(0, 1, 6, 0.25)], [3], "full")]
+    assert trace.replay(1) == [[5, 9, 7]] and trace.replay() == [[5, 6, 7]]
+    trace.to_json(tmp_path / "trace.json")
+    assert Trace.from_json(tmp_path / "trace.json") == trace
+    assert Trace.from_json(trace.to_json()) == trace
