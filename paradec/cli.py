@@ -311,9 +311,11 @@ def _quiet_loading() -> None:
 
 
 def _report(output: Any, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
+    new_tokens = output.new_tokens[0].tolist()
     return {
         "text": output.text,
-        "new_tokens": output.new_tokens[0].tolist(),
+        # without the padding after the end token
+        "new_tokens": new_tokens[: output.tokens[0]] if output.finished[0] else new_tokens,
         "tokens": output.tokens[0],
         "finished": output.finished[0],
         "nfe": output.nfe,

@@ -78,9 +78,7 @@ def _is_rows_of_ids(prompt: Any) -> bool:
 
 def _is_row_of_ids(row: Any) -> bool:
     if isinstance(row, Tensor):
-        return (
-            row.ndim == 1 and not row.dtype.is_floating_point and not row.dtype.is_complex and row.dtype != torch.bool
-        )
+        return row.ndim == 1 and _is_integral(row)
     if isinstance(row, np.ndarray):
         return row.ndim == 1 and (row.dtype.kind in "iu" or row.size == 0)
     if not isinstance(row, Sequence) or isinstance(row, (str, *BYTES)):
@@ -88,18 +86,20 @@ def _is_row_of_ids(row: Any) -> bool:
     return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in row)
 
 
+def _is_integral(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
+
+
 def _tensor(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).split("\n", 1)[0]
-        raise TypeError(
-            f"{name} of type {type(value).__name__} cannot be made a tensor of integers: {reason}"
-        ) from error
+        raise TypeError(f"{name} of type {type(value).__name__} must be a tensor of integers: {reason}") from error
 
 
 def _from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+    if not _is_integral(ids):
         raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
     if ids.ndim not in (1, 2) or ids.numel() == 0:
         raise ValueError(f"input ids have shape {tuple(ids.shape)}; expected [length] or [batch, length], not empty")

@@ -49,12 +49,14 @@ class Query:
     store_rows: Tensor | None = None
     """[R] int64: rows of the key/value store; None evaluates without a store."""
     slots: Tensor | None = None
-    """[R, Q] int64: store slot that each position's key and value are written to, -1 for none."""
+    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding."""
     branches: int = 1
     forwarded: np.ndarray | None = None
     """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch."""
     index: np.ndarray | None = None
     """[N] int64, on the host: where `rows` stand among the running rows."""
+    available: Tensor | None = None
+    """[N, W] bool: False where a window position has no logits in this call; None when all have."""
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store)."""
 

@@ -92,7 +92,7 @@ def test_top_k_of_one_is_greedy() -> None:
 
 # ---- the law --------------------------------------------------------------------------------------------------------
 
-VOCAB, NEW, COPIES = 5, 3, 6000
+VOCAB, NEW, COPIES = 5, 4, 6000
 
 
 def exact_law(module: LlamaForCausalLM, prompt: list[int], request: Request) -> np.ndarray:
@@ -118,7 +118,7 @@ def p_value(found: list[list[int]], law: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def small() -> paradec.models.adapter.Model:
-    return wrapped(VOCAB, 0.2)
+    return wrapped(VOCAB, 0.5)
 
 
 @pytest.mark.parametrize("init", ["uniform", "repeat"])

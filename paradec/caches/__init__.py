@@ -6,7 +6,14 @@ from typing import Any
 
 from paradec.registry import Registry
 
-registry = Registry("cache", {"none": "paradec.caches.none:NoCache"})
+registry = Registry(
+    "cache",
+    {
+        "none": "paradec.caches.none:NoCache",
+        "prefix": "paradec.caches.prefix:PrefixCache",
+        "dual": "paradec.caches.dual:DualCache",
+    },
+)
 
 names = registry.names
 get = registry.get

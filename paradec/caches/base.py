@@ -11,19 +11,25 @@ import numpy as np
 
 @dataclass
 class Part:
-    """Rows that are evaluated in one call, and the positions of each.
+    """Rows that are evaluated in one call, and which positions of each.
 
-    Shapes: `R` rows, `Q` positions (the widest row's; the others are padded).
+    Shapes: `N` rows, `Q` positions (the widest row's; the others are padded with `valid` False).
     """
 
     index: np.ndarray
-    """[R] int64: which of the window's rows."""
-    start: np.ndarray
-    """[R] int64: first position evaluated."""
-    stop: np.ndarray
-    """[R] int64: end (exclusive) of the positions evaluated."""
+    """[N] int64: which of the running rows."""
+    positions: np.ndarray
+    """[N, Q] int64, ascending; padding repeats the last one."""
+    valid: np.ndarray
+    """[N, Q] bool."""
     kind: str
-    """"full" or "window"."""
+    """"full" (whole rows) or "window" (a part, over a store)."""
+
+    @classmethod
+    def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str) -> Part:
+        """The positions from `start` to `stop` (exclusive) of each row. All arrays: [N] int64."""
+        positions = start[:, None] + np.arange((stop - start).max())
+        return cls(index, np.minimum(positions, stop[:, None] - 1), positions < stop[:, None], kind)
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,10 @@ class Cache:
     paper: ClassVar[str] = ""
     arxiv: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    uses_store: ClassVar[bool] = True
 
     def plan(self, state: Any) -> list[Part]:
-        """What to evaluate now, one part per shape bucket; together they cover every row of the window."""
+        """What to evaluate now, one part per shape bucket; together they cover every running row once."""
         raise NotImplementedError
 
     @classmethod
@@ -48,6 +55,17 @@ class Cache:
     def to_dict(self) -> dict[str, Any]:
         """The cache as plain data."""
         return {"cache": self.name} | {key: getattr(self, key) for key in self.settings()}
+
+
+def spans(state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, most: int = 3) -> list[Part]:
+    """Parts for the contiguous ranges [start, stop) of the `chosen` running rows, in at most `most` buckets.
+
+    Args:
+        chosen: [N] int64 indices into the running rows.
+        start, stop: [N] int64 positions.
+    """
+    groups = buckets(stop - start, exact=not state.pads, most=most)
+    return [Part.span(chosen[g], start[g], stop[g], kind) for g in groups]
 
 
 def buckets(sizes: np.ndarray, exact: bool, most: int = 3, waste: float = 1.5) -> list[np.ndarray]:

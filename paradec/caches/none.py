@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Cache, Part, buckets
+from paradec.caches.base import Cache, Part, spans
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class NoCache(Cache):
     """Evaluate whole sequences at every step."""
 
     name = "none"
-    summary = "no cache: whole sequences at every step; exact"
+    summary = "no cache: whole rows at every step; exact"
+    uses_store = False
 
     def plan(self, state: Any) -> list[Part]:
-        return state.once("plan", lambda: self._plan(state))
+        return state.once("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
 
-    def _plan(self, state: Any) -> list[Part]:
-        lengths = state.length[state.window.rows]
-        return [
-            Part(index, np.zeros(len(index), dtype=np.int64), lengths[index], "full")
-            for index in buckets(lengths, exact=not state.pads)
-        ]
+
+def whole_rows(state: Any, chosen: np.ndarray, most: int = 3) -> list[Part]:
+    """Parts that evaluate the `chosen` running rows from end to end."""
+    length = state.length[state.window.rows[chosen]]
+    return spans(state, chosen, np.zeros_like(length), length, "full", most)

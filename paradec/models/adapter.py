@@ -91,6 +91,12 @@ class Model:
         """Whether the module can run over a key/value store."""
         return self.kind == "decoder" and self.facts.topology != "causal"
 
+    def make_store(self, rows: int, length: int) -> Any:
+        """An empty key/value store of `rows` rows and `length` positions."""
+        from paradec.caches.store import KeyValueStore
+
+        return KeyValueStore(rows, length, self.device)
+
     def unwrap(self) -> nn.Module:
         """Take everything off that `wrap` put on the module, and return it."""
         while self._undo:

@@ -154,7 +154,7 @@ def _pretrained(
 ) -> nn.Module:
     """Load the weights, strictly."""
     from safetensors import SafetensorError
-    from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+    from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
     from transformers.utils import logging
 
     cls = LlamaForCausalLM if prediction == "same" else Qwen2ForCausalLM
@@ -169,6 +169,7 @@ def _pretrained(
             config=hf_config,
             key_mapping=key_mapping,
             use_safetensors=True,
+            generation_config=GenerationConfig(),  # read above; the file's own may hold anything
             output_loading_info=True,
             revision=revision,
             # strict below: sizes that differ are reported by name instead of raised by the first

@@ -165,6 +165,10 @@ class MaskedSampler(Sampler):
         available = window.read(state.undecided)
         if window.valid is not None:
             available = available & window.valid
+        for query in queries:
+            if query.available is not None:
+                index = torch.as_tensor(query.index, device=available.device)
+                available = available.index_copy(0, index, available[index] & query.available)
         scores = quantities[self.score]
         if state.request.confidence_eos_eot_inf and len(state.ends):
             scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
@@ -255,7 +259,8 @@ class MaskedSampler(Sampler):
         selected = self.select(view) & available
         written = torch.where(selected, proposal.values, window.read(state.canvas))
         # the one wait for the device of the step
-        chosen, open_, tokens, health = _to_host(selected, available, written, proposal.quantities["top_logit"])
+        undecided = window.read(state.undecided)
+        chosen, open_, tokens, health = _to_host(selected, undecided, written, proposal.quantities["top_logit"])
         committed = chosen.sum(1)
         if not np.isfinite(health).all():
             row = int(rows[np.isfinite(health).all(1).argmin()])
@@ -266,7 +271,7 @@ class MaskedSampler(Sampler):
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
         window.write(state.canvas, written)
-        window.write(state.undecided, (available if window.valid is None else window.read(state.undecided)) ^ selected)
+        window.write(state.undecided, undecided ^ selected)
         for name, value in self.remember(view, selected).items():
             state.memory[name] = put_rows(state.memory[name], rows, value)
         state.count(proposal.cost)

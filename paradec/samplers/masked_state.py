@@ -202,7 +202,7 @@ def start_state(
     for token in settings.suppress_tokens:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
     generator, seeds = randomness(settings, seed, generator, rows)
-    cache = cache_of(cache)
+    cache = cache_of(cache, model)
 
     lengths = np.array([len(row) for row in rows], np.int64)
     canvas = np.full((len(rows), longest), facts.fill_token_id, np.int64)
@@ -234,6 +234,9 @@ def start_state(
         suppressed=torch.tensor(sorted(suppressed), device=device),
         ends=torch.tensor(ends, dtype=torch.int64, device=device),
     )
+    if cache.uses_store:
+        branches = 2 if settings.guidance_scale != 1.0 else 1
+        state.store = model.make_store(branches * state.batch, longest)
     if trace:
         start = [canvas[r, : lengths[r] + new].tolist() for r in range(len(rows))]
         state.trace = Trace(canvas=start, settings=sampler.to_dict() | dataclasses.asdict(settings))
@@ -242,7 +245,8 @@ def start_state(
 
 def part_query(state: MaskedState, part: Part) -> Query:
     """The model call of one part of the plan. What does not change while the blocks stand still is made once."""
-    query, row_index, whole = state.once((part.kind, part.index.tobytes()), lambda: _fixed_query(state, part))
+    key = (part.index.tobytes(), part.positions.tobytes())
+    query, row_index, whole = state.once(key, lambda: _fixed_query(state, part))
     tokens, given = state.canvas, state.given
     if whole and query.branches == 1:
         return query
@@ -260,30 +264,40 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
     """The query without its tokens, the rows' index [N, 1], and whether it covers the canvas as it stands."""
     device, window = state.canvas.device, state.window
     branches = 2 if state.request.guidance_scale != 1.0 else 1
+    rows = window.rows[part.index]
 
     def on_device(array: np.ndarray) -> Tensor:
         tensor = torch.as_tensor(array, device=device)
         return torch.cat((tensor, tensor)) if branches == 2 else tensor
 
-    start, stop, rows = part.start[:, None], part.stop[:, None], window.rows[part.index]
-    columns = start + np.arange((part.stop - part.start).max())
-    valid = columns < stop
-    # logits of a position stand `shift` columns to its left; position 0 has no left neighbour and uses its own.
-    # Padding of the window asks for any column.
-    wanted = window.host_positions[part.index] - state.facts.shift - start
-    wanted = np.minimum(np.maximum(wanted, 0), stop - start - 1)
+    # the column of each position in this call, -1 where it is not evaluated
+    column = np.full((len(rows), state.canvas.shape[1]), -1)
+    width = part.positions.shape[1]
+    np.put_along_axis(column, part.positions[:, ::-1], np.arange(width)[::-1], axis=1)
+    # logits stand `shift` positions to the left; position 0 has no left neighbour and uses its own
+    source = np.maximum(window.host_positions[part.index] - state.facts.shift, 0)
+    wanted = np.take_along_axis(column, source, axis=1)
+    available = wanted >= 0
+    all_valid = part.valid.all()
+    stored: dict[str, Tensor] = {}
+    if state.store is not None:
+        store_rows = torch.as_tensor(rows, device=device)
+        stored["store_rows"] = torch.cat([store_rows + branch * state.batch for branch in range(branches)])
+        stored["slots"] = on_device(np.where(part.valid, part.positions, -1))
     query = Query(
         rows=rows,
         tokens=state.canvas,
-        positions=on_device(np.minimum(columns, stop - 1)),
-        wanted=on_device(wanted),
-        valid=None if valid.all() else on_device(valid),
+        positions=on_device(part.positions),
+        wanted=on_device(np.maximum(wanted, 0)),
+        valid=None if all_valid else on_device(part.valid),
         branches=branches,
-        forwarded=part.stop - part.start,
+        forwarded=part.valid.sum(1),
         index=part.index,
+        available=None if available.all() else torch.as_tensor(available, device=device),
         kind=part.kind,
+        **stored,
     )
-    whole = len(rows) == state.batch and columns.shape == tuple(state.canvas.shape) and not part.start.any()
+    whole = all_valid and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, torch.as_tensor(rows, device=device).unsqueeze(1), whole
 
 

@@ -144,11 +144,16 @@ def randomness(
     return None, [int(entry) for entry in seeds]
 
 
-def cache_of(cache: str | Cache | None) -> Cache:
+def cache_of(cache: str | Cache | None, model: Any) -> Cache:
     if cache is None:
         return caches.create("none")
     if isinstance(cache, str):
         cache = caches.create(cache)
     if not isinstance(cache, Cache):
         raise ValueError(f"cache={shown(cache)} must be one of {caches.names()} or made by paradec.caches.create")
+    if cache.uses_store and not model.supports_store:
+        raise ValueError(
+            f"cache={cache.name!r} needs a model that runs over a key/value store; {model.facts.name} does not: "
+            "use cache='none'"
+        )
     return cache
