@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NEW = 32
 
 
-def plain_threshold(model: paradec.models.Model, ids: torch.Tensor, threshold: float, block: int) -> tuple[torch.Tensor, int]:
+def plain_threshold(
+    model: paradec.models.Model, ids: torch.Tensor, threshold: float, block: int
+) -> tuple[torch.Tensor, int]:
     """The threshold rule of Fast-dLLM as one writes it for one model: no protocol, no options, equal prompts."""
     mask = model.facts.mask_token_id
     x = torch.cat((ids, torch.full((len(ids), NEW), mask)), 1)

@@ -200,7 +200,7 @@ def write(folder: Path, config: Any, weights: dict[str, Tensor] | None = None) -
     return folder
 
 
-def changed(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def changed(config: dict[str, Any], /, **fields: Any) -> dict[str, Any]:
     """The config with other values; `...` takes a field out."""
     return {name: value for name, value in (config | fields).items() if value is not ...}
 

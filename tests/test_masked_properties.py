@@ -146,7 +146,14 @@ def test_trace_replays_to_the_output(name: str, llada64: Model) -> None:
 @pytest.mark.parametrize("steps", [2, 4, 6])
 def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
     out = paradec.generate(
-        model, [1, 2, 3], sampler=name, max_new_tokens=NEW, steps=steps, block_length=NEW // 2, eos_early_stop=False, seed=1
+        model,
+        [1, 2, 3],
+        sampler=name,
+        max_new_tokens=NEW,
+        steps=steps,
+        block_length=NEW // 2,
+        eos_early_stop=False,
+        seed=1,
     )
     assert out.nfe <= steps
     if not samplers.get(name).may_wait:
@@ -235,7 +242,13 @@ def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: flo
     """While a position has another candidate, no end token is committed; at every temperature and for every end id."""
     sampler = samplers.create("low_confidence")
     state = sampler.start(
-        model, [1, 2, 3], max_new_tokens=NEW, block_length=NEW, confidence_eos_eot_inf=True, temperature=temperature, seed=3
+        model,
+        [1, 2, 3],
+        max_new_tokens=NEW,
+        block_length=NEW,
+        confidence_eos_eot_inf=True,
+        temperature=temperature,
+        seed=3,
     )
     with torch.inference_mode():
         while not state.done:
@@ -298,7 +311,9 @@ def test_interrupt_keeps_what_was_decoded(llada64: Model) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(paradec.Interrupted) as caught:
-        paradec.generate(llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=NEW, callback=callback, trace=True)
+        paradec.generate(
+            llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=NEW, callback=callback, trace=True
+        )
     out = caught.value.output
     assert out.nfe == 4 and len(out.trace.steps) == 4
     assert (out.new_tokens != llada64.facts.mask_token_id).sum() == 4

@@ -342,7 +342,9 @@ def token_law(logits: Tensor, request: Request) -> Tensor:
     """Law that a token is drawn from: logits [R, W, V] -> [R, W, V] float64. Temperature 0 is certain of the best."""
     if request.temperature == 0:
         return one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    return filter_logits(logits.double() / request.temperature, request.top_p, request.top_k).softmax(-1)
+    logits = logits.double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / request.temperature  # no overflow, however low the temperature
+    return filter_logits(logits, request.top_p, request.top_k).softmax(-1)
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -205,7 +205,8 @@ class ForecastSampler(Sampler):
         """
         if proposal.made_at != state.commits:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
-        full, remembered = proposal.kind != "forecast", {}
+        full = proposal.kind != "forecast"
+        remembered: Mapping[str, Tensor] = {}
         if full:
             finite = proposal.values.flatten(1).isfinite().all(1).cpu()
             if not finite.all():

@@ -1,0 +1,489 @@
+"""Wrong arguments: one clear error that names the argument, before the model is called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import paradec
+from paradec.blocks import WholeCanvas
+from paradec.protocol import Sampler
+
+GOLDEN = Path(__file__).parent / "golden"
+MASKED = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked"]
+PROMPT = [1, 2, 3]
+
+
+class Counted:
+    """A model and how often its module was called."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.calls = 0
+        model.module.register_forward_pre_hook(self.count)
+
+    def count(self, module: nn.Module, args: Any) -> None:
+        self.calls += 1
+
+
+@pytest.fixture(scope="module")
+def llada() -> Counted:
+    return Counted(paradec.load(GOLDEN / "llada-tiny"))
+
+
+def refused(counted: Counted, call: Callable[[], Any], *fragments: str, error: Any = (ValueError, TypeError)) -> None:
+    """`call` raises one line that holds all fragments, and the model was not called."""
+    before = counted.calls
+    with pytest.raises(error) as raised:
+        call()
+    text = str(raised.value)
+    for fragment in fragments:
+        assert fragment in text
+    assert "\n" not in text
+    assert len(text) < 400
+    assert counted.calls == before
+
+
+class Greedy:
+    """Not a sampler of ours."""
+
+
+# argument, value, what the message says
+WRONG = [
+    ("sampler", "treshold", "unknown sampler: 'treshold' (did you mean 'threshold'?); allowed: "),
+    ("sampler", Greedy(), "sampler=<", "made by paradec.samplers.create"),
+    ("sampler", paradec.samplers.get("threshold"), "sampler=<class", "made by paradec.samplers.create"),
+    ("sampler", None, "sampler=None"),
+    ("sampler", 3, "sampler=3"),
+    ("sampler", "sjd", "'sjd'", "'masked' family"),
+    ("sampler", "taylorseer", "'taylorseer'", "'masked' family"),
+    ("cache", "nothing", "unknown cache: 'nothing'", "allowed: ", "none"),
+    ("cache", 3, "cache=3", "'none'"),
+    ("cache", Greedy(), "cache=<"),
+    ("blocks", 32, "blocks=32 must be a block policy, e.g. paradec.FixedBlocks(32)"),
+    ("blocks", paradec.FixedBlocks, "blocks=<class", "must be a block policy"),
+    ("blocks", [8, 8], "blocks=[8, 8] must be a block policy"),
+    ("block_length", 0, "block_length=0 must be an integer of at least 1"),
+    ("block_length", -8, "block_length=-8"),
+    ("block_length", 8.0, "block_length=8.0"),
+    ("block_length", True, "block_length=True"),
+    ("block_length", "8", "block_length='8'"),
+    ("steps", 0, "steps=0 must be an integer of at least 1"),
+    ("steps", -1, "steps=-1"),
+    ("steps", 4.0, "steps=4.0"),
+    ("steps", True, "steps=True"),
+    ("max_new_tokens", 0, "max_new_tokens=0 must be an integer of at least 1"),
+    ("max_new_tokens", -5, "max_new_tokens=-5"),
+    ("max_new_tokens", 2.5, "max_new_tokens=2.5"),
+    ("max_new_tokens", True, "max_new_tokens=True"),
+    ("max_new_tokens", 510, "prompt of 3 tokens + max_new_tokens=510 = 513 is longer", "(512)"),
+    ("max_new_tokens", 10**30, "max_new_tokens=1000", "(512)"),
+    ("temperature", -0.1, "temperature=-0.1 must be a number in [0, inf]"),
+    ("temperature", float("nan"), "temperature=nan"),
+    ("temperature", float("inf"), "temperature=inf"),
+    ("temperature", 10**400, "temperature=1000"),
+    ("temperature", "hot", "temperature='hot'"),
+    ("temperature", None, "temperature=None"),
+    ("temperature", True, "temperature=True"),
+    ("temperature", torch.zeros(3, 3), "temperature=tensor"),
+    ("top_p", 0, "top_p=0 must be a number in (0, 1]"),
+    ("top_p", 1.01, "top_p=1.01"),
+    ("top_p", -0.5, "top_p=-0.5"),
+    ("top_p", float("nan"), "top_p=nan"),
+    ("top_p", "0.9", "top_p='0.9'"),
+    ("top_k", 0, "top_k=0 must be an integer of at least 1"),
+    ("top_k", -1, "top_k=-1"),
+    ("top_k", 1.5, "top_k=1.5"),
+    ("guidance_scale", -1, "guidance_scale=-1 must be a number in [0, inf]"),
+    ("guidance_scale", float("inf"), "guidance_scale=inf"),
+    ("guidance_scale", None, "guidance_scale=None"),
+    ("seed", -1, "seed=-1 must be an integer"),
+    ("seed", 2**63, "seed=9223372036854775808"),
+    ("seed", 1.5, "seed=1.5"),
+    ("seed", "x", "seed='x'"),
+    ("seed", True, "seed=True"),
+    ("seed", [1, 2], "seed has 2 entries for 1 rows"),
+    ("seed", [], "seed has 0 entries for 1 rows"),
+    ("seed", [None], "seed=None"),
+    ("seed", torch.tensor([1.5]), "seed=1.5"),
+    ("seed", torch.tensor([[1]]), "seed=[1]"),
+    ("seed", np.array(-3), "seed=-3"),
+    ("generator", 5, "generator=5 must be a torch.Generator"),
+    ("generator", np.random.default_rng(0), "generator=Generator", "must be a torch.Generator"),
+    ("rng", "refrence", "unknown rng: 'refrence' (did you mean 'reference'?); allowed: counter, reference"),
+    ("rng", None, "rng=None must be one of 'counter', 'reference'"),
+    ("eos_early_stop", 1, "eos_early_stop=1 must be True or False"),
+    ("logits_eos_inf", None, "logits_eos_inf=None"),
+    ("confidence_eos_eot_inf", "yes", "confidence_eos_eot_inf='yes'"),
+    ("suppress_tokens", [64], "suppress_tokens=64 must be an integer from 0 to 63"),
+    ("suppress_tokens", [-1], "suppress_tokens=-1"),
+    ("suppress_tokens", [1.5], "suppress_tokens=1.5"),
+    ("suppress_tokens", 7, "suppress_tokens=7 must be a sequence of token ids"),
+    ("suppress_tokens", "7", "suppress_tokens='7'"),
+    ("suppress_tokens", torch.tensor([99]), "suppress_tokens=99"),
+    ("suppress_tokens", range(64), "suppress_tokens excludes all 64 words"),
+    ("chat", "yes", "chat='yes' must be True or False"),
+    ("callback", 3, "callback=3 must be callable"),
+    ("attention_mask", torch.ones(1, 4), "attention_mask has shape (1, 4); expected (1, 3)"),
+    ("attention_mask", torch.ones(2, 3), "attention_mask has shape (2, 3)"),
+    ("attention_mask", torch.tensor([[1, 0, 1]]), "attention_mask has holes"),
+    ("attention_mask", torch.tensor([[0, 1, 0]]), "attention_mask has holes"),
+    ("attention_mask", torch.tensor([[1, 2, 1]]), "attention_mask must hold 0 (padding) and 1 (token) only"),
+    ("attention_mask", torch.tensor([[0.5, 1, 1]]), "attention_mask must hold 0"),
+    ("attention_mask", torch.tensor([[0, 0, 0]]), "prompt of row 0 is empty"),
+    ("attention_mask", "111", "attention_mask of type str"),
+    ("attention_mask", [[1, 1], [1]], "attention_mask of type list"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "fragments"), [(name, value, rest) for name, value, *rest in WRONG])
+def test_wrong_arguments_of_generate(llada: Counted, name: str, value: Any, fragments: list[str]) -> None:
+    arguments = {"max_new_tokens": 8, "sampler": "low_confidence", "input_ids": torch.tensor([PROMPT])}
+    refused(llada, lambda: paradec.generate(llada.model, **(arguments | {name: value})), *fragments)
+
+
+TOGETHER = [
+    ({"blocks": paradec.FixedBlocks(8), "block_length": 8}, "blocks=FixedBlocks(length=8", "block_length=8", "one of"),
+    ({"steps": 3, "block_length": 4}, "steps=3 must be a multiple of the number of blocks (2)"),
+    ({"steps": 1, "block_length": 4}, "steps=1 must be"),
+    ({"prompt": [[1, 2], [1]], "steps": 1, "blocks": paradec.FixedBlocks(4, "absolute")}, "steps=1 must be at least"),
+    ({"seed": 1, "generator": torch.Generator()}, "seed or generator, not both"),
+    ({"prompt": [[1, 2], [3]], "rng": "reference"}, "rng='reference' needs rows of one length"),
+    ({"prompt": [[1, 2], [3, 4]], "rng": "reference", "seed": [1, 2]}, "rng='reference'", "one seed"),
+    ({"prompt": [[1, 2], [3, 4]], "seed": [1, 2, 3]}, "seed has 3 entries for 2 rows"),
+    ({"prompt": [[1, 2], [3, 4]], "seed": [1, None]}, "seed=None"),
+    ({"prompt": PROMPT, "input_ids": PROMPT}, "either prompt or input_ids, not both"),
+    ({"prompt": None}, "either prompt or input_ids"),
+    ({"max_new_tokens": None, "prompt": [1] * 400}, "prompt of 400 tokens + max_new_tokens=128 = 528"),
+    ({"suppress_tokens": [*range(61), 62], "logits_eos_inf": True}, "suppress_tokens excludes all 64 words"),
+    ({"prompt": "text"}, "llada-tiny has no tokenizer; give input ids"),
+    ({"prompt": [{"role": "user", "content": "text"}]}, "llada-tiny has no tokenizer; give input ids"),
+    ({"attention_mask": [[1, 1, 1]]}, "attention_mask goes with a 2-D tensor of input ids"),
+    ({"prompt": [[1, 2], [1]], "attention_mask": [[1, 1], [1, 0]]}, "attention_mask goes with rows of one length"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "fragments"), [(arguments, rest) for arguments, *rest in TOGETHER])
+def test_arguments_that_do_not_go_together(llada: Counted, arguments: dict, fragments: list[str]) -> None:
+    given = {"prompt": PROMPT, "max_new_tokens": 8, "sampler": "low_confidence"} | arguments
+    refused(llada, lambda: paradec.generate(llada.model, **given), *fragments)
+
+
+PROMPTS = [
+    ([], "prompt is empty"),
+    ("", "llada-tiny has no tokenizer"),
+    ([[]], "prompt of row 0 is empty"),
+    ([[1], []], "prompt of row 1 is empty"),
+    ([[1], [2, 64]], "input id 64 in row 1 is outside the vocabulary (0 to 63)"),
+    ([-1], "input id -1 in row 0"),
+    ([10**40], "in row 0 is outside the vocabulary"),
+    ([1, 63], "the prompt of row 0 holds the mask id 63 at position 1"),
+    ([1.0, 2.0], "prompt mixes or holds items of type ['float']"),
+    ([1, "a"], "['int', 'str']"),
+    ([True, False], "['bool']"),
+    ([[1, True]], "['list']"),
+    ([[1], "a"], "['list', 'str']"),
+    ([None], "['NoneType']"),
+    ([[[1]]], "['list']"),
+    (5, "prompt must be text, chat messages or input ids, not int"),
+    ({1, 2}, "not set"),
+    (b"text", "not bytes"),
+    (iter([1, 2]), "not list_iterator"),
+    (torch.tensor([]), "float32"),
+    (torch.tensor([], dtype=torch.long), "shape (0,)"),
+    (torch.zeros(0, 3, dtype=torch.long), "shape (0, 3)"),
+    (torch.zeros(1, 1, 3, dtype=torch.long), "shape (1, 1, 3)"),
+    (torch.tensor(3), "shape ()"),
+    (torch.tensor([1.0, 2.0]), "input ids have dtype torch.float32; they must be integers"),
+    (torch.tensor([True]), "input ids have dtype torch.bool"),
+    (torch.tensor([[1, 2], [3, 64]]), "input id 64 in row 1"),
+    (np.array([1.5]), "input ids have dtype torch.float64"),
+    (np.array(["a"]), "input ids of type ndarray"),
+    ([torch.tensor([1.5])], "['Tensor']"),
+    ([torch.tensor(1), torch.tensor(2)], "['Tensor']"),
+    ([np.array([1.5])], "['ndarray']"),
+    ([torch.tensor([[1]])], "['Tensor']"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "fragment"), PROMPTS)
+def test_wrong_prompts(llada: Counted, prompt: Any, fragment: str) -> None:
+    refused(llada, lambda: paradec.generate(llada.model, prompt, max_new_tokens=4), fragment)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        torch.tensor(PROMPT),
+        torch.tensor([PROMPT], dtype=torch.uint8),
+        np.array(PROMPT, dtype=np.int32),
+        tuple(PROMPT),
+        range(1, 4),
+        [torch.tensor(PROMPT)],
+        [np.array(PROMPT)],
+        [np.int64(1), np.int16(2), 3],
+    ],
+)
+def test_every_kind_of_ids_is_the_same_prompt(llada: Counted, prompt: Any) -> None:
+    expected = paradec.generate(llada.model, PROMPT, max_new_tokens=4).new_tokens
+    assert torch.equal(paradec.generate(llada.model, prompt, max_new_tokens=4).new_tokens, expected)
+
+
+def test_text_prompts() -> None:
+    model = paradec.wrap(Bits(), mask_token_id=3, prediction="same", topology="bidirectional", tokenizer=Words())
+    for prompt in ("", "  \n", ["a", ""]):
+        with pytest.raises(ValueError, match="prompt=.* is empty; give at least one word"):
+            paradec.generate(model, prompt)
+    with pytest.raises(ValueError, match="words outside the model's vocabulary: zebra"):
+        paradec.generate(model, "a zebra b")
+    with pytest.raises(ValueError, match="chat=True needs a tokenizer with a chat template"):
+        paradec.generate(model, "a b", chat=True)
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="chat messages need a tokenizer with a chat template"):
+        paradec.generate(model, chat)
+    model.tokenizer.chat_template = "present"
+    with pytest.raises(ValueError, match="chat template does not take these messages: no system turn, please"):
+        paradec.generate(model, [{"role": "system", "content": "a"}])
+    for message in (
+        {"role": "user"},
+        {"content": "a"},
+        {"role": 1, "content": "a"},
+        {"role": "user", "content": ["a"]},
+    ):
+        with pytest.raises(ValueError, match="must have a text 'role' and a text 'content'"):
+            paradec.generate(model, [message])
+    assert paradec.generate(model, chat, max_new_tokens=2, eos_early_stop=False).tokens == [2]
+    assert model.module.calls > 0
+
+
+class Bits(nn.Module):
+    """Four words, all equally likely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=4)
+        self.calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.zeros(*ids.shape, 4)
+
+
+class Words:
+    """A tokenizer of three words."""
+
+    unk_token_id, mask_token_id, eos_token_id, chat_template = 2, None, None, None
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [{"a": 0, "b": 1}.get(word, 2) for word in text.split()]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        from jinja2 import TemplateError
+
+        if messages[0]["role"] == "system":
+            raise TemplateError("no system turn, please")
+        return " ".join(message["content"] for message in messages)
+
+    def decode(self, ids: Tensor, skip_special_tokens: bool) -> str:
+        return " ".join("abu?"[i] for i in ids.tolist())
+
+
+# ---- samplers, caches, blocks --------------------------------------------------------------------------------------
+
+SETTINGS = [
+    ("threshold", "threshold", [-0.1, 1.1, float("nan"), "0.9", None, True]),
+    ("threshold", "quota_per_step", ["often", None, 3]),
+    ("factor", "factor", [-1, float("inf"), "1", None, 10**400]),
+    ("factor", "reference_last_rank", [1, None, "no"]),
+    ("origin", "eps", [0, -1e-3, 1.5, None, float("nan")]),
+    *[(name, "eps", [0, 2, "x"]) for name in ("maskgit_plus", "topk_margin", "entropy")],
+    *[(name, "alg_temp", [-1, float("inf"), "x", True]) for name in ("maskgit_plus", "topk_margin", "entropy")],
+]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "setting", "value"), [(name, setting, value) for name, setting, values in SETTINGS for value in values]
+)
+def test_settings_out_of_range(llada: Counted, sampler: str, setting: str, value: Any) -> None:
+    refused(llada, lambda: paradec.samplers.create(sampler, **{setting: value}), setting, error=ValueError)
+    data = {"sampler": sampler, setting: value}
+    refused(llada, lambda: Sampler.from_dict(data), setting, error=ValueError)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_setting_of_every_masked_sampler_is_checked(name: str) -> None:
+    for setting in paradec.samplers.get(name).settings():
+        for value in ("no such value", [], {}, object()):
+            with pytest.raises((ValueError, TypeError), match=setting):
+                paradec.samplers.create(name, **{setting: value})
+
+
+@pytest.mark.parametrize("name", paradec.samplers.names())
+def test_unknown_settings_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown setting of sampler '{name}': 'tresh_old'.*allowed: "):
+        paradec.samplers.create(name, tresh_old=0.5)
+    with pytest.raises(ValueError, match=f"unknown preset of sampler '{name}': 'fastest'.*allowed: "):
+        paradec.samplers.create(name, preset="fastest")
+
+
+def test_unknown_names(llada: Counted) -> None:
+    refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", *MASKED)
+    refused(llada, lambda: paradec.samplers.create(""), "unknown sampler: ''", *MASKED)
+    refused(llada, lambda: paradec.caches.create("kv"), "unknown cache: 'kv'", *paradec.caches.names())
+    refused(llada, lambda: paradec.caches.create("none", size=3), "unknown setting of cache 'none': 'size'")
+    refused(llada, lambda: Sampler.from_dict({"threshold": 0.9}), "no key 'sampler'", "threshold")
+    refused(llada, lambda: Sampler.from_dict({"sampler": "tresh"}), "unknown sampler: 'tresh'")
+    refused(llada, lambda: Sampler.from_dict({"sampler": "threshold", "x": 1}), "unknown setting", "'x'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ({"length": 0}, "length=0 must be an integer of at least 1"),
+        ({"length": -1}, "length=-1"),
+        ({"length": 1.5}, "length=1.5"),
+        ({"length": None}, "length=None"),
+        ({"length": True}, "length=True"),
+        ({"length": 8, "align": "left"}, "unknown align: 'left'; allowed: absolute, prompt"),
+        ({"length": 8, "align": None}, "align=None must be one of 'prompt', 'absolute'"),
+    ],
+)
+def test_wrong_blocks(arguments: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fragment)):
+        paradec.FixedBlocks(**arguments)
+
+
+def test_models_without_a_mask_token_are_refused() -> None:
+    causal = paradec.wrap(Bits(), prediction="shifted", topology="causal")
+    with pytest.raises(ValueError, match="sampler 'threshold' needs a model with a mask token; Bits is autoregressive"):
+        paradec.generate(causal, [1])
+    assert causal.module.calls == 0
+
+
+def test_unknown_arguments_of_a_request(llada: Counted) -> None:
+    sampler = paradec.samplers.create("threshold")
+    refused(
+        llada,
+        lambda: sampler.start(llada.model, PROMPT, temprature=1.0),
+        "unknown argument: 'temprature' (did you mean 'temperature'?)",
+    )
+
+
+# ---- what only shows while decoding --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_broken_weights_end_the_decoding(name: str, broken: float) -> None:
+    model = paradec.load(GOLDEN / "dream-tiny")
+    model.module.lm_head.weight.data.fill_(broken)
+    sampler = paradec.samplers.create(name)
+    state = sampler.start(model, [[1, 2], [3, 4, 5]], max_new_tokens=4, seed=0)
+    before, undecided = state.canvas.clone(), state.undecided.clone()
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+        paradec.decode(sampler, model, state)
+    assert torch.equal(state.canvas, before)
+    assert torch.equal(state.undecided, undecided)
+    assert state.nfe.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_one_broken_logit_is_named(broken: float, temperature: float) -> None:
+    model = paradec.load(GOLDEN / "llada-tiny")
+    calls = []
+
+    def breaks(module: nn.Module, args: Any, output: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            output.logits[1, 2, 5] = broken
+        return output
+
+    model.module.register_forward_hook(breaks)
+    sampler = paradec.samplers.create("low_confidence")
+    request = {"max_new_tokens": 6, "block_length": 6, "temperature": temperature, "seed": 0, "eos_early_stop": False}
+    state = sampler.start(model, [[1, 2, 3], [4, 5, 6]], **request)
+    for _ in range(2):
+        sampler.commit(state, sampler.step(model, state))
+    before = state.canvas.clone()
+    with pytest.raises(FloatingPointError, match="row 1 at its step 2"):
+        sampler.commit(state, sampler.step(model, state))
+    assert torch.equal(state.canvas, before)
+    assert state.nfe.tolist() == [2, 2]
+    paradec.decode(sampler, model, state)  # the state is as good as before
+    assert state.done
+
+
+def test_an_excluded_word_is_no_error() -> None:
+    model = paradec.load(GOLDEN / "llada-tiny")
+
+    def excludes(module: nn.Module, args: Any, output: Any) -> Any:
+        output.logits[..., :60] = -torch.inf
+        return output
+
+    model.module.register_forward_hook(excludes)
+    tokens = paradec.generate(model, PROMPT, max_new_tokens=4, eos_early_stop=False).new_tokens
+    assert set(tokens.flatten().tolist()) <= {60, 61, 62}
+
+
+# ---- random arguments ----------------------------------------------------------------------------------------------
+
+FUZZ = settings(max_examples=40, deadline=5_000, derandomize=True, suppress_health_check=list(HealthCheck))
+NUMBERS = st.one_of(
+    st.integers(-3, 80),
+    st.integers(),
+    st.floats(-2, 3),
+    st.floats(),
+    st.sampled_from([None, True, "1", 0, 1, 1.0, 1e-300, 1e300, 10**400, np.float32(0.5), np.int64(3), 1 + 1j]),
+)
+REQUEST = ["temperature", "top_p", "top_k", "guidance_scale", "steps", "max_new_tokens", "block_length", "seed"]
+
+
+def works_or_says_why(llada: Counted, names: Any, **arguments: Any) -> None:
+    try:
+        out = paradec.generate(llada.model, PROMPT, **({"max_new_tokens": 4, "seed": 0} | arguments))
+    except (ValueError, TypeError) as error:
+        text = str(error)
+        assert any(name in text for name in names)
+        assert "\n" not in text
+    else:
+        tokens = out.new_tokens
+        assert ((tokens >= 0) & (tokens < 63)).all()
+
+
+@pytest.mark.filterwarnings("ignore:steps=")
+@pytest.mark.parametrize("sampler", ["low_confidence", "threshold", "maskgit_plus"])
+@FUZZ
+@given(fields=st.dictionaries(st.sampled_from(REQUEST), NUMBERS, min_size=1, max_size=3))
+@example(fields={"temperature": 1e-300})
+@example(fields={"temperature": 1e300, "top_p": 1e-300})
+@example(fields={"top_k": 10**30, "temperature": 1.0})
+def test_random_requests(llada: Counted, sampler: str, fields: dict[str, Any]) -> None:
+    if isinstance(fields.get("guidance_scale"), float) and fields["guidance_scale"] > 1e30:
+        fields["guidance_scale"] = 1e30  # beyond, the guided logits themselves are infinite
+    works_or_says_why(llada, fields, sampler=sampler, **fields)
+
+
+@pytest.mark.parametrize("name", MASKED)
+@FUZZ
+@given(data=st.data())
+def test_random_settings(llada: Counted, name: str, data: st.DataObject) -> None:
+    allowed = list(paradec.samplers.get(name).settings())
+    fields = data.draw(st.dictionaries(st.sampled_from([*allowed, "other"]), NUMBERS, max_size=2))
+    try:
+        sampler = paradec.samplers.create(name, **fields)
+    except (ValueError, TypeError) as error:
+        assert any(field in str(error) for field in fields)
+    else:
+        assert Sampler.from_dict(sampler.to_dict()) == sampler
+        works_or_says_why(llada, (), sampler=sampler, blocks=WholeCanvas())
