@@ -93,7 +93,7 @@ class Cost:
     @classmethod
     def of(cls, queries: list[Any], batch: int) -> Cost:
         """Count queries: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
-        cost = cls(*(np.zeros(batch, dtype=np.int64) for _ in range(3)))
+        cost = cls(np.zeros(batch, np.int64), np.zeros(batch, np.int64), np.zeros(batch, np.int64))
         for query in queries:
             cost.nfe[query.rows] += 1
             cost.row_forwards[query.rows] += query.branches
@@ -120,6 +120,8 @@ class Proposal:
     """[R, W] float64: how sure the method is; higher is surer."""
     available: Tensor | None = None
     """[R, W] bool: positions that were evaluated this step and may be committed."""
+    current: Tensor | None = None
+    """[R, W] int64: what stands at the positions now."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Everything else that was read from the logits, by name, each [R, W, ...]."""
     made_at: int = 0

@@ -23,7 +23,7 @@ class Part:
     valid: np.ndarray
     """[N, Q] bool."""
     kind: str
-    """"full" (whole rows) or "window" (a part, over a store)."""
+    """"full" (whole rows: column = position) or "window" (a part, over a store)."""
 
     @classmethod
     def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str) -> Part:

@@ -19,7 +19,7 @@ class NoCache(Cache):
     uses_store = False
 
     def plan(self, state: Any) -> list[Part]:
-        return state.once("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
+        return state.while_rows_stand("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
 
 
 def whole_rows(state: Any, chosen: np.ndarray, most: int = 3) -> list[Part]:

@@ -61,10 +61,7 @@ class Model:
         if kind == "opaque":
             self._accepts = frozenset(inspect.signature(module.forward).parameters)
         else:
-            base = module.base_model
-            if base is module:
-                raise ValueError(f"module {type(module).__name__} has no language-model head over its base model")
-            handle = base.register_forward_hook(self._gather_wanted)
+            handle = module.base_model.register_forward_hook(self._gather_wanted)
             self._undo.append(handle.remove)
 
     @property

@@ -354,6 +354,8 @@ def _ends(eos_token_id: Any) -> tuple[Any, ...]:
 def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | None) -> None:
     """Raise ValueError for a transformers module that would compute something else than was asked for."""
     name = type(module).__name__
+    if _is_transformers(module) and module.base_model is module:
+        raise ValueError(f"module {name} has no language-model head over its base model")
     if getattr(config, "return_dict", True) is False:
         raise ValueError(f"config.return_dict=False of {name} is not supported; set it to True")
     if kind == "encoder" and getattr(config, "is_decoder", False):

@@ -63,7 +63,7 @@ class MaskedSampler(Sampler):
     """Base of the family. A subclass declares what it reads and implements `select` (and `quota` if it has a schedule).
 
     Class attributes:
-        reads: quantities computed from the logits (`paradec.samplers.statistics.QUANTITIES`).
+        reads: quantities computed from the logits (`paradec.samplers.statistics.QUANTITIES`); always "confidence" too.
         score: the one of them that ranks positions.
         score_from: "raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the
             tempered and filtered distribution that tokens are drawn from (Dream).
@@ -156,13 +156,14 @@ class MaskedSampler(Sampler):
             logits = self._logits_stage(state, logits, query)
             parts.append(self._read(state, logits, query, generator))
         if len(parts) == 1:
-            top, tokens, quantities = parts[0]
+            tokens, quantities = parts[0]
         else:
             order = np.argsort(np.concatenate([query.index for query in queries]))
             order = torch.as_tensor(order, device=window.positions.device)
-            top, tokens = (torch.cat([part[i] for part in parts])[order] for i in (0, 1))
-            quantities = {name: torch.cat([part[2][name] for part in parts])[order] for name in self.reads}
-        available = window.read(state.undecided)
+            tokens = torch.cat([part[0] for part in parts])[order]
+            quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in self.reads}
+        current = window.read(state.canvas)
+        available = current == state.facts.mask_token_id
         if window.valid is not None:
             available = available & window.valid
         for query in queries:
@@ -179,7 +180,8 @@ class MaskedSampler(Sampler):
             positions=window.positions,
             scores=scores,
             available=available,
-            quantities=quantities | {"top_logit": top},
+            current=current,
+            quantities=quantities,
             made_at=state.commits,
             kind="+".join(dict.fromkeys(query.kind for query in queries)),
             generator_state=None if generator is None else generator.get_state(),
@@ -198,8 +200,8 @@ class MaskedSampler(Sampler):
 
     def _read(
         self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Candidate tokens and statistics of one part: top logit, tokens [R, W], quantities."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
         statistics = token_statistics if generator is None else reference.statistics
         filtered = request.top_p is not None or request.top_k is not None
@@ -209,9 +211,7 @@ class MaskedSampler(Sampler):
         drawn_from = filter_logits(drawn_from, request.top_p, request.top_k)
         tokens = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
         if self.score_from == "sampled":
-            top, tokens, quantities = statistics(drawn_from, self.reads, tokens)
-            # a NaN may hide behind the filter: ask the logits themselves
-            return logits.max(-1).values.double() if filtered else top, tokens, quantities
+            return statistics(drawn_from, self.reads, tokens)
         return statistics(logits, self.reads, tokens)
 
     def _draw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
@@ -245,7 +245,7 @@ class MaskedSampler(Sampler):
         available, positions = proposal.available, proposal.positions
         quota = self.quota(state, rows)
         view = View(
-            scores=proposal.scores.masked_fill(~available, -torch.inf),
+            scores=torch.where(available, proposal.scores, -torch.inf),
             candidates=available,
             tokens=proposal.values,
             positions=positions,
@@ -257,10 +257,9 @@ class MaskedSampler(Sampler):
             choose=lambda weights, count: self._choose(state, weights, count),
         )
         selected = self.select(view) & available
-        written = torch.where(selected, proposal.values, window.read(state.canvas))
-        # the one wait for the device of the step
-        undecided = window.read(state.undecided)
-        chosen, open_, tokens, health = _to_host(selected, undecided, written, proposal.quantities["top_logit"])
+        written = torch.where(selected, proposal.values, proposal.current)
+        # the one wait for the device of the step; a NaN or infinite logit makes the confidence NaN
+        chosen, tokens, health = _to_host(selected, written, proposal.quantities["confidence"])
         committed = chosen.sum(1)
         if not np.isfinite(health).all():
             row = int(rows[np.isfinite(health).all(1).argmin()])
@@ -271,7 +270,6 @@ class MaskedSampler(Sampler):
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
         window.write(state.canvas, written)
-        window.write(state.undecided, undecided ^ selected)
         for name, value in self.remember(view, selected).items():
             state.memory[name] = put_rows(state.memory[name], rows, value)
         state.count(proposal.cost)
@@ -280,7 +278,7 @@ class MaskedSampler(Sampler):
         state.decided[rows] += committed
         state.remaining[rows] -= committed
         state.commits += 1
-        self._advance(state, rows, _end_of_text(state, tokens, open_ & ~chosen))
+        self._advance(state, rows, _end_of_text(state, tokens))
         return Commit(rows, proposal.values, positions, selected, proposal.scores, proposal.kind)
 
     def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray) -> None:
@@ -292,7 +290,6 @@ class MaskedSampler(Sampler):
             column = torch.arange(state.canvas.shape[1], device=state.canvas.device)
             tail = column >= torch.as_tensor(end, device=column.device).unsqueeze(1)
             state.canvas.masked_fill_(tail, state.facts.fill_token_id)
-            state.undecided.masked_fill_(tail, False)
             state.finish(rows[stopped])
         full = rows[(state.remaining[rows] == 0) & ~stopped]
         if len(full) or stopped.any():
@@ -325,8 +322,8 @@ def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     return [array.astype(kinds.get(tensor.dtype, np.float64)) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
-def _end_of_text(state: MaskedState, tokens: np.ndarray, undecided: np.ndarray) -> np.ndarray:
-    """[R] int64: window column of the first end token with nothing undecided before it, or -1. Arguments: [R, W]."""
+def _end_of_text(state: MaskedState, tokens: np.ndarray) -> np.ndarray:
+    """[R] int64: window column of the first end token with nothing undecided before it, or -1. tokens: [R, W]."""
     nowhere = np.full(len(tokens), -1)
     if not state.request.eos_early_stop:
         return nowhere
@@ -336,5 +333,5 @@ def _end_of_text(state: MaskedState, tokens: np.ndarray, undecided: np.ndarray) 
     is_end &= state.window.host_valid
     if not is_end.any():
         return nowhere
-    first = (is_end | undecided).argmax(1)  # the first of either
+    first = (is_end | (tokens == state.facts.mask_token_id)).argmax(1)  # the first of either
     return np.where(is_end[np.arange(len(first)), first], first, -1)

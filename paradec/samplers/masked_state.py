@@ -70,9 +70,7 @@ class MaskedState(State):
     blocks: BlockPolicy
     pads: bool
     canvas: Tensor
-    """[B, L] int64 ids."""
-    undecided: Tensor
-    """[B, L] bool."""
+    """[B, L] int64 ids; the mask id stands at undecided positions and nowhere else."""
     given: Tensor
     """[B, L] bool: what the user gave (masked in the unconditional branch of guidance)."""
     prompt_length: np.ndarray
@@ -96,9 +94,11 @@ class MaskedState(State):
         self.block_step = np.zeros(self.batch, np.int64)
         self.row_step = np.zeros(self.batch, np.int64)
         self.running = np.ones(self.batch, bool)
+        self._running_rows = self.batch
         self.decided = np.zeros(self.batch, np.int64)
         self.total = self.length - self.prompt_length
-        self.made_for_window: dict[Any, Any] = {}
+        self._made_for_blocks: dict[Any, Any] = {}
+        self._made_for_rows: dict[Any, Any] = {}
         counts = [self.blocks.count(int(p), int(n)) for p, n in zip(self.prompt_length, self.length, strict=True)]
         steps = self.request.steps
         self.steps_per_block = None if steps is None else np.array([-(-steps // count) for count in counts])
@@ -106,6 +106,16 @@ class MaskedState(State):
         self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
         self.open_blocks(np.arange(self.batch))
+
+    @property
+    def branches(self) -> int:
+        """Rows of the model per row of the state: 2 under guidance."""
+        return 2 if self.request.guidance_scale != 1.0 else 1
+
+    @property
+    def undecided(self) -> Tensor:
+        """[B, L] bool: positions that are not final yet."""
+        return self.canvas == self.facts.mask_token_id
 
     @property
     def done(self) -> bool:
@@ -138,7 +148,9 @@ class MaskedState(State):
 
     def _make_window(self) -> None:
         rows = np.flatnonzero(self.running)
-        self.made_for_window = {}
+        self._made_for_blocks = {}
+        if len(rows) != self._running_rows:  # rows only ever leave
+            self._made_for_rows, self._running_rows = {}, len(rows)
         if not len(rows):
             return
         width = int((self.block_end - self.block_start)[rows].max())
@@ -157,11 +169,17 @@ class MaskedState(State):
             whole=len(rows) == self.batch,
         )
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that holds while the blocks stand still, made on first use."""
-        if key not in self.made_for_window:
-            self.made_for_window[key] = make()
-        return self.made_for_window[key]
+    def while_blocks_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A value that holds until a block moves, made on first use."""
+        if key not in self._made_for_blocks:
+            self._made_for_blocks[key] = make()
+        return self._made_for_blocks[key]
+
+    def while_rows_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A value that holds until a row finishes, made on first use."""
+        if key not in self._made_for_rows:
+            self._made_for_rows[key] = make()
+        return self._made_for_rows[key]
 
     def planned_steps(self, rows: np.ndarray) -> np.ndarray:
         """[R] int64: steps planned for the open block of each row (one token a step without a plan)."""
@@ -225,7 +243,6 @@ def start_state(
         blocks=policy,
         pads=model.pads,
         canvas=torch.as_tensor(canvas, device=device),
-        undecided=torch.as_tensor(undecided, device=device),
         given=torch.as_tensor(column < lengths[:, None], device=device),
         prompt_length=lengths,
         length=lengths + new,
@@ -235,8 +252,7 @@ def start_state(
         ends=torch.tensor(ends, dtype=torch.int64, device=device),
     )
     if cache.uses_store:
-        branches = 2 if settings.guidance_scale != 1.0 else 1
-        state.store = model.make_store(branches * state.batch, longest)
+        state.store = model.make_store(state.branches * state.batch, longest)
     if trace:
         start = [canvas[r, : lengths[r] + new].tolist() for r in range(len(rows))]
         state.trace = Trace(canvas=start, settings=sampler.to_dict() | dataclasses.asdict(settings))
@@ -244,61 +260,64 @@ def start_state(
 
 
 def part_query(state: MaskedState, part: Part) -> Query:
-    """The model call of one part of the plan. What does not change while the blocks stand still is made once."""
-    key = (part.index.tobytes(), part.positions.tobytes())
-    query, row_index, whole = state.once(key, lambda: _fixed_query(state, part))
+    """The model call of one part of the plan. What does not change from step to step is made once."""
+    key = (part.kind, part.index.tobytes(), part.positions.tobytes())
+    # whole rows stay what they are while blocks move
+    keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
+    fixed, row_index, whole = keep(key, lambda: _fixed_query(state, part))
+    query = copy.copy(fixed)
+    query.wanted, query.available = state.while_blocks_stand(("wanted", key), lambda: _wanted(state, part))
     tokens, given = state.canvas, state.given
-    if whole and query.branches == 1:
-        return query
     if not whole:
         own = query.positions[: len(query.rows)]
         tokens, given = tokens[row_index, own], given[row_index, own]
     if query.branches == 2:
         tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
-    query = copy.copy(query)
     query.tokens = tokens
     return query
 
 
 def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
-    """The query without its tokens, the rows' index [N, 1], and whether it covers the canvas as it stands."""
-    device, window = state.canvas.device, state.window
-    branches = 2 if state.request.guidance_scale != 1.0 else 1
-    rows = window.rows[part.index]
-
-    def on_device(array: np.ndarray) -> Tensor:
-        tensor = torch.as_tensor(array, device=device)
-        return torch.cat((tensor, tensor)) if branches == 2 else tensor
-
-    # the column of each position in this call, -1 where it is not evaluated
-    column = np.full((len(rows), state.canvas.shape[1]), -1)
-    width = part.positions.shape[1]
-    np.put_along_axis(column, part.positions[:, ::-1], np.arange(width)[::-1], axis=1)
-    # logits stand `shift` positions to the left; position 0 has no left neighbour and uses its own
-    source = np.maximum(window.host_positions[part.index] - state.facts.shift, 0)
-    wanted = np.take_along_axis(column, source, axis=1)
-    available = wanted >= 0
-    all_valid = part.valid.all()
-    stored: dict[str, Tensor] = {}
-    if state.store is not None:
-        store_rows = torch.as_tensor(rows, device=device)
-        stored["store_rows"] = torch.cat([store_rows + branch * state.batch for branch in range(branches)])
-        stored["slots"] = on_device(np.where(part.valid, part.positions, -1))
+    """The query without its tokens and wanted columns, the rows' index [N, 1], and whether it is the canvas itself."""
+    device, rows = state.canvas.device, state.window.rows[part.index]
+    row_index = torch.as_tensor(rows, device=device)
+    all_valid = bool(part.valid.all())
     query = Query(
         rows=rows,
         tokens=state.canvas,
-        positions=on_device(part.positions),
-        wanted=on_device(np.maximum(wanted, 0)),
-        valid=None if all_valid else on_device(part.valid),
-        branches=branches,
+        positions=_per_branch(state, part.positions),
+        valid=None if all_valid else _per_branch(state, part.valid),
+        branches=state.branches,
         forwarded=part.valid.sum(1),
         index=part.index,
-        available=None if available.all() else torch.as_tensor(available, device=device),
         kind=part.kind,
-        **stored,
     )
+    if state.store is not None:
+        query.store_rows = torch.cat([row_index + branch * state.batch for branch in range(state.branches)])
+        query.slots = _per_branch(state, np.where(part.valid, part.positions, -1))
     whole = all_valid and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
-    return query, torch.as_tensor(rows, device=device).unsqueeze(1), whole
+    return query, row_index.unsqueeze(1), whole
+
+
+def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
+    """Columns of the call [R, W] that hold the window's logits, and which of them are there [N, W] (None: all)."""
+    # logits stand `shift` positions to the left; position 0 has no left neighbour and uses its own
+    source = np.maximum(state.window.host_positions[part.index] - state.facts.shift, 0)
+    if part.kind == "full":  # padding of the window may ask beyond the row
+        return _per_branch(state, np.minimum(source, part.positions.shape[1] - 1)), None
+    # the column of each position in this call, -1 where it is not evaluated; the first one where padding repeats it
+    column = np.full((len(part.index), state.canvas.shape[1]), -1)
+    np.put_along_axis(column, part.positions[:, ::-1], np.arange(part.positions.shape[1])[::-1], axis=1)
+    source = np.take_along_axis(column, source, axis=1)
+    there = source >= 0
+    available = None if there.all() else torch.as_tensor(there, device=state.canvas.device)
+    return _per_branch(state, np.maximum(source, 0)), available
+
+
+def _per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
+    """[N, ...] on the host -> [branches * N, ...] on the device."""
+    tensor = torch.as_tensor(array, device=state.canvas.device)
+    return torch.cat((tensor, tensor)) if state.branches == 2 else tensor
 
 
 def rows_of(memory: Memory, rows: np.ndarray) -> dict[str, Tensor]:

@@ -23,7 +23,8 @@ def categorical(
     state: MaskedState, logits: Tensor, positions: Tensor, rows: np.ndarray, generator: torch.Generator
 ) -> Tensor:
     """Dream's draw: torch.multinomial over the masked positions in row-major order, in the logits' dtype."""
-    masked = state.undecided[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
+    canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
+    masked = canvas == state.facts.mask_token_id
     probabilities = logits[masked].softmax(-1)
     drawn = torch.multinomial(probabilities.cpu(), 1, replacement=True, generator=generator).squeeze(-1)
     tokens = logits.argmax(-1)
@@ -75,7 +76,7 @@ def gumbel_uniform(
 
 def statistics(
     logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """`token_statistics` in the logits' own dtype, as generate.py of LLaDA and Dream compute them.
 
     Trained models saturate float32 probabilities at exactly 1; which of those is committed first then depends on the
@@ -91,4 +92,4 @@ def statistics(
         found["margin"] = (first - second).double()
     if "negative_entropy" in reads:
         found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1).double()
-    return logits.max(-1).values.double(), tokens, found
+    return tokens, found

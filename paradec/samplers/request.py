@@ -17,13 +17,17 @@ from paradec.caches.base import Cache
 from paradec.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.registry import unknown
 
+MOST_STEPS = 1_000_000
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Temperatures above 0, and the largest guidance: beyond, logits leave the range of float32."""
+
 
 @dataclass(frozen=True)
 class Request:
     """What a caller may set for one request, whatever the sampler. Validated when made.
 
     Args:
-        temperature: 0 takes the best token; above, tokens are drawn from softmax(logits / temperature).
+        temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many words.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
             cfg_scale w is s - 1).
@@ -48,13 +52,15 @@ class Request:
     rng: str = "counter"
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, low=0)
+        check_number("temperature", self.temperature, low=0, high=LARGEST)
+        if 0 < self.temperature < SMALLEST:
+            raise ValueError(f"temperature={self.temperature!r} must be 0 or a number in [{SMALLEST:g}, {LARGEST:g}]")
         check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
         check_int("top_k", self.top_k, low=1, none=True)
-        check_number("guidance_scale", self.guidance_scale, low=0)
+        check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST)
         for name in ("eos_early_stop", "logits_eos_inf", "confidence_eos_eot_inf"):
             check_bool(name, getattr(self, name))
-        check_int("steps", self.steps, low=1, none=True)
+        check_int("steps", self.steps, low=1, high=MOST_STEPS, none=True)
         check_choice("rng", self.rng, ("counter", "reference"))
 
 

@@ -16,8 +16,8 @@ CHUNK = 2**25
 
 def token_statistics(
     logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Statistics of each position's distribution softmax(logits).
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Statistics of each position's distribution softmax(logits), in float64.
 
     Args:
         logits: [..., V] of any float dtype; -inf excludes a word.
@@ -25,42 +25,36 @@ def token_statistics(
         tokens: [...] int64: "confidence" is the probability of these; None takes the best token (lowest id on ties).
 
     Returns:
-        The largest logit [...] float64 (not finite if any logit is NaN or +inf), the tokens [...] int64, and the
-        quantities by name, each [...] float64: "confidence" p(token), "margin" p(1st) - p(2nd), "negative_entropy"
-        sum p ln(p + 1e-10) (Dream's form; higher is surer).
+        The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin"
+        p(1st) - p(2nd), "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is surer). All are NaN where a
+        logit is NaN or +inf.
     """
-    shape, vocab = logits.shape[:-1], logits.shape[-1]
-    flat = logits.reshape(-1, vocab)
-    rows = max(1, CHUNK // vocab)
-    if flat.shape[0] <= rows:
-        top, tokens, found = _statistics(flat, reads, None if tokens is None else tokens.reshape(-1))
-    else:
-        parts = [
-            _statistics(flat[i : i + rows], reads, None if tokens is None else tokens.reshape(-1)[i : i + rows])
-            for i in range(0, flat.shape[0], rows)
-        ]
-        top = torch.cat([part[0] for part in parts])
-        tokens = torch.cat([part[1] for part in parts])
-        found = {name: torch.cat([part[2][name] for part in parts]) for name in parts[0][2]}
-    return top.view(shape), tokens.view(shape), {name: value.view(shape) for name, value in found.items()}
+    rows = max(1, CHUNK // logits.shape[-1])
+    shape = logits.shape[:-1]
+    if shape.numel() <= rows:
+        return _statistics(logits, reads, tokens)
+    given = [None] * -(-shape.numel() // rows) if tokens is None else tokens.reshape(-1).split(rows)
+    chunks = logits.reshape(-1, logits.shape[-1]).split(rows)
+    parts = [_statistics(chunk, reads, chosen) for chunk, chosen in zip(chunks, given, strict=True)]
+    found = {name: torch.cat([part[1][name] for part in parts]).view(shape) for name in parts[0][1]}
+    return torch.cat([part[0] for part in parts]).view(shape), found
 
 
-def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, Tensor, dict]:
-    z = logits.double()
-    top, best = z.max(dim=-1)
-    odds = (z - top.unsqueeze(-1)).exp()  # relative to the best word
-    total = odds.sum(-1)
+def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    p = logits.softmax(dim=-1, dtype=torch.float64)
     found: dict[str, Tensor] = {}
+    if tokens is None:
+        best, tokens = p.max(dim=-1)
+    else:
+        best = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if "confidence" in reads:
-        chosen = 1.0 if tokens is None else odds.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        found["confidence"] = chosen / total
+        found["confidence"] = best
     if "margin" in reads:
-        first, second = odds.topk(2, dim=-1).values.unbind(-1)
-        found["margin"] = (first - second) / total
+        first, second = p.topk(2, dim=-1).values.unbind(-1)
+        found["margin"] = first - second
     if "negative_entropy" in reads:
-        p = odds / total.unsqueeze(-1)
         found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1)
-    return top, best if tokens is None else tokens, found
+    return tokens, found
 
 
 def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
