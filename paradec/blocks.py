@@ -36,7 +36,7 @@ class FixedBlocks:
     align: str = "prompt"
 
     def __post_init__(self) -> None:
-        check_int("length", self.length, low=1)
+        check_int("length", self.length, low=1, high=2**31 - 1)
         check_choice("align", self.align, ("prompt", "absolute"))
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:

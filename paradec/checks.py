@@ -39,6 +39,13 @@ def check_number(
         raise ValueError(f"{name}={shown(value)} must be {allowed}")
 
 
+def check_temperature(name: str, value: Any, none: bool = False) -> None:
+    """Raise ValueError unless `value` is 0 (off) or a number in [1e-6, 1e6]: beyond, logits leave float32's range."""
+    check_number(name, value, low=0, high=1e6, none=none)
+    if value is not None and 0 < value < 1e-6:
+        raise ValueError(f"{name}={shown(value)} must be 0 or a number in [1e-06, 1e+06]")
+
+
 def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     choices = list(allowed)
@@ -55,11 +62,10 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a real number is neither NaN nor infinite, nor an integer that no float can hold."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    """Whether a real number is neither NaN nor infinite, nor an integer that no tensor can hold."""
+    if isinstance(value, numbers.Integral):
+        return -(2**63) <= value < 2**63
+    return math.isfinite(value)
 
 
 def _range(low: int | None, high: int | None) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from paradec import samplers
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
+from paradec.checks import check_bool, shown
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.trace import Trace
 
@@ -116,17 +117,20 @@ def generate(
         FloatingPointError: the model returned NaN or infinite logits.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds what was decoded.
     """
+    if not callable(model) or not hasattr(model, "facts"):
+        raise TypeError(f"model={shown(model)} must come from paradec.load or paradec.wrap")
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
     method = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(method, Sampler):
-        raise TypeError(f"sampler={sampler!r} must be a name or made by paradec.samplers.create")
+        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
     if method.family != "masked":
         raise ValueError(f"sampler {method.name!r} is of family {method.family!r}; generate takes the 'masked' family")
     if steps is not None and not method.uses_steps:
         warnings.warn(f"steps={steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=2)
     if callback is not None and not callable(callback):
-        raise TypeError(f"callback={callback!r} must be callable")
+        raise TypeError(f"callback={shown(callback)} must be callable")
+    check_bool("trace", trace)
     single = _is_single(prompt if input_ids is None else input_ids)
     state = method.start(
         model,

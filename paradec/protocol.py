@@ -317,8 +317,8 @@ class Sampler:
         """Inverse of `to_dict`."""
         from paradec import samplers
 
-        if "sampler" not in data:
-            raise ValueError(f"data has no key 'sampler'; got the keys {sorted(data)}")
+        if not isinstance(data, Mapping) or "sampler" not in data:
+            raise ValueError("data has no key 'sampler'; give a mapping as to_dict makes it")
         return samplers.create(data["sampler"], **{k: v for k, v in data.items() if k != "sampler"})
 
 

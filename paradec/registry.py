@@ -44,7 +44,7 @@ class Registry:
         Raises:
             ValueError: no such name; the message lists what there is.
         """
-        if name not in self._targets:
+        if not isinstance(name, str) or name not in self._targets:
             raise ValueError(unknown(self.kind, name, self._targets))
         target = self._targets[name]
         if isinstance(target, str):
@@ -62,7 +62,7 @@ class Registry:
         cls = self.get(name)
         presets = getattr(cls, "presets", {})
         if preset is not None:
-            if preset not in presets:
+            if not isinstance(preset, str) or preset not in presets:
                 raise ValueError(unknown(f"preset of {self.kind} {name!r}", preset, presets))
             settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]

@@ -12,6 +12,9 @@ and Latin-square tasks, with words instead of names and short instructions::
     Shuffle: pear fig apple                 -> any other order of the three
     Latin square: A B C                     -> three lines; no symbol twice in a row or column
 
+One of the many-answer tasks forgives: the likeliest word at each position of "remove any", chosen
+without regard to the others, happens to be the list without its middle. It is a control.
+
 A :class:`Task` makes prompts (:meth:`Task.make`) and judges answers (:meth:`Task.check`).
 :func:`load_prompts` reads the prompts shipped with the package. A hash of the prompt decides on
 which side of the split it lies (:func:`is_held_out`), so a training script that draws with

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_number
+from paradec.checks import check_number, check_temperature
 from paradec.samplers.masked import MaskedSampler, MaskedState, View
 from paradec.samplers.schedules import time_grid
 
@@ -21,8 +21,8 @@ class DreamSampler(MaskedSampler):
     """Commit a share 1 - s/t of the masked positions per step, the surest first.
 
     Args:
-        alg_temp: above 0, positions are drawn without replacement with probabilities softmax(score / alg_temp)
-            instead of taken from the top; None or 0 takes the top.
+        alg_temp: above 0 (at least 1e-6), positions are drawn without replacement with probabilities
+            softmax(score / alg_temp) instead of taken from the top; None or 0 takes the top.
         eps: end of the time grid t = linspace(1, eps, steps + 1).
 
     Differs from the reference where that is wrong for batches: the number of tokens is counted per row, not from the
@@ -39,7 +39,7 @@ class DreamSampler(MaskedSampler):
     may_wait = True
 
     def __post_init__(self) -> None:
-        check_number("alg_temp", self.alg_temp, low=0, none=True)
+        check_temperature("alg_temp", self.alg_temp, none=True)
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:

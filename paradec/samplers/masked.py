@@ -189,6 +189,9 @@ class MaskedSampler(Sampler):
 
     def _logits_stage(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
         request = state.request
+        if request.guidance_scale != 1.0 or request.temperature > 0:
+            # scaled logits can leave the range of float16
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if request.guidance_scale != 1.0:
             conditional, unconditional = logits.chunk(2)
             logits = unconditional + request.guidance_scale * (conditional - unconditional)
@@ -240,8 +243,9 @@ class MaskedSampler(Sampler):
         window, rows = state.window, proposal.rows
         if proposal.made_at != state.commits:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
-        if state.generator is not None and proposal.generator_state is not None:
-            state.generator.set_state(proposal.generator_state)
+        generator = None if state.generator is None else reference.copy_generator(state.generator)
+        if generator is not None:
+            generator.set_state(proposal.generator_state)
         available, positions = proposal.available, proposal.positions
         quota = self.quota(state, rows)
         view = View(
@@ -252,9 +256,9 @@ class MaskedSampler(Sampler):
             quantities=proposal.quantities,
             quota=None if quota is None else torch.as_tensor(quota, device=positions.device),
             memory=rows_of(state.memory, rows),
-            top=top_by_rank if state.generator is None else lambda scores, count: reference.top(state, scores, count),
-            draw=lambda: self._position_noise(state),
-            choose=lambda weights, count: self._choose(state, weights, count),
+            top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
+            draw=lambda: self._position_noise(state, generator),
+            choose=lambda weights, count: self._choose(state, weights, count, generator),
         )
         selected = self.select(view) & available
         written = torch.where(selected, proposal.values, proposal.current)
@@ -266,9 +270,13 @@ class MaskedSampler(Sampler):
             raise FloatingPointError(
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
             )
-        if not self.may_wait and not committed.all():
+        # a method that may wait must have filled the block by its last planned step
+        due = state.block_step[rows] + 1 >= state.planned_steps(rows) if self.may_wait else True
+        if ((committed == 0) & due).any():
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
+        if generator is not None:
+            state.generator.set_state(generator.get_state())
         window.write(state.canvas, written)
         for name, value in self.remember(view, selected).items():
             state.memory[name] = put_rows(state.memory[name], rows, value)
@@ -295,21 +303,21 @@ class MaskedSampler(Sampler):
         if len(full) or stopped.any():
             state.open_blocks(full)
 
-    def _position_noise(self, state: MaskedState) -> Tensor:
+    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         """[R, W] float64 uniform numbers for choosing positions."""
-        if state.generator is not None:
-            return reference.position_noise(state, self.reference_draws)
+        if generator is not None:
+            return reference.position_noise(state, self.reference_draws, generator)
         window = state.window
         steps = torch.as_tensor(state.row_step[window.rows], device=window.positions.device)
         keys = state.keys[window.row_index[:, 0]]
         return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
-    def _choose(self, state: MaskedState, weights: Tensor, count: Tensor) -> Tensor:
+    def _choose(self, state: MaskedState, weights: Tensor, count: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw `count` positions of each row without replacement, with probabilities proportional to `weights`."""
-        if state.generator is not None:
-            return reference.choose(state, weights, count)
+        if generator is not None:
+            return reference.choose(state, weights, count, generator)
         # Gumbel-top-k draws the same law
-        return top_by_rank(weights.log() + rng.gumbel(self._position_noise(state)), count)
+        return top_by_rank(weights.log() + rng.gumbel(self._position_noise(state, None)), count)
 
 
 def _to_host(*tensors: Tensor) -> list[np.ndarray]:

@@ -219,8 +219,8 @@ def start_state(
     check_steps(settings, policy, rows, new)
     for token in settings.suppress_tokens:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    generator, seeds = randomness(settings, seed, generator, rows)
     cache = cache_of(cache, model)
+    generator, seeds = randomness(settings, seed, generator, rows)
 
     lengths = np.array([len(row) for row in rows], np.int64)
     canvas = np.full((len(rows), longest), facts.fill_token_id, np.int64)
@@ -305,9 +305,10 @@ def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
     source = np.maximum(state.window.host_positions[part.index] - state.facts.shift, 0)
     if part.kind == "full":  # padding of the window may ask beyond the row
         return _per_branch(state, np.minimum(source, part.positions.shape[1] - 1)), None
-    # the column of each position in this call, -1 where it is not evaluated; the first one where padding repeats it
+    # the column of each position in this call, -1 where it is not evaluated
     column = np.full((len(part.index), state.canvas.shape[1]), -1)
-    np.put_along_axis(column, part.positions[:, ::-1], np.arange(part.positions.shape[1])[::-1], axis=1)
+    row, at = part.valid.nonzero()
+    column[row, part.positions[row, at]] = at
     source = np.take_along_axis(column, source, axis=1)
     there = source >= 0
     available = None if there.all() else torch.as_tensor(there, device=state.canvas.device)

@@ -43,25 +43,25 @@ def top(state: MaskedState, scores: Tensor, count: Tensor) -> Tensor:
     return taken.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
 
 
-def position_noise(state: MaskedState, draws: str) -> Tensor:
+def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
     """[R, W] float64 uniform numbers, drawn as float32 for the whole "canvas" or for the "masked" positions."""
     canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
     if draws == "canvas":
-        canvas = torch.rand(state.canvas.shape, generator=state.generator).double()
+        canvas = torch.rand(state.canvas.shape, generator=generator).double()
     else:
         masked = state.undecided.cpu()
-        canvas[masked] = torch.rand(int(masked.sum()), generator=state.generator).double()
+        canvas[masked] = torch.rand(int(masked.sum()), generator=generator).double()
     return canvas.to(state.canvas.device)[state.window.row_index, state.window.positions]
 
 
-def choose(state: MaskedState, weights: Tensor, count: Tensor) -> Tensor:
+def choose(state: MaskedState, weights: Tensor, count: Tensor, generator: torch.Generator) -> Tensor:
     """torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
     window, number = state.window, int(count.max())
     full = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
     full[window.row_index, window.positions] = weights.float()
     chosen = torch.zeros_like(full, dtype=torch.bool)
     if number > 0:
-        drawn = torch.multinomial(full.cpu(), number, generator=state.generator).to(full.device)
+        drawn = torch.multinomial(full.cpu(), number, generator=generator).to(full.device)
         chosen.scatter_(1, drawn, True)
     return chosen[window.row_index, window.positions]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from paradec import caches
 from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
-from paradec.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
 from paradec.registry import unknown
 
 MOST_STEPS = 1_000_000
-SMALLEST, LARGEST = 1e-6, 1e6
-"""Temperatures above 0, and the largest guidance: beyond, logits leave the range of float32."""
+LARGEST_GUIDANCE = 1e6
+LONGEST_BLOCK = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,10 @@ class Request:
     rng: str = "counter"
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, low=0, high=LARGEST)
-        if 0 < self.temperature < SMALLEST:
-            raise ValueError(f"temperature={self.temperature!r} must be 0 or a number in [{SMALLEST:g}, {LARGEST:g}]")
+        check_temperature("temperature", self.temperature)
         check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
         check_int("top_k", self.top_k, low=1, none=True)
-        check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST)
+        check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST_GUIDANCE)
         for name in ("eos_early_stop", "logits_eos_inf", "confidence_eos_eot_inf"):
             check_bool(name, getattr(self, name))
         check_int("steps", self.steps, low=1, high=MOST_STEPS, none=True)
@@ -92,7 +90,7 @@ def block_policy(model: Any, blocks: BlockPolicy | None, block_length: int | Non
     if blocks is not None and block_length is not None:
         raise ValueError(f"blocks={blocks!r} and block_length={block_length!r} both cut the sequence; give one of them")
     if block_length is not None:
-        check_int("block_length", block_length, low=1)
+        check_int("block_length", block_length, low=1, high=LONGEST_BLOCK)
         return FixedBlocks(block_length)
     if blocks is not None:
         if isinstance(blocks, type) or not (hasattr(blocks, "open") and hasattr(blocks, "count")):
