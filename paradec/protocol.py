@@ -318,7 +318,8 @@ class Sampler:
         from paradec import samplers
 
         if not isinstance(data, Mapping) or "sampler" not in data:
-            raise ValueError("data has no key 'sampler'; give a mapping as to_dict makes it")
+            keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"data has no key 'sampler'; give a mapping as to_dict makes it, not {keys}")
         return samplers.create(data["sampler"], **{k: v for k, v in data.items() if k != "sampler"})
 
 
