@@ -11,6 +11,7 @@ in turns, so that both see the same machine. Prints a table and writes benchmark
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -20,15 +21,14 @@ from pathlib import Path
 import torch
 
 import paradec
+from paradec.models.adapter import Model
 from paradec.protocol import decode
 
 ROOT = Path(__file__).resolve().parent.parent
 NEW = 32
 
 
-def plain_threshold(
-    model: paradec.models.Model, ids: torch.Tensor, threshold: float, block: int
-) -> tuple[torch.Tensor, int]:
+def plain_threshold(model: Model, ids: torch.Tensor, threshold: float, block: int) -> tuple[torch.Tensor, int]:
     """The threshold rule of Fast-dLLM as one writes it for one model: no protocol, no options, equal prompts."""
     mask = model.facts.mask_token_id
     x = torch.cat((ids, torch.full((len(ids), NEW), mask)), 1)
@@ -52,7 +52,7 @@ def plain_threshold(
     return x, forwards
 
 
-def plain_low_confidence(model: paradec.models.Model, ids: torch.Tensor, block: int) -> tuple[torch.Tensor, int]:
+def plain_low_confidence(model: Model, ids: torch.Tensor, block: int) -> tuple[torch.Tensor, int]:
     """LLaDA's low-confidence rule, one token a step, as one writes it for one model."""
     mask = model.facts.mask_token_id
     x = torch.cat((ids, torch.full((len(ids), NEW), mask)), 1)
@@ -78,7 +78,7 @@ def plain_low_confidence(model: paradec.models.Model, ids: torch.Tensor, block: 
 class Timed:
     """A model whose calls are timed."""
 
-    def __init__(self, model: paradec.models.Model):
+    def __init__(self, model: Model):
         self.model, self.seconds = model, 0.0
 
     def __getattr__(self, name: str) -> object:
@@ -91,9 +91,8 @@ class Timed:
         return logits
 
 
-def measure(model: paradec.models.Model, name: str, ids: torch.Tensor, repeats: int) -> dict[str, float]:
+def measure(model: Model, name: str, ids: torch.Tensor, block: int, repeats: int) -> dict[str, float]:
     """Median over repeats of the ratios, each repeat with paradec and the plain loop in turns."""
-    block = 8
     sampler = paradec.samplers.create(name)
     outside, versus_plain, per_step = [], [], []
     for repeat in range(repeats + 1):
@@ -129,19 +128,21 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print(f"{'model':12} {'sampler':16} {'batch':>5} {'outside/forward':>16} {'paradec/plain':>14} {'ms/step':>8}")
+    print(
+        f"{'model':12} {'sampler':16} {'block':>5} {'batch':>5} {'outside/forward':>16} {'paradec/plain':>14} "
+        f"{'ms/step':>8}"
+    )
     for folder in arguments.model:
         model = paradec.load(folder)
-        for name in ("threshold", "low_confidence"):
-            for batch in (1, 8):
-                generator = torch.Generator().manual_seed(0)
-                ids = torch.randint(0, 30, (batch, 9), generator=generator)
-                found = measure(model, name, ids, arguments.repeats)
-                rows.append({"model": folder.name, "sampler": name, "batch": batch, **found})
-                print(
-                    f"{folder.name:12} {name:16} {batch:5d} {found['outside_forward']:15.1%} "
-                    f"{found['versus_plain_loop']:13.2f}x {found['ms_per_step']:8.2f}"
-                )
+        for name, block, batch in itertools.product(("threshold", "low_confidence"), (32, 8), (1, 8)):
+            generator = torch.Generator().manual_seed(0)
+            ids = torch.randint(0, 30, (batch, 9), generator=generator)
+            found = measure(model, name, ids, block, arguments.repeats)
+            rows.append({"model": folder.name, "sampler": name, "block": block, "batch": batch, **found})
+            print(
+                f"{folder.name:12} {name:16} {block:5d} {batch:5d} {found['outside_forward']:15.1%} "
+                f"{found['versus_plain_loop']:13.2f}x {found['ms_per_step']:8.2f}"
+            )
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
     path = ROOT / "benchmarks" / "results" / "overhead.json"
     path.parent.mkdir(exist_ok=True)

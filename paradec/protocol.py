@@ -84,22 +84,25 @@ class LatentQuery:
 
 @dataclass
 class Cost:
-    """What one step spent, per row of the state. All arrays: [B] int64 on the host."""
+    """What one step spent, per row of the state."""
 
-    nfe: np.ndarray
-    row_forwards: np.ndarray
-    forwarded: np.ndarray
+    counts: np.ndarray
+    """[3, B] int64 on the host: forward calls, rows evaluated, positions evaluated."""
+
+    nfe = property(lambda self: self.counts[0])
+    row_forwards = property(lambda self: self.counts[1])
+    forwarded = property(lambda self: self.counts[2])
 
     @classmethod
     def of(cls, queries: list[Any], batch: int) -> Cost:
         """Count queries: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
-        cost = cls(np.zeros(batch, np.int64), np.zeros(batch, np.int64), np.zeros(batch, np.int64))
+        counts = np.zeros((3, batch), np.int64)
         for query in queries:
-            cost.nfe[query.rows] += 1
-            cost.row_forwards[query.rows] += query.branches
-            if query.forwarded is not None:
-                cost.forwarded[query.rows] += query.branches * query.forwarded
-        return cost
+            spent = np.ones((3, len(query.rows)), np.int64)
+            spent[1] = query.branches
+            spent[2] = 0 if query.forwarded is None else query.branches * query.forwarded
+            counts[:, query.rows] += spent
+        return cls(counts)
 
 
 @dataclass
@@ -240,7 +243,8 @@ class State:
     trace: Trace | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.nfe, self.row_forwards, self.forwarded_tokens = (np.zeros(self.batch, np.int64) for _ in range(3))
+        self._counts = np.zeros((3, self.batch), np.int64)
+        self.nfe, self.row_forwards, self.forwarded_tokens = self._counts  # views
         self.commits = 0
 
     @property
@@ -255,9 +259,7 @@ class State:
 
     def count(self, cost: Cost) -> None:
         """Add what a committed step spent. The one place where forwards are counted."""
-        self.nfe += cost.nfe
-        self.row_forwards += cost.row_forwards
-        self.forwarded_tokens += cost.forwarded
+        self._counts += cost.counts
 
 
 @dataclass(frozen=True)

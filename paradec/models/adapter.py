@@ -100,13 +100,15 @@ class Model:
             self._undo.pop()()
         return self.module
 
-    @torch.no_grad()
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query.
 
         Returns:
             Logits [R, W, V] of the wanted columns ([R, Q, V] when none are named), in the module's dtype.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(query, store)
         if self.kind == "opaque":
             return self._call_opaque(query)
         self._columns = query.wanted
@@ -164,8 +166,8 @@ class Model:
 
 def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
     """tensor [R, Q, D] and columns [R, W] -> [R, W, D]."""
-    rows = torch.arange(columns.shape[0], device=tensor.device).unsqueeze(1)
-    return tensor[rows, columns.to(tensor.device)]
+    index = columns.to(tensor.device).unsqueeze(-1).expand(-1, -1, tensor.shape[-1])
+    return tensor.gather(1, index)
 
 
 def _diagonal(query: Query) -> Tensor:

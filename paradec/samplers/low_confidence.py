@@ -30,6 +30,8 @@ class LowConfidence(MaskedSampler):
     uses_steps = True
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+        if state.steps_per_block is None:
+            return np.ones(len(rows), np.int64)
         return linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
 
     def select(self, view: View) -> Tensor:

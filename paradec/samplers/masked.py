@@ -45,16 +45,16 @@ class View:
     """[R, W] int64."""
     quantities: Mapping[str, Tensor]
     """What the method declared in `reads`, each [R, W] float64."""
-    quota: Tensor | None
-    """[R] int64 tokens the schedule grants this step, for methods that have one."""
+    quota: np.ndarray | None
+    """[R] on the host: tokens the schedule grants this step, for methods that have one."""
     memory: Mapping[str, Tensor]
     """The method's own tensors, each [R, ...]."""
-    top: Callable[[Tensor, Tensor], Tensor]
+    top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
     """The count [R] highest of scores [R, W] -> [R, W] bool; ties go to the lower position (`rng="reference"`: to
     whichever torch.topk takes, as in the public code)."""
     draw: Callable[[], Tensor]
     """Uniform numbers [R, W] in (0, 1), one per position."""
-    choose: Callable[[Tensor, Tensor], Tensor]
+    choose: Callable[[Tensor, np.ndarray], Tensor]
     """Draw count [R] positions without replacement with the probabilities [R, W] -> [R, W] bool."""
 
 
@@ -176,7 +176,7 @@ class MaskedSampler(Sampler):
         return Proposal(
             rows=window.rows,
             values=tokens,
-            cost=Cost.of(queries, state.batch),
+            cost=_cost(state, queries),
             positions=window.positions,
             scores=scores,
             available=available,
@@ -247,14 +247,13 @@ class MaskedSampler(Sampler):
         if generator is not None:
             generator.set_state(proposal.generator_state)
         available, positions = proposal.available, proposal.positions
-        quota = self.quota(state, rows)
         view = View(
-            scores=torch.where(available, proposal.scores, -torch.inf),
+            scores=proposal.scores.masked_fill(~available, -torch.inf),
             candidates=available,
             tokens=proposal.values,
             positions=positions,
             quantities=proposal.quantities,
-            quota=None if quota is None else torch.as_tensor(quota, device=positions.device),
+            quota=self.quota(state, rows),
             memory=rows_of(state.memory, rows),
             top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
             draw=lambda: self._position_noise(state, generator),
@@ -265,14 +264,13 @@ class MaskedSampler(Sampler):
         # the one wait for the device of the step; a NaN or infinite logit makes the confidence NaN
         chosen, tokens, health = _to_host(selected, written, proposal.quantities["confidence"])
         committed = chosen.sum(1)
-        if not np.isfinite(health).all():
+        if not np.isfinite(health.sum()):
             row = int(rows[np.isfinite(health).all(1).argmin()])
             raise FloatingPointError(
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
             )
         # a method that may wait must have filled the block by its last planned step
-        due = state.block_step[rows] + 1 >= state.planned_steps(rows) if self.may_wait else True
-        if ((committed == 0) & due).any():
+        if not committed.all() and not self.may_wait or self.may_wait and _overdue(state, rows, committed):
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
         if generator is not None:
@@ -281,27 +279,24 @@ class MaskedSampler(Sampler):
         for name, value in self.remember(view, selected).items():
             state.memory[name] = put_rows(state.memory[name], rows, value)
         state.count(proposal.cost)
-        state.row_step[rows] += 1
-        state.block_step[rows] += 1
-        state.decided[rows] += committed
-        state.remaining[rows] -= committed
-        state.commits += 1
+        state.advance(rows, committed)
         self._advance(state, rows, _end_of_text(state, tokens))
         return Commit(rows, proposal.values, positions, selected, proposal.scores, proposal.kind)
 
-    def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray) -> None:
+    def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray | None) -> None:
         """Finish rows at their end of text (window column `stop` [R], -1 for none); open the block after a full one."""
-        stopped = stop >= 0
-        if stopped.any():
+        full = state.remaining[rows] == 0
+        if stop is not None:
+            stopped = stop >= 0
+            full &= ~stopped
             end = np.full(state.batch, state.canvas.shape[1])
             end[rows[stopped]] = state.block_start[rows[stopped]] + stop[stopped] + 1
             column = torch.arange(state.canvas.shape[1], device=state.canvas.device)
             tail = column >= torch.as_tensor(end, device=column.device).unsqueeze(1)
             state.canvas.masked_fill_(tail, state.facts.fill_token_id)
             state.finish(rows[stopped])
-        full = rows[(state.remaining[rows] == 0) & ~stopped]
-        if len(full) or stopped.any():
-            state.open_blocks(full)
+        if stop is not None or full.any():
+            state.open_blocks(rows[full])
 
     def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         """[R, W] float64 uniform numbers for choosing positions."""
@@ -312,12 +307,19 @@ class MaskedSampler(Sampler):
         keys = state.keys[window.row_index[:, 0]]
         return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
-    def _choose(self, state: MaskedState, weights: Tensor, count: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _choose(
+        self, state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator | None
+    ) -> Tensor:
         """Draw `count` positions of each row without replacement, with probabilities proportional to `weights`."""
         if generator is not None:
             return reference.choose(state, weights, count, generator)
         # Gumbel-top-k draws the same law
         return top_by_rank(weights.log() + rng.gumbel(self._position_noise(state, None)), count)
+
+
+def _cost(state: MaskedState, queries: list[Query]) -> Cost:
+    key = ("cost", *((query.kind, query.index.tobytes(), query.forwarded.tobytes()) for query in queries))
+    return state.while_blocks_stand(key, lambda: Cost.of(queries, state.batch))
 
 
 def _to_host(*tensors: Tensor) -> list[np.ndarray]:
@@ -330,16 +332,25 @@ def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     return [array.astype(kinds.get(tensor.dtype, np.float64)) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
-def _end_of_text(state: MaskedState, tokens: np.ndarray) -> np.ndarray:
-    """[R] int64: window column of the first end token with nothing undecided before it, or -1. tokens: [R, W]."""
-    nowhere = np.full(len(tokens), -1)
+def _end_of_text(state: MaskedState, tokens: np.ndarray) -> np.ndarray | None:
+    """[R] int64: window column of the first end token with nothing undecided before it, or -1; None if no row has one.
+
+    Args:
+        tokens: [R, W] int64, the window after the write.
+    """
     if not state.request.eos_early_stop:
-        return nowhere
+        return None
     is_end = np.zeros(tokens.shape, bool)
     for end in state.facts.eos_token_ids:  # one or two; np.isin takes ten times as long
         is_end |= tokens == end
-    is_end &= state.window.host_valid
     if not is_end.any():
-        return nowhere
+        return None
+    is_end &= state.window.host_valid
     first = (is_end | (tokens == state.facts.mask_token_id)).argmax(1)  # the first of either
-    return np.where(is_end[np.arange(len(first)), first], first, -1)
+    stop = np.where(is_end[np.arange(len(first)), first], first, -1)
+    return stop if (stop >= 0).any() else None
+
+
+def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> bool:
+    """Whether a row committed nothing although its planned steps are over."""
+    return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())

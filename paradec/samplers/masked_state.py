@@ -119,7 +119,7 @@ class MaskedState(State):
 
     @property
     def done(self) -> bool:
-        return not self.running.any()
+        return self._running_rows == 0
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -142,12 +142,23 @@ class MaskedState(State):
         self.running &= self.block_start < self.length
         self._make_window()
 
+    def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
+        """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
+        self.commits += 1
+        self.row_step += self.running
+        self.block_step += self.running
+        if not self.window.whole:
+            committed, of_running = np.zeros(self.batch, np.int64), committed
+            committed[rows] = of_running
+        self.decided += committed
+        self.remaining -= committed
+
     def finish(self, rows: np.ndarray) -> None:
         """Take rows out of the decoding."""
         self.running[rows] = False
 
     def _make_window(self) -> None:
-        rows = np.flatnonzero(self.running)
+        rows = self.running.nonzero()[0]
         self._made_for_blocks = {}
         if len(rows) != self._running_rows:  # rows only ever leave
             self._made_for_rows, self._running_rows = {}, len(rows)
@@ -261,20 +272,27 @@ def start_state(
 
 def part_query(state: MaskedState, part: Part) -> Query:
     """The model call of one part of the plan. What does not change from step to step is made once."""
-    key = (part.kind, part.index.tobytes(), part.positions.tobytes())
-    # whole rows stay what they are while blocks move
-    keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
-    fixed, row_index, whole = keep(key, lambda: _fixed_query(state, part))
-    query = copy.copy(fixed)
-    query.wanted, query.available = state.while_blocks_stand(("wanted", key), lambda: _wanted(state, part))
-    tokens, given = state.canvas, state.given
-    if not whole:
-        own = query.positions[: len(query.rows)]
-        tokens, given = tokens[row_index, own], given[row_index, own]
+    key = ("query", part.kind, part.index.tobytes(), part.positions.tobytes())
+    query, row_index, whole = state.while_blocks_stand(key, lambda: _query_of_blocks(state, part, key))
+    if whole and query.branches == 1:
+        return query  # its tokens are the canvas itself
+    own = query.positions[: len(query.rows)]
+    tokens = state.canvas[row_index, own]
     if query.branches == 2:
-        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
+        tokens = torch.cat((tokens, tokens.masked_fill(state.given[row_index, own], state.facts.mask_token_id)))
+    query = copy.copy(query)
     query.tokens = tokens
     return query
+
+
+def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
+    """The query as it stands while the blocks do: everything but its tokens."""
+    # whole rows stay what they are while blocks move
+    keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
+    fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
+    query = copy.copy(fixed)
+    query.wanted, query.available = _wanted(state, part)
+    return query, row_index, whole
 
 
 def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:

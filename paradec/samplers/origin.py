@@ -47,4 +47,4 @@ class Origin(MaskedSampler):
     quota = share
 
     def select(self, view: View) -> Tensor:
-        return view.candidates & (view.draw() < torch.as_tensor(view.quota).unsqueeze(1))
+        return view.candidates & (view.draw() < torch.as_tensor(view.quota, device=view.scores.device).unsqueeze(1))

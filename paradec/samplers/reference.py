@@ -32,7 +32,7 @@ def categorical(
     return tokens
 
 
-def top(state: MaskedState, scores: Tensor, count: Tensor) -> Tensor:
+def top(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
     """torch.topk over whole rows, one by one, as the public code does: it decides which of equal scores is taken."""
     window = state.window
     full = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
@@ -54,7 +54,7 @@ def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -
     return canvas.to(state.canvas.device)[state.window.row_index, state.window.positions]
 
 
-def choose(state: MaskedState, weights: Tensor, count: Tensor, generator: torch.Generator) -> Tensor:
+def choose(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
     """torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
     window, number = state.window, int(count.max())
     full = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)

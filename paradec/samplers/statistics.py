@@ -6,6 +6,7 @@ float32 probabilities tie at 1.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,20 +74,22 @@ def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Ten
     return logits
 
 
-def top_by_rank(scores: Tensor, count: Tensor | int) -> Tensor:
+def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
     """The `count` highest scores of each row; equal scores go to the lower index.
 
     Args:
         scores: [R, W], -inf where not eligible.
-        count: [R] int64, or one int for all rows.
+        count: [R] int64, on the host or the device.
 
     Returns:
         [R, W] bool; never an ineligible entry.
     """
+    if isinstance(count, np.ndarray):
+        if (count == 1).all():  # one token a step needs no sort
+            return best_one(scores) & (scores > -torch.inf)
+        count = torch.as_tensor(count, device=scores.device)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scores.shape[-1], device=scores.device)
-    within = ranks < (count.unsqueeze(-1) if isinstance(count, Tensor) else count)
-    within = within.expand_as(order)
+    within = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)
     return torch.zeros_like(within).scatter(-1, order, within) & (scores > -torch.inf)
 
 

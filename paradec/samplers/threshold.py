@@ -59,9 +59,14 @@ class Threshold(MaskedSampler):
         sure = (view.scores >= self.threshold) | best_one(view.scores)
         if view.quota is None:
             return sure
-        return sure & view.top(view.scores, (view.quota + view.memory["refused"]).clamp(min=1))
+        return sure & view.top(view.scores, self.granted(view))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         if view.quota is None:
             return {}
-        return {"refused": (view.quota + view.memory["refused"]).clamp(min=1) - selected.sum(1)}
+        return {"refused": self.granted(view) - selected.sum(1)}
+
+    def granted(self, view: View) -> Tensor:
+        """[R] int64: positions that may be committed at most: the schedule's, and what was refused before."""
+        quota = torch.as_tensor(view.quota, device=view.scores.device)
+        return (quota + view.memory["refused"]).clamp(min=1)

@@ -1,0 +1,76 @@
+"""The model inside the package: it loads without a network, answers unseen prompts, and separates samplers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paradec
+from paradec import samplers
+from paradec.evaluation.tasks import TASKS, load_prompts
+from paradec.models.adapter import Model
+
+PROMPTS = 12
+"""Of the 48 per task; enough for the margins asserted here."""
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Model:
+    return paradec.load()
+
+
+def right(model: Model, task: str, sampler: object) -> tuple[float, float]:
+    """Share of right answers, and tokens per forward, with the answer decoded as one block."""
+    examples = load_prompts([task], limit=PROMPTS)
+    prompts = [example.prompt for example in examples]
+    out = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=24, block_length=24)
+    checks = [TASKS[task].check(example, text) for example, text in zip(examples, out.text, strict=True)]
+    return sum(checks) / len(checks), out.tokens_per_forward
+
+
+ONE_ANSWER = ["copy", "reverse", "sort", "insert_at", "remove_at", "replace_at", "replace_name"]
+MANY_ANSWERS = ["shuffle", "insert_random", "replace_random", "latin_square"]
+
+
+@pytest.mark.parametrize("task", ONE_ANSWER)
+def test_one_answer(packaged: Model, task: str) -> None:
+    one_by_one, per_forward = right(packaged, task, "low_confidence")
+    assert one_by_one >= 0.9 and per_forward <= 1.0
+    parallel, per_forward = right(packaged, task, "threshold")
+    assert parallel >= 0.9 and per_forward > 2.0
+
+
+@pytest.mark.parametrize("task", MANY_ANSWERS)
+def test_many_answers_fail_all_at_once(packaged: Model, task: str) -> None:
+    one_by_one, _ = right(packaged, task, "low_confidence")
+    at_once, per_forward = right(packaged, task, samplers.create("threshold", threshold=0.0))
+    assert one_by_one >= 0.75
+    assert at_once <= one_by_one - 0.5 and per_forward > 3.0
+
+
+def test_size_and_files() -> None:
+    folder = Path(paradec.__file__).parent / "assets" / "tiny-llada"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 8e6
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+
+
+def test_text_in_text_out(packaged: Model) -> None:
+    """Strings, chat messages and ids of the same prompt give the same answer; a batch gives a list."""
+    text = "Sort: pear fig apple"
+    chat = [{"role": "user", "content": text}]
+    ids = packaged.tokenizer(packaged.tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)[
+        "input_ids"
+    ]
+    answers = [paradec.generate(packaged, prompt).text for prompt in (text, chat, ids)]
+    assert answers == ["apple fig pear"] * 3
+    batch = paradec.generate(packaged, [text, "Reverse: kiwi fig"])
+    assert batch.text[0] == "apple fig pear" and isinstance(batch.text, list) and len(batch.text) == 2
+
+
+def test_caches_answer_too(packaged: Model) -> None:
+    examples = load_prompts(["copy", "reverse"], limit=8)
+    for cache in ("prefix", "dual"):
+        out = paradec.generate(packaged, [e.prompt for e in examples], cache=cache, block_length=4, max_new_tokens=16)
+        checks = [TASKS[e.task].check(e, text) for e, text in zip(examples, out.text, strict=True)]
+        assert sum(checks) >= 0.8 * len(checks)
