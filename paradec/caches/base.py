@@ -82,6 +82,8 @@ def buckets(sizes: np.ndarray, exact: bool, most: int = 3, waste: float = 1.5) -
     """
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
+    if sizes.min() * waste >= sizes.max():
+        return [np.arange(len(sizes))]
     rest = np.ones(len(sizes), dtype=bool)
     groups: list[np.ndarray] = []
     while rest.any():

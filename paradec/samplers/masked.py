@@ -196,7 +196,9 @@ class MaskedSampler(Sampler):
             conditional, unconditional = logits.chunk(2)
             logits = unconditional + request.guidance_scale * (conditional - unconditional)
         # in place: the logits are this step's own, and can be large
-        logits.index_fill_(-1, state.suppressed, -torch.inf)
+        logits.select(-1, state.facts.mask_token_id).fill_(-torch.inf)
+        if state.suppressed is not None:
+            logits.index_fill_(-1, state.suppressed, -torch.inf)
         if not state.memory.specs:
             return logits
         return self.fuse(logits, rows_of(state.memory, query.rows))
@@ -285,6 +287,8 @@ class MaskedSampler(Sampler):
 
     def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray | None) -> None:
         """Finish rows at their end of text (window column `stop` [R], -1 for none); open the block after a full one."""
+        if stop is None and state.remaining[rows].all():
+            return
         full = state.remaining[rows] == 0
         if stop is not None:
             stopped = stop >= 0
@@ -295,8 +299,7 @@ class MaskedSampler(Sampler):
             tail = column >= torch.as_tensor(end, device=column.device).unsqueeze(1)
             state.canvas.masked_fill_(tail, state.facts.fill_token_id)
             state.finish(rows[stopped])
-        if stop is not None or full.any():
-            state.open_blocks(rows[full])
+        state.open_blocks(rows[full])
 
     def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         """[R, W] float64 uniform numbers for choosing positions."""
@@ -340,8 +343,11 @@ def _end_of_text(state: MaskedState, tokens: np.ndarray) -> np.ndarray | None:
     """
     if not state.request.eos_early_stop:
         return None
-    is_end = np.zeros(tokens.shape, bool)
-    for end in state.facts.eos_token_ids:  # one or two; np.isin takes ten times as long
+    ends = state.facts.eos_token_ids
+    if not ends:
+        return None
+    is_end = tokens == ends[0]
+    for end in ends[1:]:  # one or two; np.isin takes ten times as long
         is_end |= tokens == end
     if not is_end.any():
         return None

@@ -78,8 +78,8 @@ class MaskedState(State):
     keys: Tensor
     """[B, 2] int64 random keys."""
     generator: torch.Generator | None
-    suppressed: Tensor
-    """[S] int64 ids that are never proposed."""
+    suppressed: Tensor | None
+    """[S] int64 ids that are never proposed, beside the mask id; None when there are none."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     store: Any = None
@@ -241,8 +241,8 @@ def start_state(
     canvas[column < lengths[:, None]] = np.concatenate(rows)
     device = model.device
     ends = list(facts.eos_token_ids)
-    suppressed = {facts.mask_token_id, *settings.suppress_tokens, *(ends if settings.logits_eos_inf else ())}
-    if len(suppressed) >= facts.vocab_size:
+    suppressed = {*settings.suppress_tokens, *(ends if settings.logits_eos_inf else ())}
+    if len(suppressed | {facts.mask_token_id}) >= facts.vocab_size:
         raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} words of the vocabulary")
     sizes = {"position": longest, "vocab": facts.vocab_size}
     state = MaskedState(
@@ -259,7 +259,7 @@ def start_state(
         length=lengths + new,
         keys=torch.as_tensor(rng.row_keys(seeds, rows), device=device),
         generator=generator,
-        suppressed=torch.tensor(sorted(suppressed), device=device),
+        suppressed=torch.tensor(sorted(suppressed), device=device) if suppressed else None,
         ends=torch.tensor(ends, dtype=torch.int64, device=device),
     )
     if cache.uses_store:
