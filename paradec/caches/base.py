@@ -28,7 +28,10 @@ class Part:
     @classmethod
     def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str) -> Part:
         """The positions from `start` to `stop` (exclusive) of each row. All arrays: [N] int64."""
-        positions = start[:, None] + np.arange((stop - start).max())
+        width = (stop - start).max()
+        positions = start[:, None] + np.arange(width)
+        if (stop - start).min() == width:
+            return cls(index, positions, np.ones_like(positions, bool), kind)
         return cls(index, np.minimum(positions, stop[:, None] - 1), positions < stop[:, None], kind)
 
 

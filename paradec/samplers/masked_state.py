@@ -46,14 +46,17 @@ class Window:
 
     def read(self, tensor: Tensor) -> Tensor:
         """The window [R, W] of a canvas-shaped tensor [B, L]."""
-        return tensor.gather(1, self.positions) if self.whole else tensor[self.row_index, self.positions]
+        rows = tensor if self.whole else tensor.index_select(0, self.row_index[:, 0])
+        return rows.gather(1, self.positions)
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Write the window [R, W] of a canvas-shaped tensor [B, L], in place."""
         if self.whole:
             tensor.scatter_(1, self.positions, values)
         else:
-            tensor[self.row_index, self.positions] = values
+            # two plain copies are cheaper than one advanced index
+            index = self.row_index[:, 0]
+            tensor.index_copy_(0, index, tensor.index_select(0, index).scatter_(1, self.positions, values))
 
 
 @dataclass
@@ -276,13 +279,20 @@ def part_query(state: MaskedState, part: Part) -> Query:
     query, row_index, whole = state.while_blocks_stand(key, lambda: _query_of_blocks(state, part, key))
     if whole and query.branches == 1:
         return query  # its tokens are the canvas itself
-    own = query.positions[: len(query.rows)]
-    tokens = state.canvas[row_index, own]
+    tokens = _tokens_of(state.canvas, query, row_index)
     if query.branches == 2:
-        tokens = torch.cat((tokens, tokens.masked_fill(state.given[row_index, own], state.facts.mask_token_id)))
+        given = _tokens_of(state.given, query, row_index)
+        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
     query = copy.copy(query)
     query.tokens = tokens
     return query
+
+
+def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
+    """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]."""
+    rows = tensor.index_select(0, row_index[:, 0])
+    own = query.positions[: len(query.rows)]
+    return rows.narrow(1, 0, own.shape[1]) if query.kind == "full" else rows.gather(1, own)
 
 
 def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
