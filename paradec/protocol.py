@@ -60,6 +60,12 @@ class Query:
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store)."""
 
+    def but(self, **changes: Any) -> Query:
+        """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""
+        query = object.__new__(Query)
+        query.__dict__ = self.__dict__ | changes
+        return query
+
 
 @dataclass
 class LatentQuery:
@@ -84,25 +90,34 @@ class LatentQuery:
 
 @dataclass
 class Cost:
-    """What one step spent, per row of the state."""
+    """What one step spent: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
 
-    counts: np.ndarray
-    """[3, B] int64 on the host: forward calls, rows evaluated, positions evaluated."""
+    queries: list[Any]
+    batch: int
 
     nfe = property(lambda self: self.counts[0])
     row_forwards = property(lambda self: self.counts[1])
     forwarded = property(lambda self: self.counts[2])
 
-    @classmethod
-    def of(cls, queries: list[Any], batch: int) -> Cost:
-        """Count queries: a call that a row takes part in is one `nfe`, however many rows it holds of it."""
-        counts = np.zeros((3, batch), np.int64)
-        for query in queries:
-            spent = np.ones((3, len(query.rows)), np.int64)
-            spent[1] = query.branches
-            spent[2] = 0 if query.forwarded is None else query.branches * query.forwarded
-            counts[:, query.rows] += spent
-        return cls(counts)
+    @property
+    def counts(self) -> np.ndarray:
+        """[3, B] int64 on the host, per row of the state: forward calls, rows evaluated, positions evaluated."""
+        counts = np.zeros((3, self.batch), np.int64)
+        self.add_to(counts)
+        return counts
+
+    def add_to(self, counts: np.ndarray) -> None:
+        """Add this cost to [3, B] counts, in place."""
+        for query in self.queries:
+            spent = np.empty((3, len(query.rows)), np.int64)
+            spent[0], spent[1] = 1, query.branches
+            spent[2] = 0 if query.forwarded is None else query.forwarded
+            if query.branches > 1:
+                spent[2] *= query.branches
+            if len(query.rows) == self.batch:
+                counts += spent
+            else:
+                counts[:, query.rows] += spent
 
 
 @dataclass
@@ -259,7 +274,7 @@ class State:
 
     def count(self, cost: Cost) -> None:
         """Add what a committed step spent. The one place where forwards are counted."""
-        self._counts += cost.counts
+        cost.add_to(self._counts)
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,26 @@ class Part:
     """[N] int64: which of the running rows."""
     positions: np.ndarray
     """[N, Q] int64, ascending; padding repeats the last one."""
-    valid: np.ndarray
-    """[N, Q] bool."""
+    valid: np.ndarray | None
+    """[N, Q] bool; None when nothing is padding."""
     kind: str
     """"full" (whole rows: column = position) or "window" (a part, over a store)."""
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """[N] int64: positions of each row, padding excluded."""
+        if self.valid is None:
+            return np.full(len(self.positions), self.positions.shape[1])
+        return self.valid.sum(1)
 
     @classmethod
     def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str) -> Part:
         """The positions from `start` to `stop` (exclusive) of each row. All arrays: [N] int64."""
-        width = (stop - start).max()
+        size = stop - start
+        width = size.max()
         positions = start[:, None] + np.arange(width)
-        if (stop - start).min() == width:
-            return cls(index, positions, np.ones_like(positions, bool), kind)
+        if size.min() == width:
+            return cls(index, positions, None, kind)
         return cls(index, np.minimum(positions, stop[:, None] - 1), positions < stop[:, None], kind)
 
 

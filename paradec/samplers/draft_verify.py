@@ -245,7 +245,7 @@ class DraftVerifySampler(Sampler):
         return Proposal(
             rows=rows,
             values=fresh,
-            cost=Cost.of(queries, state.batch),
+            cost=Cost(queries, state.batch),
             positions=positions,
             scores=law.gather(-1, fresh.unsqueeze(-1)).squeeze(-1),
             available=torch.as_tensor(np.arange(state.width) < state.slots(rows)[:, None], device=law.device),

@@ -185,7 +185,7 @@ class ForecastSampler(Sampler):
 
     def propose(self, state: ForecastState, outputs: list[Tensor], queries: list[LatentQuery]) -> Proposal:
         """The model's output under guidance, or its forecast. outputs: [R, ...], one per query."""
-        cost = Cost.of(queries, state.batch)
+        cost = Cost(queries, state.batch)
         if not queries:
             return Proposal(state.rows, self.forecast(state), cost, kind="forecast", made_at=state.commits)
         output = outputs[0]

@@ -176,14 +176,14 @@ class MaskedSampler(Sampler):
         return Proposal(
             rows=window.rows,
             values=tokens,
-            cost=_cost(state, queries),
+            cost=Cost(queries, state.batch),
             positions=window.positions,
             scores=scores,
             available=available,
             current=current,
             quantities=quantities,
             made_at=state.commits,
-            kind="+".join(dict.fromkeys(query.kind for query in queries)),
+            kind=queries[0].kind if len(queries) == 1 else "+".join(dict.fromkeys(query.kind for query in queries)),
             generator_state=None if generator is None else generator.get_state(),
         )
 
@@ -250,7 +250,7 @@ class MaskedSampler(Sampler):
             generator.set_state(proposal.generator_state)
         available, positions = proposal.available, proposal.positions
         view = View(
-            scores=proposal.scores.masked_fill(~available, -torch.inf),
+            scores=torch.where(available, proposal.scores, -torch.inf),
             candidates=available,
             tokens=proposal.values,
             positions=positions,
@@ -265,8 +265,8 @@ class MaskedSampler(Sampler):
         written = torch.where(selected, proposal.values, proposal.current)
         # the one wait for the device of the step; a NaN or infinite logit makes the confidence NaN
         chosen, tokens, health = _to_host(selected, written, proposal.quantities["confidence"])
-        committed = chosen.sum(1)
-        if not np.isfinite(health.sum()):
+        committed = np.add.reduce(chosen, 1, dtype=np.int64)
+        if not np.isfinite(np.add.reduce(health, None)):
             row = int(rows[np.isfinite(health).all(1).argmin()])
             raise FloatingPointError(
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
@@ -287,9 +287,9 @@ class MaskedSampler(Sampler):
 
     def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray | None) -> None:
         """Finish rows at their end of text (window column `stop` [R], -1 for none); open the block after a full one."""
-        if stop is None and state.remaining[rows].all():
-            return
         full = state.remaining[rows] == 0
+        if stop is None and not full.any():
+            return
         if stop is not None:
             stopped = stop >= 0
             full &= ~stopped
@@ -320,11 +320,6 @@ class MaskedSampler(Sampler):
         return top_by_rank(weights.log() + rng.gumbel(self._position_noise(state, None)), count)
 
 
-def _cost(state: MaskedState, queries: list[Query]) -> Cost:
-    key = ("cost", *((query.kind, query.index.tobytes(), query.forwarded.tobytes()) for query in queries))
-    return state.while_blocks_stand(key, lambda: Cost.of(queries, state.batch))
-
-
 def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     """[R, W] tensors as numpy arrays, with one transfer for all of them."""
     if tensors[0].is_cpu:
@@ -351,7 +346,8 @@ def _end_of_text(state: MaskedState, tokens: np.ndarray) -> np.ndarray | None:
         is_end |= tokens == end
     if not is_end.any():
         return None
-    is_end &= state.window.host_valid
+    if state.window.host_valid is not None:
+        is_end &= state.window.host_valid
     first = (is_end | (tokens == state.facts.mask_token_id)).argmax(1)  # the first of either
     stop = np.where(is_end[np.arange(len(first)), first], first, -1)
     return stop if (stop >= 0).any() else None

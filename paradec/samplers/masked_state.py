@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,34 +32,32 @@ class Window:
 
     rows: np.ndarray
     """[R] int64 on the host: the state's rows."""
-    row_index: Tensor
-    """[R, 1] int64: the same on the device, ready to index."""
     positions: Tensor
     """[R, W] int64; distinct within a row, padding included."""
+    flat: Tensor
+    """[R, W] int64: the same as indices into a flattened canvas."""
     valid: Tensor | None
     """[R, W] bool, or None when all are valid."""
     host_positions: np.ndarray
-    host_valid: np.ndarray
+    host_valid: np.ndarray | None
     """[R, W]: the same on the host."""
     whole: bool
     """Whether the running rows are all rows of the state."""
 
+    @cached_property
+    def row_index(self) -> Tensor:
+        """[R, 1] int64: the rows on the device, ready to index."""
+        return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
+
     def read(self, tensor: Tensor) -> Tensor:
         """The window [R, W] of a canvas-shaped tensor [B, L]."""
-        rows = tensor if self.whole else tensor.index_select(0, self.row_index[:, 0])
-        return rows.gather(1, self.positions)
+        return tensor.take(self.flat)
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Write the window [R, W] of a canvas-shaped tensor [B, L], in place."""
-        if self.whole:
-            tensor.scatter_(1, self.positions, values)
-        else:
-            # two plain copies are cheaper than one advanced index
-            index = self.row_index[:, 0]
-            tensor.index_copy_(0, index, tensor.index_select(0, index).scatter_(1, self.positions, values))
+        tensor.put_(self.flat, values)
 
 
-@dataclass
 @dataclass
 class MaskedState(State):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
@@ -94,8 +92,8 @@ class MaskedState(State):
         self.remaining = np.zeros(self.batch, np.int64)
         """Undecided positions of the open block."""
         self.masks_at_open = np.zeros(self.batch, np.int64)
-        self.block_step = np.zeros(self.batch, np.int64)
-        self.row_step = np.zeros(self.batch, np.int64)
+        self._steps = np.zeros((2, self.batch), np.int64)
+        self.block_step, self.row_step = self._steps  # views
         self.running = np.ones(self.batch, bool)
         self._running_rows = self.batch
         self.decided = np.zeros(self.batch, np.int64)
@@ -148,8 +146,7 @@ class MaskedState(State):
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
         """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
         self.commits += 1
-        self.row_step += self.running
-        self.block_step += self.running
+        self._steps += self.running
         if not self.window.whole:
             committed, of_running = np.zeros(self.batch, np.int64), committed
             committed[rows] = of_running
@@ -167,19 +164,22 @@ class MaskedState(State):
             self._made_for_rows, self._running_rows = {}, len(rows)
         if not len(rows):
             return
-        width = int((self.block_end - self.block_start)[rows].max())
-        offsets = np.arange(width)
-        positions = self.block_start[rows, None] + offsets
-        valid = positions < self.block_end[rows, None]
+        start, end = self.block_start[rows], self.block_end[rows]
+        size = end - start
+        width = size.max()
+        positions = start[:, None] + np.arange(width)
+        valid = None
+        if size.min() < width:
+            valid = positions < end[:, None]
+            positions %= self.canvas.shape[1]  # padding wraps around: a row's positions stay distinct
         device = self.canvas.device
-        positions %= self.canvas.shape[1]  # padding wraps around: a row's positions stay distinct
         self.window = Window(
             rows=rows,
             host_positions=positions,
             host_valid=valid,
-            row_index=torch.as_tensor(rows, device=device).unsqueeze(1),
             positions=torch.as_tensor(positions, device=device),
-            valid=None if valid.all() else torch.as_tensor(valid, device=device),
+            flat=torch.as_tensor(positions + rows[:, None] * self.canvas.shape[1], device=device),
+            valid=None if valid is None else torch.as_tensor(valid, device=device),
             whole=len(rows) == self.batch,
         )
 
@@ -283,9 +283,7 @@ def part_query(state: MaskedState, part: Part) -> Query:
     if query.branches == 2:
         given = _tokens_of(state.given, query, row_index)
         tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
-    query = copy.copy(query)
-    query.tokens = tokens
-    return query
+    return query.but(tokens=tokens)
 
 
 def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
@@ -300,42 +298,46 @@ def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, T
     # whole rows stay what they are while blocks move
     keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
     fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
-    query = copy.copy(fixed)
-    query.wanted, query.available = _wanted(state, part)
-    return query, row_index, whole
+    wanted, available = _wanted(state, part)
+    return fixed.but(wanted=wanted, available=available), row_index, whole
 
 
 def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
     """The query without its tokens and wanted columns, the rows' index [N, 1], and whether it is the canvas itself."""
     device, rows = state.canvas.device, state.window.rows[part.index]
     row_index = torch.as_tensor(rows, device=device)
-    all_valid = bool(part.valid.all())
     query = Query(
         rows=rows,
         tokens=state.canvas,
         positions=_per_branch(state, part.positions),
-        valid=None if all_valid else _per_branch(state, part.valid),
+        valid=None if part.valid is None else _per_branch(state, part.valid),
         branches=state.branches,
-        forwarded=part.valid.sum(1),
+        forwarded=part.sizes,
         index=part.index,
         kind=part.kind,
     )
     if state.store is not None:
         query.store_rows = torch.cat([row_index + branch * state.batch for branch in range(state.branches)])
-        query.slots = _per_branch(state, np.where(part.valid, part.positions, -1))
-    whole = all_valid and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
+        slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
+        query.slots = _per_branch(state, slots)
+    whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, row_index.unsqueeze(1), whole
 
 
 def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
     """Columns of the call [R, W] that hold the window's logits, and which of them are there [N, W] (None: all)."""
-    # logits stand `shift` positions to the left; position 0 has no left neighbour and uses its own
-    source = np.maximum(state.window.host_positions[part.index] - state.facts.shift, 0)
-    if part.kind == "full":  # padding of the window may ask beyond the row
-        return _per_branch(state, np.minimum(source, part.positions.shape[1] - 1)), None
+    source = state.window.host_positions
+    if len(part.index) < len(source):
+        source = source[part.index]
+    if state.facts.shift:  # logits stand to the left; position 0 has no left neighbour and uses its own
+        source = np.maximum(source - state.facts.shift, 0)
+    if part.kind == "full":
+        if state.window.host_valid is not None:  # padding of the window may ask beyond the row
+            source = np.minimum(source, part.positions.shape[1] - 1)
+        return _per_branch(state, source), None
     # the column of each position in this call, -1 where it is not evaluated
     column = np.full((len(part.index), state.canvas.shape[1]), -1)
-    row, at = part.valid.nonzero()
+    row, at = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
     column[row, part.positions[row, at]] = at
     source = np.take_along_axis(column, source, axis=1)
     there = source >= 0

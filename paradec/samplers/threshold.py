@@ -15,7 +15,6 @@ from torch import Tensor
 from paradec.checks import check_choice, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked import MaskedSampler, MaskedState, View
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Threshold(MaskedSampler):
         return np.where(state.block_step[rows] < planned, state.masks_at_open[rows] // planned, 0)
 
     def select(self, view: View) -> Tensor:
-        sure = (view.scores >= self.threshold) | best_one(view.scores)
+        sure = (view.scores >= self.threshold).scatter_(-1, view.scores.argmax(-1, keepdim=True), True)
         if view.quota is None:
             return sure
         return sure & view.top(view.scores, self.granted(view))
