@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import paradec
+from paradec import samplers
 from paradec.models.adapter import Model
 from paradec.protocol import Query
 
@@ -191,6 +194,65 @@ def test_a_module_of_ones_own(kind: str) -> None:
     assert not model.supports_store
     with torch.inference_mode():
         torch.testing.assert_close(call(model, ids), Opaque.forward(model.module, ids), rtol=0, atol=0)
+
+
+# ---- remote code that the user chose to run ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The golden LLaDA checkpoint through the modeling file beside it, loaded with trust_remote_code, float64."""
+    folder = tmp_path_factory.mktemp("remote") / "llada"
+    shutil.copytree(GOLDEN / "llada-tiny", folder)
+    for file in (Path(__file__).parent / "remote_code").glob("*.py"):
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_llada.LLaDAModelLM"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.parent / "modules"))
+        module = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float64)
+    assert type(module).__module__.startswith("transformers_modules.")
+    return module
+
+
+@pytest.fixture
+def wrapped_remote(remote: Any) -> Model:
+    remote.calls.clear()
+    return paradec.wrap(
+        remote, mask_token_id=63, eos_token_id=61, pad_token_id=61, prediction="same", topology="bidirectional"
+    )
+
+
+def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, remote: Any) -> None:
+    assert wrapped_remote.kind == "opaque"
+    assert not wrapped_remote.supports_store
+    assert wrapped_remote.facts.max_length == 512  # LLaDA's name for it is max_sequence_length
+    ids = random_ids(2, 9)
+    loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
+    torch.testing.assert_close(call(wrapped_remote, ids), call(loaded, ids), rtol=0, atol=1e-5)
+    wanted = torch.tensor([[1, 8], [0, 3]])
+    some = call(wrapped_remote, ids, wanted)
+    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
+
+
+@pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
+def test_remote_code_decodes_as_the_loaded_checkpoint(wrapped_remote: Model, remote: Any, name: str) -> None:
+    loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
+    request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 4}
+    prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
+    found = paradec.generate(wrapped_remote, prompts, **request)
+    expected = paradec.generate(loaded, prompts, **request)
+    assert found.new_tokens.tolist() == expected.new_tokens.tolist()
+    assert found.row_nfe == expected.row_nfe
+    assert {length for _, length in remote.calls} == {11, 13}  # never padded: rows of one length share a call
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_remote_code_has_no_store(wrapped_remote: Model, cache: str) -> None:
+    with pytest.raises(ValueError, match=f"cache='{cache}'.*LLaDAModelLM"):
+        paradec.generate(wrapped_remote, [3, 14, 15], max_new_tokens=4, cache=cache)
+    with pytest.raises(ValueError, match=r"= 513 is longer than LLaDAModelLM takes \(512\)"):
+        paradec.generate(wrapped_remote, [3], max_new_tokens=512)
 
 
 def test_a_module_without_parameters() -> None:

@@ -88,11 +88,23 @@ class Model:
         """Whether the module can run over a key/value store."""
         return self.kind == "decoder" and self.facts.topology != "causal"
 
-    def make_store(self, rows: int, length: int) -> Any:
-        """An empty key/value store of `rows` rows and `length` positions."""
-        from paradec.caches.store import KeyValueStore
+    @property
+    def supports_visibility(self) -> bool:
+        """Whether queries may say which columns see which (`Query.visible`)."""
+        return self.kind == "decoder"
 
-        return KeyValueStore(rows, length, self.device)
+    def make_store(self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None) -> Any:
+        """An empty key/value store of `rows` rows and `length` positions.
+
+        Raises:
+            ValueError: it would not fit into `max_memory` bytes, or into what the device has.
+        """
+        from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+
+        dtype = None if store_dtype is None else getattr(torch, store_dtype)
+        needed = store_bytes(self.module.config, rows, length, dtype or self.dtype)
+        check_memory(needed, self.device, max_memory, f"the key/value store of {rows} x {length} positions")
+        return KeyValueStore(rows, length, self.device, dtype)
 
     def unwrap(self) -> nn.Module:
         """Take everything off that `wrap` put on the module, and return it."""
@@ -117,8 +129,8 @@ class Model:
                 mask = None if query.valid is None else query.valid.long()
                 logits = self.module(input_ids=query.tokens, attention_mask=mask).logits
             else:
-                mask = self._visible(query) if store is None else store.visible(query)
                 extra = {} if store is None else {"past_key_values": store.bind(query)}
+                mask = self._visible(query, store)
                 logits = self.module(
                     input_ids=query.tokens,
                     attention_mask=mask,
@@ -131,19 +143,27 @@ class Model:
         finally:
             self._columns = None
 
-    def _visible(self, query: Query) -> Tensor | None:
-        """[R, 1, Q or 1, Q] bool: which columns each column sees, or None when it sees all."""
-        mask = None if query.valid is None else query.valid[:, None, None, :]
-        structure = query.visible
+    def _visible(self, query: Query, store: Any = None) -> Tensor | None:
+        """[R, 1, Q or 1, K] bool: which keys each column sees, or None when it sees all.
+
+        Keys are the call's own columns (K = Q), or what a store says.
+        """
+        if store is None:
+            mask = None if query.valid is None else query.valid[:, None, None, :]
+            keys, structure = query.positions, query.visible
+        else:
+            mask, keys = store.visible(query)
+            structure = None  # the store's mask has it
         if structure is None and self.facts.topology == "block_causal":
-            block = query.positions // self.facts.block_length
-            structure = block[:, :, None] >= block[:, None, :]
+            length = self.facts.block_length
+            structure = (query.positions // length)[:, :, None] >= (keys // length)[:, None, :]
         elif structure is None and self.facts.topology == "causal" and mask is not None:
-            structure = query.positions[:, :, None] >= query.positions[:, None, :]
-        if structure is None:
-            return mask
-        # a padding column sees itself, so that its softmax is defined
-        return structure[:, None] if mask is None else (structure[:, None] & mask) | _diagonal(query)
+            structure = query.positions[:, :, None] >= keys[:, None, :]
+        if structure is None or mask is None:
+            return mask if structure is None else structure[:, None]
+        visible = structure[:, None] & mask
+        # a padding column sees itself, so that its softmax is defined (over a store it has its row's own blocks)
+        return visible | _diagonal(query) if store is None else visible
 
     def _call_opaque(self, query: Query) -> Tensor:
         if query.valid is not None:

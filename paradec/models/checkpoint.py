@@ -185,7 +185,7 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 def check_weights(
     source: str, stored: Mapping[str, tuple[int, ...] | None], config: Any, names: Mapping[str, str]
 ) -> None:
-    """Compare what is stored with what a Llama or Qwen2 of this config needs, before anything is built.
+    """Compare what is stored with what a Llama, Qwen2 or Qwen3 of this config needs, before anything is built.
 
     Args:
         stored: names in the checkpoint and their shapes.
@@ -232,23 +232,26 @@ def listed(wrong: Mapping[str, list[str]]) -> str:
 
 
 def _needed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's or Qwen2's weights (Qwen2 has biases on q, k and v)."""
+    """Names and shapes of the weights: Qwen2 has biases on q, k and v, Qwen3 has norms on q and k."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    width = hidden // config.num_attention_heads * config.num_key_value_heads
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    wide, width = config.num_attention_heads * head, config.num_key_value_heads * head
     layer = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.weight": (wide, hidden),
         "self_attn.k_proj.weight": (width, hidden),
         "self_attn.v_proj.weight": (width, hidden),
-        "self_attn.o_proj.weight": (hidden, hidden),
+        "self_attn.o_proj.weight": (hidden, wide),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
     if config.model_type == "qwen2":
-        for name, size in (("q", hidden), ("k", width), ("v", width)):
+        for name, size in (("q", wide), ("k", width), ("v", width)):
             layer[f"self_attn.{name}_proj.bias"] = (size,)
+    if config.model_type == "qwen3":
+        layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
     needed = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         needed["lm_head.weight"] = (vocab, hidden)

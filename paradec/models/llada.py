@@ -1,7 +1,8 @@
-"""LLaDA checkpoints (GSAI-ML/LLaDA-8B and kin) on transformers' Llama.
+"""LLaDA checkpoints (GSAI-ML/LLaDA-8B, LLaDA-1.5, iLLaDA-8B and kin) on transformers' Llama.
 
 A LLaDA block is a Llama block with other names: `ff_proj` gates (SiLU), `up_proj` multiplies, the block's `ff_out`
 projects down; the model's own `ff_out` is the output matrix. Attention is bidirectional, logits row i predicts token i.
+Nie et al., "Large language diffusion models", arXiv 2502.09992.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from paradec.checks import is_finite
 from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
+from paradec.models.family import Family
 
 KEY_MAPPING = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
@@ -137,3 +139,13 @@ def _mlp_size(config: Mapping[str, Any], hidden: int) -> int:
     if not is_finite(size) or int(size) < 1:
         raise CheckpointError(f"config.json: mlp_ratio={config['mlp_ratio']!r} times d_model={hidden} is no width")
     return int(size)
+
+
+FAMILY = Family(
+    module="LlamaForCausalLM",
+    config=llama_config,
+    prediction="same",
+    key_mapping=KEY_MAPPING,
+    default_block_length=32,
+    float32_angles=True,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import inspect
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from paradec.checks import check_int, shown
+from paradec.models import dream, fast_dllm_v2, llada, sdar
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import (
     CheckpointError,
@@ -23,12 +25,28 @@ from paradec.models.checkpoint import (
     token_id,
 )
 from paradec.models.facts import ModelFacts
+from paradec.models.family import Family
 
+logger = logging.getLogger("paradec")
+
+FAMILIES: dict[str, Family] = {
+    "llada": llada.FAMILY,
+    "Dream": dream.FAMILY,
+    "sdar": sdar.FAMILY,
+    "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
+}
+"""What `load` reads, by the `model_type` of config.json."""
+REFUSED = {
+    "llada2_moe": "LLaDA2 is a mixture of experts for which transformers has no class",
+    "sdar_moe": "the mixture-of-experts SDAR has not been checked against its published code",
+    "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
+    "when attention is causal; neither has been checked",
+    "diffusion_gemma": "it decodes from random tokens, not from masks; transformers has the model and its sampler",
+}
+"""Diffusion language models that `load` does not read, and why."""
 PACKAGED = "tiny-llada"
 DEFAULT_NEW_TOKENS = 128
 """Answer length where neither the request nor generation_config.json names one."""
-LLADA_DEFAULT_BLOCK = 32
-"""Block length of LLaDA requests that name none."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROGRESS_BAR_FROM = 2**28
 """Bytes of weights from which loading shows a progress bar."""
@@ -49,12 +67,18 @@ def load(
     quantization_config: Any = None,
     revision: str | None = None,
     mask_token_id: int | None = None,
+    block_length: int | None = None,
 ) -> Model:
     """Load a masked diffusion language model from its published file format.
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
-    `Qwen2ForCausalLM`, both without a causal mask. Weights must be safetensors (one file or sharded); remote code is
-    never executed.
+    `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
+    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Weights must be
+    safetensors (one file or sharded); remote code is never executed.
+
+    Ids come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
+    disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
+    that these files and the tokenizer's turn ends name.
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package.
@@ -63,6 +87,8 @@ def load(
         device_map, tp_plan, quantization_config, revision: as in transformers' `from_pretrained`.
         attn_implementation: "sdpa" or "eager".
         mask_token_id: overrides the checkpoint's; needed where it names none.
+        block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
+            where it names none. (How an answer is cut is for `generate(block_length=...)`.)
 
     Raises:
         CheckpointError (a ValueError): not a checkpoint of these formats, corrupt or truncated files, missing or
@@ -81,12 +107,14 @@ def load(
                 tp_plan=tp_plan,
                 quantization_config=quantization_config,
                 mask_token_id=mask_token_id,
+                block_length=block_length,
             )
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
     check_int("mask_token_id", mask_token_id, low=0, none=True)
+    check_int("block_length", block_length, low=1, none=True)
     dtype = _dtype(dtype)
     device = _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -94,32 +122,20 @@ def load(
     implementation = _implementation(attn_implementation)
     source = os.fspath(source)
     config = read_json(source, "config.json", revision, required=True)
-    model_type = config.get("model_type")
-    if model_type == "llada":
-        from paradec.models.llada import KEY_MAPPING, llama_config
-
-        hf_config, key_mapping, prediction = llama_config(config), KEY_MAPPING, "same"
-    elif model_type == "Dream":
-        from paradec.models.dream import qwen2_config
-
-        hf_config, key_mapping, prediction = qwen2_config(config), None, "shifted"
-    else:
-        raise CheckpointError(
-            f"{source!r} has model_type={shown(model_type)}; load reads 'llada' and 'Dream'. Load another model "
-            "with transformers and give it to paradec.wrap"
-        )
+    family = _family(source, config)
+    hf_config = family.config(config)
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
-    check_weights(source, stored_shapes(source, revision), hf_config, key_mapping or {})
+    block_length = _block_length(source, config, family, block_length)
+    check_weights(source, stored_shapes(source, revision), hf_config, family.key_mapping or {})
     generation = read_json(source, "generation_config.json", revision)
-    tokenizer = _tokenizer(source, model_type, revision)
-    facts = _facts(source, config, generation, tokenizer, hf_config, prediction, mask_token_id)
+    tokenizer = _tokenizer(source, family, revision)
+    facts = _facts(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
 
     module = _pretrained(
         source,
         hf_config,
-        key_mapping,
-        prediction,
+        family,
         config,
         dtype=dtype,
         device_map=device_map,
@@ -139,37 +155,70 @@ def load(
         kind="decoder",
         tokenizer=tokenizer,
         default_max_new_tokens=default_new,
-        default_block_length=LLADA_DEFAULT_BLOCK if model_type == "llada" else None,
+        default_block_length=family.default_block_length,
     )
+
+
+def _family(source: str, config: dict[str, Any]) -> Family:
+    """Raises CheckpointError: a model_type that `load` does not read."""
+    model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        if model_type in FAMILIES:
+            return FAMILIES[model_type]
+        if model_type in REFUSED:
+            raise CheckpointError(
+                f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
+            )
+    raise CheckpointError(
+        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))}. Load another "
+        "model with transformers and give it to paradec.wrap"
+    )
+
+
+def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:
+    """Raises CheckpointError: a block-causal checkpoint that does not say its block, or a block for another one."""
+    if family.block_length is None:
+        if given is not None:
+            raise CheckpointError(
+                f"block_length={given} is for block-causal checkpoints; {source!r} is bidirectional. How an answer is "
+                "cut is an argument of generate"
+            )
+        return None
+    length = family.block_length(config, source) if given is None else given
+    if length is None:
+        raise CheckpointError(
+            f"neither config.json nor the name of {source!r} says how long its blocks are; give load(..., "
+            "block_length=...) as it was trained"
+        )
+    return length
 
 
 def _pretrained(
     source: str,
     hf_config: Any,
-    key_mapping: dict[str, str] | None,
-    prediction: str,
+    family: Family,
     config: dict[str, Any],
     revision: str | None,
     **options: Any,
 ) -> nn.Module:
     """Load the weights, strictly."""
+    import transformers
     from safetensors import SafetensorError
-    from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as hf_logging
 
-    cls = LlamaForCausalLM if prediction == "same" else Qwen2ForCausalLM
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # its table of keys is replaced by the error below
+    cls = getattr(transformers, family.module)
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()  # its table of keys is replaced by the error below
     weights = fetch(source, "model.safetensors", revision)
     if weights is not None and weights.stat().st_size < PROGRESS_BAR_FROM:
-        logging.disable_progress_bar()
+        hf_logging.disable_progress_bar()
     try:
         module, info = cls.from_pretrained(
             source,
             config=hf_config,
-            key_mapping=key_mapping,
+            key_mapping=None if family.key_mapping is None else dict(family.key_mapping),
             use_safetensors=True,
-            generation_config=GenerationConfig(),  # read above; the file's own may hold anything
+            generation_config=transformers.GenerationConfig(),  # read above; the file's own may hold anything
             output_loading_info=True,
             revision=revision,
             # strict below: sizes that differ are reported by name instead of raised by the first
@@ -180,9 +229,9 @@ def _pretrained(
         reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
         raise CheckpointError(f"the weights of {source!r} cannot be read: {reason}") from error
     finally:
-        logging.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            hf_logging.enable_progress_bar()
     problems = {
         kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
         for kind in ("missing", "unexpected", "mismatched")
@@ -190,7 +239,7 @@ def _pretrained(
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
     half = module.dtype in (torch.bfloat16, torch.float16)
-    if half and prediction == "same" and config.get("rope_full_precision", True):
+    if half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
     return module.eval()
 
@@ -213,23 +262,24 @@ def _facts(
     generation: dict[str, Any],
     tokenizer: Any,
     hf_config: Any,
-    prediction: str,
+    family: Family,
     mask_token_id: int | None,
+    block_length: int | None,
 ) -> ModelFacts:
     """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer."""
     vocab = hf_config.vocab_size
-    stated = (mask_token_id, config.get("mask_token_id"), generation.get("mask_token_id"))
-    mask = next((value for value in stated if value is not None), getattr(tokenizer, "mask_token_id", None))
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer, mask_token_id)
+    if mask is None:
+        mask = known.get(family.mask_token)
     if mask is None:
         raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
     ends: list[int] = []
     for data in (config, generation):
         stated = data.get("eos_token_id")
         ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if tokenizer is not None:
-        known = tokenizer.get_vocab()
-        ends += [known[token] for token in TURN_ENDS if token in known]
-    pad = config.get("pad_token_id")
+    ends += [known[token] for token in TURN_ENDS if token in known]
+    pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
     for name, value in (("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", end) for end in ends)):
         token_id(name, value, vocab)
     try:
@@ -239,21 +289,42 @@ def _facts(
             eos_token_ids=tuple(dict.fromkeys(ends)),
             pad_token_id=pad,
             max_length=hf_config.max_position_embeddings,
-            prediction=prediction,
+            prediction=family.prediction,
+            topology=family.topology,
+            block_length=block_length,
             name=os.path.basename(source.rstrip("/")) or source,
         )
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
 
 
-def _tokenizer(source: str, model_type: str, revision: str | None) -> Any:
-    """The checkpoint's tokenizer, or None when it ships none. Dream's own class is remote code over Qwen2's files."""
+def _first_stated(
+    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any, given: Any = None
+) -> Any:
+    """The first of the places that state this id; others that state another one are mentioned to the log."""
+    stated = {
+        "argument": given,
+        "config.json": config.get(name),
+        "generation_config.json": generation.get(name),
+        "tokenizer": getattr(tokenizer, name, None),
+    }
+    stated = {place: value for place, value in stated.items() if value is not None}
+    if not stated:
+        return None
+    used, value = next(iter(stated.items()))
+    if any(other != value for other in stated.values()):
+        logger.info("%r: %s=%r as its %s says, of %r", source, name, value, used, stated)
+    return value
+
+
+def _tokenizer(source: str, family: Family, revision: str | None) -> Any:
+    """The checkpoint's tokenizer, or None when it ships none."""
     if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     has_json = fetch(source, "tokenizer.json", revision) is not None
-    cls = PreTrainedTokenizerFast if has_json else Qwen2Tokenizer if model_type == "Dream" else None
+    cls = PreTrainedTokenizerFast if has_json else Qwen2Tokenizer if family.qwen2_tokenizer else None
     if cls is None:
         raise CheckpointError(f"{source!r} has no tokenizer.json")
     try:
@@ -287,7 +358,8 @@ def wrap(
         mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
         eos_token_id: ids that end an answer; read from the tokenizer when left out.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
-        topology: "bidirectional", "block_causal" (with `block_length`) or "causal".
+        topology: "bidirectional", "block_causal" (with `block_length`) or "causal". A module of one's own must be so by
+            itself: no mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
         max_length: positions the model can take; read from its config when left out.
 
     Raises:
@@ -380,6 +452,8 @@ def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | Non
 def _max_length(module: nn.Module, config: Any, kind: str) -> int | None:
     """Positions that the config allows. RoBERTa and kin count from padding_idx + 1, inside a table of that size."""
     length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
     if kind == "encoder" and isinstance(length, int):
         table = getattr(getattr(module.base_model, "embeddings", None), "position_embeddings", None)
         first = getattr(table, "padding_idx", None)

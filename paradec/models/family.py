@@ -1,0 +1,42 @@
+"""What the loader must know of a checkpoint family: one value per `model_type`, defined in the family's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """How checkpoints of one `model_type` become a transformers module and facts.
+
+    Args:
+        module: the transformers class that has the same blocks.
+        config: what stands in config.json -> that class's configuration; raises CheckpointError for maths it lacks.
+        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
+        key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
+        block_length: for block-causal families: (config.json, source) -> the block that the checkpoint was trained
+            with, None where neither says; None for bidirectional families.
+        default_block_length: how requests of a bidirectional family are cut when they do not say; None leaves the
+            answer whole.
+        mask_token: the mask's name in the vocabulary, for checkpoints that state its id nowhere.
+        qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's and serve where tokenizer.json is missing (the
+            checkpoint's own tokenizer class is remote code over the same files).
+        float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
+    """
+
+    module: str
+    config: Callable[[Mapping[str, Any]], Any]
+    prediction: str
+    key_mapping: Mapping[str, str] | None = None
+    block_length: Callable[[Mapping[str, Any], str], int | None] | None = None
+    default_block_length: int | None = None
+    mask_token: str | None = None
+    qwen2_tokenizer: bool = False
+    float32_angles: bool = False
+
+    @property
+    def topology(self) -> str:
+        """The attention it was trained with: "bidirectional" or "block_causal"."""
+        return "bidirectional" if self.block_length is None else "block_causal"

@@ -1,0 +1,114 @@
+"""What families on transformers' Qwen2 and Qwen3 share: the field names of their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.checks import shown
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
+
+ONLY = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False, None),
+    "rope_scaling": (None,),
+    "use_mrope": (False, None),
+    "rope_parameters": (None,),
+    "quantization_config": (None,),
+}
+"""Fields that change the maths, and the values that are supported."""
+
+ONLY_QWEN3 = {"attention_bias": (False, None)}
+
+REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "rope_theta",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+"""The class defaults are wrong for the published 7B, so nothing is filled in."""
+
+
+def qwen2_config(config: Mapping[str, Any]) -> Any:
+    """The `Qwen2Config` that computes what a config.json of Qwen2's field names says, without a causal mask.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+    """
+    from transformers import Qwen2Config
+
+    hidden, heads = _sizes(config, REQUIRED, ONLY)
+    if hidden % heads:
+        raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    width = hidden // heads
+    if width % 2:
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden} / num_attention_heads={heads} is odd; rotary angles need an even width"
+        )
+    if config.get("head_dim") not in (None, width):
+        raise CheckpointError(f"config.json: head_dim={shown(config['head_dim'])} is not supported; supported: {width}")
+    return Qwen2Config(**_fields(config))
+
+
+def qwen3_config(config: Mapping[str, Any]) -> Any:
+    """The same for `Qwen3Config`: a stated head width, norms on queries and keys, no biases.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+    """
+    from transformers import Qwen3Config
+
+    _sizes(config, (*REQUIRED, "head_dim"), {**ONLY, **ONLY_QWEN3})
+    width = positive(config, "head_dim")
+    if width % 2:
+        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
+    return Qwen3Config(**_fields(config), head_dim=width, attention_bias=False)
+
+
+def _sizes(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> tuple[int, int]:
+    """Refuse what is missing or not supported; hidden size and attention heads."""
+    for name in required:
+        if config.get(name) is None:
+            raise CheckpointError(f"config.json has no {name!r}")
+    refuse_unless(config, only)
+    layers = config.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
+        raise CheckpointError(f"config.json: layer_types={shown(layers)} is not supported; supported: 'full_attention'")
+    hidden, heads, kv_heads = (
+        positive(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    return hidden, heads
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = [name for name in REQUIRED if name not in ("rope_theta", "rms_norm_eps")]
+    return {name: positive(config, name) for name in sizes} | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(positive(config, "rope_theta"))},
+        "rms_norm_eps": float(positive(config, "rms_norm_eps")),
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": bool(flag(config, "tie_word_embeddings", False)),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": False,
+    }
+
+
+def stated_block(config: Mapping[str, Any], name: str) -> int | None:
+    """The block length that config.json states under this name, None where it does not.
+
+    Raises:
+        CheckpointError: something else than a positive integer stands there.
+    """
+    return None if config.get(name) is None else positive(config, name)

@@ -1,0 +1,734 @@
+"""Checkpoint families: tiny checkpoints in the published formats, and what decoding with them must equal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec import caches, samplers
+from paradec.models.adapter import Model
+from paradec.protocol import Query
+
+BLOCK = 4
+NEW = 11
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+EXACT = {"none", "prefix", "dual", "block"} & set(caches.names())
+"""Caches that lose nothing on a block-causal model decoded in its own blocks."""
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
+"""Ending inside a block, at the end of one, inside the first, and at its beginning."""
+
+# ---- the published formats -----------------------------------------------------------------------------------------
+
+WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "mask", *(f"w{index}" for index in range(28))]
+"""A vocabulary of 32; the family's name of the mask stands at 3."""
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": False,
+    "torch_dtype": "float32",
+}
+# config.json of JetLM/SDAR-1.7B-Chat but for the sizes
+SDAR = SIZES | {
+    "model_type": "sdar",
+    "architectures": ["SDARForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_sdar.SDARConfig",
+        "AutoModel": "modeling_sdar.SDARModel",
+        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+    },
+    "head_dim": 6,
+    "attention_bias": False,
+    "attn_implementation": "flex_attention",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "block_size": BLOCK,
+    "fuse_cross_entropy": True,
+    "tie_word_embeddings": False,
+}
+# config.json of Efficient-Large-Model/Fast_dLLM_v2_1.5B but for the sizes
+FAST = SIZES | {
+    "model_type": "Fast_dLLM_Qwen",
+    "architectures": ["Fast_dLLM_QwenForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+        "AutoModel": "modeling.Fast_dLLM_QwenModel",
+        "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+    },
+    "bd_size": BLOCK,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "layer_types": ["full_attention"] * 2,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {"sdar": SDAR, "fast_dllm_v2": FAST}
+MASK_NAMES = {"sdar": "<|MASK|>", "fast_dllm_v2": "|<MASK>|"}
+MODULES = {"sdar": ("Qwen3Config", "Qwen3ForCausalLM"), "fast_dllm_v2": ("Qwen2Config", "Qwen2ForCausalLM")}
+REMOTE_FILES = ("modeling_sdar.py", "configuration_sdar.py", "modeling.py", "configuration.py")
+
+
+def changed(config: dict[str, Any], /, **fields: Any) -> dict[str, Any]:
+    """The config with other values; `...` takes a field out."""
+    return {name: value for name, value in (config | fields).items() if value is not ...}
+
+
+def random_weights(family: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights under the names of the published files, float64."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    wide, narrow = (config[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        for name, size in (("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)):
+            shapes[f"{layer}self_attn.{name}.weight"] = (size, hidden)
+            if family == "fast_dllm_v2":
+                shapes[f"{layer}self_attn.{name}.bias"] = (size,)
+        if family == "sdar":
+            shapes |= {f"{layer}self_attn.{name}.weight": (head,) for name in ("q_norm", "k_norm")}
+        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, wide)
+        shapes |= {f"{layer}mlp.{name}.weight": (inner, hidden) for name in ("gate_proj", "up_proj")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"{layer}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64) + ("norm" in name)
+        for name, shape in shapes.items()
+    }
+
+
+def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
+    """tokenizer.json and tokenizer_config.json as a checkpoint ships them, with a chat template beside them."""
+    words = [mask if word == "mask" else word for word in WORDS]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    table = {
+        "version": "1.0",
+        "added_tokens": [{"id": index, "content": word} | flags for index, word in enumerate(words[:4])],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": "w0"},
+    }
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_qwen2.Qwen2Tokenizer", None]},
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    } | ({"mask_token": mask} if states_mask else {})
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|> {{ m.content }} <|im_end|>{% endfor %}<|im_start|>"
+    )
+
+
+def write(folder: Path, family: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
+    """A checkpoint folder in the published format, with remote code that must not run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = changed(CONFIGS[family], **fields)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(family, CONFIGS[family]) if weights is None else weights, folder / "model.safetensors")
+    write_tokenizer(folder, MASK_NAMES[family])
+    for name in REMOTE_FILES:
+        (folder / name).write_text("raise SystemExit('remote code was run')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: write(tmp_path_factory.mktemp("checkpoints") / family, family) for family in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> dict[str, Model]:
+    return {family: paradec.load(folder, dtype="float64") for family, folder in folders.items()}
+
+
+@pytest.fixture(params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(family: str, loaded: dict[str, Model]) -> Model:
+    return loaded[family]
+
+
+# ---- what the model must compute, without paradec ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, Path]) -> dict[str, Any]:
+    """transformers' own modules with the same weights; rotary angles and norms as their code has them."""
+    modules = {}
+    for family, folder in folders.items():
+        config_class, module_class = (getattr(transformers, name) for name in MODULES[family])
+        fields = {name: CONFIGS[family][name] for name in SIZES if name not in ("rope_theta", "rope_scaling")}
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": SIZES["rope_theta"]}
+        extra = {"head_dim": SDAR["head_dim"]} if family == "sdar" else {}
+        tied = CONFIGS[family]["tie_word_embeddings"]
+        config = config_class(**fields, **extra, tie_word_embeddings=tied, attn_implementation="sdpa")
+        module = module_class(config).double().eval()
+        weights = load_file(folder / "model.safetensors")
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert missing == (["lm_head.weight"] if tied else [])
+        modules[family] = module
+    return modules
+
+
+def one_shot(module: Any, ids: list[int], block: int = BLOCK) -> Tensor:
+    """[L, V] logits of a whole row in one forward, with the mask written out: block b sees all blocks up to b."""
+    mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64)
+    for query in range(len(ids)):
+        end_of_block = (query // block + 1) * block
+        mask[query, :end_of_block] = 0
+    with torch.inference_mode():
+        output = module(input_ids=torch.tensor([ids]), attention_mask=mask[None, None], use_cache=False)
+    return output.logits[0]
+
+
+def shifted(family: str, logits: Tensor) -> Tensor:
+    """Row i predicts token i: Fast-dLLM v2's rows stand one to the left, the first is used twice."""
+    return torch.cat((logits[:1], logits[:-1])) if family == "fast_dllm_v2" else logits
+
+
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+def test_facts(family: str, model: Model) -> None:
+    facts = model.facts
+    assert facts.topology == "block_causal"
+    assert facts.block_length == BLOCK
+    assert facts.prediction == {"sdar": "same", "fast_dllm_v2": "shifted"}[family]
+    assert type(model.module).__name__ == MODULES[family][1]
+    assert facts.mask_token_id == 3  # of the tokenizer: no config.json states it
+    assert set(facts.eos_token_ids) == {"sdar": {0, 2}, "fast_dllm_v2": {2}}[family]  # with the end of a turn
+    # SDAR's config.json names no padding; Fast-dLLM v2's says otherwise than its tokenizer, and counts
+    assert facts.pad_token_id == {"sdar": 0, "fast_dllm_v2": 2}[family]
+    assert facts.max_length == 64
+    assert facts.vocab_size == 32
+    assert facts.name == family
+    assert model.supports_store
+    assert model.pads
+
+
+def test_a_disagreement_is_logged(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "paradec"):
+        paradec.load(folders["fast_dllm_v2"])
+    assert "pad_token_id=2 as its config.json says, of {'config.json': 2, 'tokenizer': 0}" in caplog.text
+
+
+@pytest.mark.parametrize("states_mask", [True, False])
+def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) -> None:
+    folder = write(tmp_path, family)
+    write_tokenizer(folder, MASK_NAMES[family], states_mask)  # stated, or under its published name in the vocabulary
+    assert paradec.load(folder).facts.mask_token_id == 3
+    assert paradec.load(folder, mask_token_id=9).facts.mask_token_id == 9
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family] | {"mask_token_id": 8}))
+    assert paradec.load(folder).facts.mask_token_id == 8
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert paradec.load(folder).tokenizer is None
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+    with pytest.raises(paradec.CheckpointError, match=r"has no 'mask_token_id'; give load\(\.\.\., mask_token_id"):
+        paradec.load(folder)
+
+
+def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
+    folder = write(tmp_path, "sdar", eos_token_id=8)
+    (folder / "tokenizer.json").unlink()
+    letters = {letter: index for index, letter in enumerate("abcdefgh")}
+    (folder / "vocab.json").write_text(json.dumps(letters))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    special = {"<|endoftext|>": 8, "<|im_start|>": 9, "<|im_end|>": 10, "<|MASK|>": 11}  # behind the vocabulary
+    (folder / "added_tokens.json").write_text(json.dumps(special))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"] = {
+        str(index): {"content": word, "special": True} for word, index in special.items()
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = paradec.load(folder)
+    assert (model.facts.mask_token_id, model.facts.pad_token_id, model.facts.eos_token_ids) == (11, 8, (8, 10))
+    assert model.tokenizer("abc<|MASK|>")["input_ids"] == [0, 1, 2, 11]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("SDAR-8B-Chat", 4),
+        ("SDAR-1.7B-Chat-b16", 16),
+        ("SDAR-4B-Chat-b64", 64),
+        ("TraDo-8B-Instruct", 4),
+        ("SDAR-8B-Chat-mine", None),
+        ("my-model", None),
+    ],
+)
+def test_the_block_of_a_published_name(tmp_path: Path, name: str, expected: int | None) -> None:
+    folder = write(tmp_path / name, "sdar", block_size=...)
+    if expected is None:
+        with pytest.raises(
+            paradec.CheckpointError, match=f"neither .* nor the name of .*{name}.* block_length="
+        ) as error:
+            paradec.load(folder)
+        assert "\n" not in str(error.value)
+    else:
+        assert paradec.load(str(folder) + "/").facts.block_length == expected
+    assert paradec.load(folder, block_length=8).facts.block_length == 8
+
+
+def test_a_stated_block_wins_over_a_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "SDAR-8B-Chat", "sdar", block_size=8)
+    assert paradec.load(folder).facts.block_length == 8
+    assert paradec.load(folder, block_length=2).facts.block_length == 2
+
+
+def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
+    folder = write(tmp_path, "fast_dllm_v2", bd_size=...)
+    with pytest.raises(paradec.CheckpointError, match="says how long its blocks are; give load"):
+        paradec.load(folder)
+    assert paradec.load(folder, block_length=BLOCK).facts.block_length == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("sdar", "block_size", 0),
+        ("sdar", "block_size", "4"),
+        ("sdar", "block_size", True),
+        ("fast_dllm_v2", "bd_size", -1),
+        ("fast_dllm_v2", "bd_size", 4.0),
+        ("sdar", "head_dim", ...),
+        ("sdar", "head_dim", 5),
+        ("sdar", "head_dim", "6"),
+        ("sdar", "attention_bias", True),
+        ("sdar", "rope_scaling", {"type": "yarn", "factor": 4.0}),
+        ("sdar", "rope_theta", ...),
+        ("sdar", "use_sliding_window", True),
+        ("sdar", "num_key_value_heads", 3),
+        ("sdar", "layer_types", ["full_attention", "sliding_attention"]),
+        ("sdar", "layer_types", "full_attention"),
+        ("sdar", "tie_word_embeddings", "no"),
+        ("fast_dllm_v2", "layer_types", ["sliding_attention"]),
+        ("fast_dllm_v2", "hidden_size", ...),
+        ("fast_dllm_v2", "hidden_size", 18),
+        ("fast_dllm_v2", "head_dim", 6),
+        ("fast_dllm_v2", "hidden_act", "gelu"),
+        ("fast_dllm_v2", "mask_token_id", 32),
+        ("fast_dllm_v2", "mask_token_id", 2),
+        ("fast_dllm_v2", "eos_token_id", "2"),
+    ],
+)
+def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, family: str, field: str, value: Any) -> None:
+    folder = write(tmp_path, family, **{field: value})
+    with pytest.raises(paradec.CheckpointError, match=field) as error:
+        paradec.load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("length", [0, -1, True, 4.0, "4"])
+def test_a_wrong_block_length_for_load(folders: dict[str, Path], length: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"block_length={length!r} must be an integer of at least 1")):
+        paradec.load(folders["sdar"], block_length=length)
+
+
+def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
+    with pytest.raises(paradec.CheckpointError, match="block_length=4 is for block-causal checkpoints; .*generate"):
+        paradec.load(block_length=4)
+
+
+def test_weights_that_do_not_fit(tmp_path: Path) -> None:
+    weights = random_weights("sdar", SDAR)
+    norm, query = "model.layers.1.self_attn.q_norm.weight", "model.layers.0.self_attn.q_proj.weight"
+
+    def refused(message: str, family: str = "sdar", **wrong: Tensor | None) -> None:
+        names = {"norm": norm, "query": query, "bias": query.replace("weight", "bias")}
+        kept = weights | {names[name]: value for name, value in wrong.items() if value is not None}
+        kept = {name: value for name, value in kept.items() if wrong.get("norm", 0) is not None or name != norm}
+        with pytest.raises(paradec.CheckpointError, match=message) as error:
+            paradec.load(write(tmp_path, family, kept))
+        assert "\n" not in str(error.value)
+
+    refused(f"missing weights: {norm}", norm=None)
+    refused(r"unexpected weights: model.layers.0.self_attn.q_proj.bias", bias=torch.zeros(24))
+    refused(rf"mismatched weights: {query} \[16, 16\] instead of \[24, 16\]", query=torch.zeros(16, 16))
+    refused(r"missing weights: model.layers.0.self_attn.k_proj.bias.*unexpected weights", family="fast_dllm_v2")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("llada2_moe", "transformers has no class"),
+        ("sdar_moe", "mixture-of-experts SDAR"),
+        ("nemotron_labs_diffusion", "YaRN"),
+        ("diffusion_gemma", "random tokens, not from masks"),
+        ("qwen3", "load reads 'llada', 'Dream', 'sdar', 'Fast_dLLM_Qwen'.*paradec.wrap"),
+    ],
+)
+def test_other_families_are_refused_with_the_reason(tmp_path: Path, model_type: str, message: str) -> None:
+    folder = write(tmp_path, "sdar", model_type=model_type)
+    with pytest.raises(paradec.CheckpointError, match=f"{model_type!r}.*{message}") as error:
+        paradec.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_the_ids_of_illada(tmp_path: Path) -> None:
+    """iLLaDA is LLaDA's format with low ids: mask 5, end 2, padding 1."""
+    config = {
+        "model_type": "llada", "d_model": 16, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 24, "vocab_size": 32,
+        "max_sequence_length": 32, "block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms",
+        "include_bias": False, "rope": True, "rope_theta": 500000.0, "weight_tying": False,
+        "mask_token_id": 5, "eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0,
+    }  # fmt: skip
+    parts = {"attn_norm": (16,), "ff_norm": (16,), "ff_proj": (24, 16), "up_proj": (24, 16), "ff_out": (16, 24)}
+    parts |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "attn_out"), (16, 16))
+    shapes = {f"model.transformer.blocks.0.{name}.weight": shape for name, shape in parts.items()}
+    shapes |= {f"model.transformer.{name}.weight": (32, 16) for name in ("wte", "ff_out")}
+    shapes["model.transformer.ln_f.weight"] = (16,)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    facts = paradec.load(tmp_path).facts
+    assert (facts.mask_token_id, facts.eos_token_ids, facts.pad_token_id) == (5, (2,), 1)
+
+
+# ---- what is computed ----------------------------------------------------------------------------------------------
+
+
+def call(model: Model, rows: list[list[int]], **query: Any) -> Tensor:
+    """[R, L, V] logits of rows that are padded on the right to the longest."""
+    width = max(map(len, rows))
+    ids, valid = torch.full((len(rows), width), 30), torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)], valid[index, : len(row)] = torch.tensor(row), True
+    fields = {"valid": None if valid.all() else valid, "positions": torch.arange(width).expand_as(ids), **query}
+    with torch.inference_mode():
+        return model(Query(rows=np.arange(len(rows)), tokens=ids, **fields))
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_logits_equal_an_explicit_mask(
+    family: str, folders: dict[str, Path], plain: dict[str, Any], attn_implementation: str
+) -> None:
+    model = paradec.load(folders[family], dtype="float64", attn_implementation=attn_implementation)
+    for rows in ([list(range(4, 18))], [[4, 5, 6], list(range(7, 18)), [9] * 8]):
+        found = call(model, rows)
+        for index, row in enumerate(rows):
+            expected = one_shot(plain[family], row)
+            torch.testing.assert_close(found[index, : len(row)], expected, rtol=0, atol=1e-10)
+    other = one_shot(plain[family], list(range(4, 18)), block=3)
+    assert (call(model, [list(range(4, 18))])[0] - other).abs().max() > 1e-3  # the test can fail
+
+
+def capture(model: Model, sampler: Any, state: Any) -> tuple[list[Query], list[Tensor], Any]:
+    """One step by its halves: what was asked, what was answered, and the proposal."""
+    queries = sampler.query(state)
+    extra = () if state.store is None else (state.store,)
+    outputs = [model(query, *extra) for query in queries]
+    kept = [output.clone() for output in outputs]
+    return queries, kept, sampler.propose(state, outputs, queries)
+
+
+@pytest.mark.parametrize("cache", sorted(EXACT))
+@pytest.mark.parametrize("name", ["low_confidence", "threshold"])
+def test_every_step_equals_a_one_shot_forward(
+    family: str, model: Model, plain: dict[str, Any], name: str, cache: str
+) -> None:
+    """Logits that were used for an open block = those of one forward of the whole canvas with the mask written out."""
+    sampler = samplers.create(name, **({"threshold": 0.3} if name == "threshold" else {}))
+    state = sampler.start(model, PROMPTS, max_new_tokens=NEW, cache=cache, seed=1, eos_early_stop=False)
+    steps, compared = 0, 0
+    with torch.inference_mode():
+        while not state.done:
+            queries, outputs, proposal = capture(model, sampler, state)
+            window = state.window
+            for query, output in zip(queries, outputs):
+                for at, row in enumerate(query.rows):
+                    row = int(row)
+                    end = int(state.length[row])
+                    expected = shifted(family, one_shot(plain[family], state.canvas[row, :end].tolist()))
+                    start, stop = int(state.block_start[row]), int(state.block_end[row])
+                    assert stop == end or stop % BLOCK == 0
+                    assert start % BLOCK == 0 or start == len(PROMPTS[row])
+                    running = int(np.flatnonzero(window.rows == row)[0])
+                    assert window.host_positions[running, : stop - start].tolist() == list(range(start, stop))
+                    torch.testing.assert_close(output[at, : stop - start], expected[start:stop], **CLOSE)
+                    compared += stop - start
+            sampler.commit(state, proposal)
+            steps += 1
+    assert steps > 3 and compared > NEW * len(PROMPTS)
+    assert all(length % BLOCK == 0 for length in state.length)
+    for row, prompt in enumerate(PROMPTS):
+        assert state.canvas[row, : len(prompt)].tolist() == prompt
+
+
+def test_what_stands_right_of_the_open_block_does_not_matter(model: Model) -> None:
+    sampler = samplers.create("low_confidence")
+    state = sampler.start(model, PROMPTS, max_new_tokens=NEW, eos_early_stop=False)
+    generator = torch.Generator().manual_seed(0)
+    differed = 0
+    with torch.inference_mode():
+        while not state.done:
+            queries, outputs, proposal = capture(model, sampler, state)
+            for query, output in zip(queries, outputs):
+                end = torch.as_tensor(state.block_end[query.rows]).unsqueeze(1)
+                right = (query.positions >= end) & (True if query.valid is None else query.valid)
+                noise = torch.randint(4, 32, query.tokens.shape, generator=generator)
+                other = model(replace(query, tokens=torch.where(right, noise, query.tokens)))
+                real = torch.ones(output.shape[:2], dtype=torch.bool)
+                if state.window.valid is not None:
+                    real = state.window.valid[torch.as_tensor(np.arange(len(state.window.rows))[query.index])]
+                torch.testing.assert_close(other[real], output[real], rtol=0, atol=1e-12)
+                differed += int(right.sum())
+                # what stands inside the open block does matter
+                inside = query.positions == torch.as_tensor(state.block_start[query.rows]).unsqueeze(1)
+                third = model(replace(query, tokens=torch.where(inside, noise, query.tokens)))
+                assert (third[real] - output[real]).abs().max() > 1e-3
+            sampler.commit(state, proposal)
+    assert differed > 20
+
+
+@pytest.mark.parametrize("cache", sorted(EXACT))
+def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> None:
+    request = {"sampler": "threshold", "cache": cache, "eos_early_stop": False}
+    for prompt in PROMPTS[:2]:
+        whole_blocks = -len(prompt) % BLOCK + BLOCK
+        long = paradec.generate(model, prompt, max_new_tokens=whole_blocks + 9, **request)
+        # the last block is decoded whole, and cut: lengths inside a block too
+        for new in (whole_blocks, whole_blocks - 1, whole_blocks + 2):
+            short = paradec.generate(model, prompt, max_new_tokens=new, trace=True, **request)
+            assert long.new_tokens[0, :new].tolist() == short.new_tokens[0].tolist()
+            assert short.sequences.shape == (1, len(prompt) + new) and short.tokens == [new]
+            assert (len(prompt) + new + -(len(prompt) + new) % BLOCK) == len(short.trace.canvas[0])
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: str) -> None:
+    """Every exact cache gives the same; rows in a padded batch = rows alone; blocks are finished from left to right."""
+    model = loaded[list(loaded)[MASKED.index(name) % 2]]  # the families take turns
+    request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
+    width = max(map(len, PROMPTS))
+    ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
+    batch = {"input_ids": ids, "attention_mask": mask, "trace": True}
+    out = paradec.generate(model, **batch, **request)
+    assert model.facts.mask_token_id not in out.new_tokens
+    for row, prompt in enumerate(PROMPTS):
+        assert out.sequences[row, width - len(prompt) : width].tolist() == prompt
+        blocks = [entry[1] // BLOCK for step in out.trace.steps for entry in step.commits if entry[0] == row]
+        assert blocks == sorted(blocks)
+        assert len(blocks) == 7 + -(len(prompt) + 7) % BLOCK  # the last block is whole
+    for row in (0, 2):
+        alone = paradec.generate(model, [PROMPTS[row]], **request)
+        assert out.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
+    for cache in sorted(EXACT - {"none"}):
+        other = paradec.generate(model, cache=cache, **batch, **request)
+        assert other.new_tokens.tolist() == out.new_tokens.tolist()
+        assert other.forwarded_tokens <= out.forwarded_tokens
+
+
+@pytest.mark.parametrize("cache", sorted(EXACT))
+def test_guidance(model: Model, plain: dict[str, Any], family: str, cache: str) -> None:
+    sampler = samplers.create("low_confidence")
+    state = sampler.start(model, PROMPTS[:2], max_new_tokens=NEW, cache=cache, guidance_scale=2.0)
+    with torch.inference_mode():
+        while not state.done:
+            queries, outputs, proposal = capture(model, sampler, state)
+            for query, output in zip(queries, outputs):
+                for at, row in enumerate(map(int, query.rows)):
+                    ids = state.canvas[row, : int(state.length[row])].tolist()
+                    blind = [3] * len(PROMPTS[row]) + ids[len(PROMPTS[row]) :]
+                    start, stop = int(state.block_start[row]), int(state.block_end[row])
+                    for branch, tokens in enumerate((ids, blind)):
+                        expected = shifted(family, one_shot(plain[family], tokens))[start:stop]
+                        found = output[at + branch * len(query.rows), : stop - start]
+                        torch.testing.assert_close(found, expected, **CLOSE)
+            sampler.commit(state, proposal)
+
+
+def test_text_and_chat(model: Model) -> None:
+    out = paradec.generate(model, ["w1 w2", "w3"], max_new_tokens=6, cache="prefix")
+    assert all(isinstance(text, str) for text in out.text)
+    chat = paradec.generate(model, [{"role": "user", "content": "w1 w2"}], max_new_tokens=6)
+    assert chat.sequences[0, :5].tolist() == [1, 5, 6, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_narrower_types_decode(family: str, folders: dict[str, Path], dtype: str) -> None:
+    model = paradec.load(folders[family], dtype=dtype, device_map="cpu")
+    assert model.dtype == getattr(torch, dtype)
+    out = paradec.generate(model, PROMPTS, max_new_tokens=5, cache="prefix", eos_early_stop=False)
+    assert out.new_tokens.shape == (len(PROMPTS), 5)
+
+
+# ---- how answers are cut -------------------------------------------------------------------------------------------
+
+
+def test_smaller_blocks_stand_where_the_models_do(model: Model) -> None:
+    """Fast-dLLM v2's inner blocks: a divisor of the model's block, counted from position 0 too."""
+    state = samplers.create("threshold").start(model, [PROMPTS[0]], max_new_tokens=NEW, block_length=2)
+    assert (state.block_start[0], state.block_end[0]) == (5, 6)
+    for length in (1, 2, 4, 8):
+        out = paradec.generate(model, PROMPTS, max_new_tokens=NEW, block_length=length, eos_early_stop=False)
+        assert out.new_tokens.shape == (len(PROMPTS), NEW)
+
+
+@pytest.mark.parametrize("length", [3, 6, 5])
+def test_blocks_that_do_not_fit_the_models(model: Model, length: int) -> None:
+    message = f"block_length={length} does not fit {model.facts.name}, which was trained with blocks of 4"
+    with pytest.raises(ValueError, match=message):
+        paradec.generate(model, [5], max_new_tokens=8, block_length=length)
+
+
+def test_steps_are_counted_over_whole_and_partial_blocks(model: Model) -> None:
+    # 5 prompt tokens and 11 new ones stand in blocks 1 to 3 of 4
+    out = paradec.generate(
+        model, PROMPTS[0], max_new_tokens=11, sampler="low_confidence", steps=3, eos_early_stop=False
+    )
+    assert out.nfe == 3
+    with pytest.raises(ValueError, match=r"steps=4 must be a multiple of the number of blocks \(3\)"):
+        paradec.generate(model, PROMPTS[0], max_new_tokens=11, sampler="low_confidence", steps=4)
+
+
+# ---- AntiBERTy -----------------------------------------------------------------------------------------------------
+
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+# heavy chain variable domain of trastuzumab (PDB 1N8Z, chain B)
+TRASTUZUMAB = (
+    "EVQLVESGGGLVQPGGSLRLSCAASGFNIKDTYIHWVRQAPGKGLEWVARIYPTNGYTRYADSVKGRFTISADTSK"
+    "NTAYLQMNSLRAEDTAVYYCSRWGGDGFYAMDYWGQGTLVTVSS"
+)
+
+
+def write_antiberty(folder: Path, **settings: Any) -> Path:
+    """The layout of the wheel's trained_models with a small random model."""
+    config = {
+        "architectures": ["AntiBERTy"], "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 40, "type_vocab_size": 2,
+        "vocab_size": 25, "pad_token_id": 0, "hidden_act": "gelu", "_name_or_path": "x",
+    } | settings  # fmt: skip
+    torch.manual_seed(0)
+    shape = {name: config[name] for name in config if name.endswith(("_size", "embeddings")) or name.startswith("num")}
+    module = transformers.BertForMaskedLM(transformers.BertConfig(**shape, pad_token_id=0))
+    weights = module.state_dict() | {
+        "bert.embeddings.position_ids": torch.arange(40)[None],
+        "bert.pooler.dense.weight": torch.zeros(16, 16),
+        "cls.species.weight": torch.zeros(6, 16),
+    }
+    inner = folder / "AntiBERTy_md_smooth"
+    inner.mkdir(parents=True)
+    (inner / "config.json").write_text(json.dumps(config))
+    torch.save(weights, inner / "pytorch_model.bin")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *RESIDUES]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    return folder
+
+
+def test_antiberty_from_a_folder(tmp_path: Path) -> None:
+    from paradec.evaluation.antiberty import load_antiberty
+
+    model = load_antiberty(write_antiberty(tmp_path))
+    assert (model.kind, model.facts.mask_token_id, model.facts.pad_token_id) == ("encoder", 4, 0)
+    assert (model.facts.vocab_size, model.facts.max_length, model.facts.eos_token_ids) == (25, 40, ())
+    assert not model.module.training
+    ids = model.tokenizer("A C Y")["input_ids"]
+    assert ids == [2, 5, 6, 24, 3]
+    stored = torch.load(tmp_path / "AntiBERTy_md_smooth/pytorch_model.bin", weights_only=True)
+    assert torch.equal(model.module.bert.encoder.layer[0].output.dense.weight, stored[
+        "bert.encoder.layer.0.output.dense.weight"
+    ])  # fmt: skip
+    out = paradec.generate(model, [[2, 5, 6], [2, 7]], max_new_tokens=5, suppress_tokens=[0, 1, 2, 3])
+    assert out.new_tokens.min() >= 5
+
+
+def test_antiberty_folders_that_are_wrong(tmp_path: Path) -> None:
+    from paradec.evaluation.antiberty import WEIGHTS, load_antiberty
+
+    folder = write_antiberty(tmp_path / "model")
+    weights, config = folder / WEIGHTS / "pytorch_model.bin", folder / WEIGHTS / "config.json"
+    good_weights, good_config = weights.read_bytes(), config.read_text()
+
+    def refused(message: str, path: Any = folder) -> None:
+        with pytest.raises(paradec.CheckpointError, match=message) as error:
+            load_antiberty(path)
+        assert "\n" not in str(error.value)
+
+    refused("path=3 must be a folder laid out as antiberty's", 3)
+    refused("path='/no/such' must be a folder", "/no/such")
+    weights.write_bytes(good_weights[:100])
+    refused("cannot be read")
+    weights.write_bytes(pickle.dumps({"run": print}, protocol=2))  # a pickle that would do something
+    refused("cannot be read")
+    weights.write_bytes(good_weights)
+    config.write_text(good_config.replace('"hidden_size": 16', '"hidden_size": 8'))
+    refused("do not fit its config.json: mismatched weights")
+    config.write_text("{")
+    refused("cannot be read")
+    config.write_text(good_config)
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nA\n")
+    refused("vocab.txt in .* has 6 words; config.json says 25")
+    weights.unlink()
+    refused("has no AntiBERTy_md_smooth/pytorch_model.bin")
+
+
+def test_antiberty_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    from paradec.evaluation.antiberty import load_antiberty
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", classmethod(lambda cls, **kwargs: iter(())))
+    with pytest.raises(ModuleNotFoundError, match=r'AntiBERTy is not installed: pip install "paradec\[bench\]"'):
+        load_antiberty()
+
+
+def test_antiberty_knows_antibodies() -> None:
+    import importlib.metadata
+
+    from paradec.evaluation.antiberty import load_antiberty
+
+    try:
+        importlib.metadata.distribution("antiberty")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("antiberty is not installed")
+    model = load_antiberty()
+    assert "antiberty" not in sys.modules  # its code is not imported
+    ids = torch.tensor(model.tokenizer(" ".join(TRASTUZUMAB))["input_ids"])
+    assert len(ids) == len(TRASTUZUMAB) + 2
+    # every residue is masked once, every eighth of a row together
+    position = torch.arange(len(ids))
+    masked = (position % 8 == torch.arange(8).unsqueeze(1)) & (position > 0) & (position < len(ids) - 1)
+    rows = ids.repeat(8, 1).masked_fill(masked, model.facts.mask_token_id)
+    found = model(Query(rows=np.arange(8), tokens=rows, positions=position.expand_as(rows))).argmax(-1)
+    assert masked.sum() == len(TRASTUZUMAB)
+    assert (found == ids)[masked].double().mean() > 0.7
