@@ -1,0 +1,357 @@
+"""Block policies that read the logits: AdaBlock's rule against plain loops, and what every such policy can rely on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from replay import GOLDEN
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import paradec
+from paradec import AdaptiveBlocks, FixedBlocks, samplers
+from paradec.blocks import Opening
+from paradec.models.adapter import Model
+
+LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41]]  # answered with newlines
+ROWS = [*LINES, [38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18]]
+NEWLINE, END = 45, 61
+MANY = tuple(range(0, 64, 3))  # ids that stand in many places
+
+
+def ends_of(
+    tokens: list[int], confidence: list[float], new: int, left: int, policy: AdaptiveBlocks, available: list[bool]
+) -> int:
+    """Length of a block by the paper's formula, in plain Python."""
+    best = None
+    for i in range(min(int(policy.window * new), left)):
+        if available[i] and tokens[i] in policy.delimiters and (best is None or confidence[i] > confidence[best]):
+            best = i
+    found = best is not None and confidence[best] >= policy.delimiter_threshold
+    return min(max(best + 1 if found else policy.length, policy.min_length), left)
+
+
+def test_cut_equals_loops() -> None:
+    generator = np.random.default_rng(0)
+    lengths = set()
+    for _ in range(300):
+        new = int(generator.integers(1, 60))
+        decided = generator.integers(0, new, 5)
+        policy = AdaptiveBlocks(
+            length=int(generator.integers(1, 20)),
+            delimiter_threshold=float(generator.choice([0.0, 0.3, 0.6])),
+            delimiters=(2, 5),
+            window=float(generator.choice([0.1, 0.25, 1.0])),
+        )
+        policy = AdaptiveBlocks(**{**vars(policy), "min_length": int(generator.integers(1, policy.length + 1))})
+        prompt = generator.integers(1, 9, 5)
+        start, length = prompt + decided, prompt + new
+        read = policy.open(start, prompt, length) - start
+        width = int(read.max())
+        tokens = generator.integers(0, 8, (5, width))
+        confidence = generator.integers(0, 5, (5, width)) / 5
+        available = (np.arange(width) < read[:, None]) & (generator.random((5, width)) < 0.9)
+        opening = Opening(*(torch.as_tensor(a) for a in (tokens, confidence, available)), start, prompt, length)
+        sizes = policy.cut(opening).tolist()
+        for r in range(5):
+            left = new - int(decided[r])
+            expected = ends_of(tokens[r].tolist(), confidence[r].tolist(), new, left, policy, available[r].tolist())
+            assert sizes[r] == expected <= read[r]
+            lengths.add((expected > policy.length) - (expected < policy.length))
+    assert lengths == {-1, 0, 1}
+
+
+@pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("low_confidence", "dual")])
+def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, llada64: Model, dream64: Model) -> None:
+    """At every opening of a ragged batch, from an evaluation of the row alone."""
+    seen = set()
+    for model in (llada64, dream64):
+        facts = model.facts
+        policy = AdaptiveBlocks(8, delimiters=(NEWLINE, facts.eos_token_ids[0]), window=0.5)
+        sampler = samplers.create(name)
+        state = sampler.start(model, ROWS, max_new_tokens=24, blocks=policy, cache=cache, eos_early_stop=False)
+        with torch.inference_mode():
+            while not state.done:
+                start, before = state.block_start.copy(), state.canvas.clone()
+                opening = np.flatnonzero(state.opening & state.running)
+                sampler.commit(state, sampler.step(model, state))
+                for row in opening:
+                    length = int(state.length[row])
+                    logits = model.module(input_ids=before[row : row + 1, :length], use_cache=False).logits[0]
+                    logits[:, facts.mask_token_id] = -math.inf
+                    p, tokens = logits.softmax(-1).roll(facts.shift, 0)[start[row] :].max(-1)
+                    size = ends_of(tokens.tolist(), p.tolist(), 24, len(p), policy, [True] * len(p))
+                    end = state.block_end[row] if state.block_start[row] == start[row] else state.block_start[row]
+                    assert end - start[row] == size
+                    seen.add(size)
+    assert len(seen) >= 4
+
+
+@pytest.mark.parametrize(("name", "cache"), [("threshold", "dual"), ("random", "none")])
+def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Model) -> None:
+    for policy in (
+        AdaptiveBlocks(8, delimiters=(59,)),  # a word that the model never says
+        AdaptiveBlocks(8, delimiters=(NEWLINE, END), delimiter_threshold=1.0),
+    ):
+        arguments = {"sampler": name, "cache": cache, "max_new_tokens": 24, "seed": 3, "trace": True}
+        fixed = paradec.generate(llada64, ROWS, blocks=FixedBlocks(8), **arguments)
+        adaptive = paradec.generate(llada64, ROWS, blocks=policy, **arguments)
+        assert torch.equal(fixed.sequences, adaptive.sequences)
+        assert [step.commits for step in fixed.trace.steps] == [step.commits for step in adaptive.trace.steps]
+        assert fixed.row_nfe == adaptive.row_nfe and fixed.forwarded_tokens == adaptive.forwarded_tokens
+
+
+@pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("adablock", "dual"), ("origin", "prefix")])
+def test_steps_and_rows(name: str, cache: str, llada64: Model, dream64: Model) -> None:
+    """A step repeated equals the step and changes nothing; a commit stays in the block; a row is the same alone."""
+    policy = AdaptiveBlocks(6, delimiters=MANY, window=0.5, delimiter_threshold=0.2)
+    for model in (llada64, dream64) if name == "adablock" else (dream64,):
+        sampler = samplers.create(name)
+        arguments = {
+            "max_new_tokens": 16,
+            "blocks": policy,
+            "cache": cache,
+            "seed": 4,
+            "temperature": 0.6,
+            "guidance_scale": 1.3,
+        }
+        state = sampler.start(model, ROWS, **arguments)
+        with torch.inference_mode():
+            while not state.done:
+                numbers = {k: v.tolist() for k, v in vars(state).items() if isinstance(v, np.ndarray)}
+                canvas, start = state.canvas.clone(), state.block_start.copy()
+                proposal, again = sampler.step(model, state), sampler.step(model, state)
+                assert torch.equal(state.canvas, canvas)
+                assert numbers == {k: v.tolist() for k, v in vars(state).items() if isinstance(v, np.ndarray)}
+                for field in ("values", "available", "scores"):
+                    assert torch.equal(getattr(proposal, field), getattr(again, field))
+                end = state.block_end.copy() if proposal.block_end is None else None
+                written = sampler.commit(state, again).to_list()
+                for row, position, *_ in written:
+                    index = list(proposal.rows).index(row)
+                    limit = proposal.block_end[index].item() if end is None else end[row]
+                    assert start[row] <= position < limit
+        together = paradec.generate(model, ROWS, sampler=sampler, trace=True, **arguments)
+        for index, row in enumerate(ROWS):
+            alone = paradec.generate(model, [row], sampler=sampler, trace=True, **arguments)
+            assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+            assert together.row_nfe[index] == alone.nfe
+            ours = [[c[1:3] for c in step.commits if c[0] == index] for step in together.trace.steps]
+            theirs = [[c[1:3] for c in step.commits] for step in alone.trace.steps]
+            assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
+
+
+def test_a_short_block_is_lengthened(llada64: Model) -> None:
+    def lengths(**settings: int) -> list[int]:
+        found = []
+
+        def note(state: paradec.protocol.State, commit: object) -> None:
+            if not found or found[-1] != state.block_start[0]:
+                found.append(int(state.block_start[0]))
+
+        policy = AdaptiveBlocks(8, delimiters=MANY, window=1.0, **settings)
+        paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24, eos_early_stop=False, callback=note)
+        return np.diff([len(LINES[0]), *found[1:], len(LINES[0]) + 24]).tolist()
+
+    assert min(lengths()) < 4
+    assert min(lengths(min_length=4)[:-1]) >= 4  # the last one may be what is left
+
+
+def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
+    """`adablock` is `threshold` over `AdaptiveBlocks`; a request's block length or blocks take their place."""
+    own = samplers.create("adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2)
+    arguments = {"max_new_tokens": 24, "trace": True}
+
+    def run(sampler: object, **more: object) -> list:
+        return paradec.generate(llada64, ROWS, sampler=sampler, **arguments, **more).trace.steps
+
+    assert run(own) == run("threshold", blocks=own.blocks(None))
+    assert run(own, block_length=8) == run("threshold", blocks=own.blocks(8)) != run(own)
+    assert run(own, blocks=FixedBlocks(8)) == run("threshold", block_length=8) != run(own, block_length=8)
+
+
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token=words[-1])
+
+
+@dataclass
+class Named:
+    """What a policy looks at in a model."""
+
+    facts: paradec.models.facts.ModelFacts
+    tokenizer: object
+
+
+def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
+    words = ["?", "a", "\n", ";\n", "\n\n", "b\n", "\nc", ".", "<m\n>", "x\n"]
+    facts = paradec.models.facts.ModelFacts(vocab_size=9, mask_token_id=8, name="words")
+    model = Named(facts, tokenizer_of(words))
+    assert AdaptiveBlocks().for_model(model).delimiters == (2,)
+    assert AdaptiveBlocks(delimiters=["\n", ".", np.int64(1)]).for_model(model).delimiters == (1, 2, 7)
+    # the tenth word is outside of the model's vocabulary
+    assert AdaptiveBlocks(delimiter_match="ends").for_model(model).delimiters == (2, 3, 4, 5)
+    with pytest.warns(UserWarning, match="delimiters=.* name no token, words has no such token: blocks stay 32 long"):
+        assert AdaptiveBlocks(delimiters=("§",)).for_model(model) == FixedBlocks(32)
+    with pytest.raises(ValueError, match="delimiters=9 must be an integer from 0 to 8"):
+        AdaptiveBlocks(delimiters=(9,)).for_model(model)
+
+
+def test_a_model_without_tokenizer_keeps_fixed_blocks(llada64: Model) -> None:
+    with pytest.warns(UserWarning, match="llada-tiny has no tokenizer: blocks stay 8 long; give token ids"):
+        out = paradec.generate(llada64, ROWS, sampler="adablock", block_length=8, max_new_tokens=24)
+    assert torch.equal(out.sequences, paradec.generate(llada64, ROWS, block_length=8, max_new_tokens=24).sequences)
+
+
+def test_packaged_model_finds_its_newline() -> None:
+    model = paradec.load()
+    newline = model.tokenizer.convert_tokens_to_ids("\n")
+    assert samplers.create("adablock").blocks(None).for_model(model).delimiters == (newline,)
+    starts = []
+    out = paradec.generate(
+        model,
+        "Rotations: pear fig apple",
+        sampler="adablock",
+        callback=lambda state, commit: starts.append(int(state.block_start[0])),
+    )
+    assert out.text == paradec.generate(model, "Rotations: pear fig apple").text
+    assert len(out.text.split("\n")) == 3
+    assert out.sequences[0, starts[0] - 1] == newline  # the first step filled a block that ends with a line
+
+
+def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> None:
+    module = paradec.load(GOLDEN / "llada-tiny").unwrap()
+    model = paradec.wrap(
+        module,
+        mask_token_id=llada64.facts.mask_token_id,
+        eos_token_id=END,
+        prediction="same",
+        topology="block_causal",
+        block_length=8,
+    )
+    sampler = samplers.create("adablock", delimiters=MANY, window=1.0, delimiter_threshold=0.1)
+    state = sampler.start(model, ROWS, max_new_tokens=24, eos_early_stop=False)
+    lengths = set()
+    with torch.inference_mode():
+        while not state.done:
+            running = state.running
+            assert (state.block_start[running] // 8 == (state.block_end[running] - 1) // 8).all()
+            lengths |= set((state.block_end - state.block_start)[running & ~state.opening].tolist())
+            sampler.commit(state, sampler.step(model, state))
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_holes_are_filled(length: int, llada64: Model) -> None:
+    """Given text among what is read is no delimiter, and a block reaches the first hole."""
+    mask = llada64.facts.mask_token_id
+    row = [*LINES[0], mask, NEWLINE, mask, mask, *[7] * 9, mask, NEWLINE, mask, mask]
+    policy = AdaptiveBlocks(length, delimiters=(NEWLINE, 7), window=0.3, delimiter_threshold=0.1)
+    arguments = {"blocks": policy, "max_new_tokens": 4, "eos_early_stop": False, "trace": True}
+    out = paradec.generate(llada64, [row, [*LINES[1], *[mask] * 3]], **arguments)
+    filled = out.trace.replay()[0]
+    assert mask not in filled and len(filled) == len(row) + 4
+    assert all(old in (new, mask) for old, new in zip(row, filled, strict=False))
+
+
+def test_steps_cannot_be_spread(llada64: Model) -> None:
+    with pytest.raises(ValueError, match=r"steps=4 cannot be spread over AdaptiveBlocks\(.*leave steps out"):
+        paradec.generate(llada64, ROWS, sampler="low_confidence", blocks=AdaptiveBlocks(delimiters=(45,)), steps=4)
+
+
+def test_nothing_is_written_when_the_logits_at_an_opening_are_not_finite(llada64: Model) -> None:
+    sampler = samplers.create("adablock", delimiters=(NEWLINE,))
+    state = sampler.start(llada64, ROWS, max_new_tokens=8)
+    queries = sampler.query(state)
+    outputs = [llada64(query).fill_(math.nan) for query in queries]
+    before = {k: v.tolist() for k, v in vars(state).items() if isinstance(v, np.ndarray)}
+    with pytest.raises(FloatingPointError, match="row 0 at its step 0"):
+        sampler.commit(state, sampler.propose(state, outputs, queries))
+    assert before == {k: v.tolist() for k, v in vars(state).items() if isinstance(v, np.ndarray)}
+
+
+class FirstDoubt:
+    """A user's policy: the block ends before the first candidate with a confidence below a half."""
+
+    reads_logits = True
+    off = 0
+
+    def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
+        return length
+
+    def count(self, prompt_length: int, length: int) -> None:
+        return None
+
+    def cut(self, opening: Opening) -> Tensor:
+        sure = (opening.confidence >= 0.5) & opening.available
+        return sure.int().cumprod(1).sum(1).clamp(min=1) + self.off
+
+
+def test_a_policy_of_ones_own(llada64: Model) -> None:
+    everything = samplers.create("threshold", threshold=0.0)
+    out = paradec.generate(
+        llada64, ROWS, sampler=everything, blocks=FirstDoubt(), max_new_tokens=24, eos_early_stop=False, trace=True
+    )
+    # every step is one block: a run of positions from the left
+    ends = [len(row) for row in ROWS]
+    for step in out.trace.steps:
+        for row, position, *_ in step.commits:
+            assert position == ends[row]
+            ends[row] += 1
+    assert ends == [len(row) + 24 for row in ROWS] and 1 < out.nfe < 24
+
+
+def test_a_wrong_policy_is_named(llada64: Model) -> None:
+    policy = FirstDoubt()
+    policy.off = 24
+    with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.* cut a block that is longer than what it read"):
+        paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24)
+
+
+BAD = [
+    ({"length": 0}, "length=0 must be an integer from 1 to 2147483647"),
+    ({"delimiter_threshold": 2}, r"delimiter_threshold=2 must be a number in \[0, 1\]"),
+    ({"delimiters": "\n"}, r"delimiters='\\n' must be a sequence of texts and token ids"),
+    ({"delimiters": 3}, "delimiters=3 must be a sequence of texts and token ids"),
+    ({"delimiters": []}, r"delimiters=\[\] is empty; without any, use paradec.FixedBlocks"),
+    ({"delimiters": ("",)}, r"delimiters=\('',\) holds an empty text"),
+    ({"delimiters": (1.5,)}, "delimiters=1.5 must be an integer of at least 0"),
+    ({"delimiter_match": "end"}, r"unknown delimiter_match: 'end' \(did you mean 'ends'\?\); allowed: ends, exact"),
+    ({"window": 1.2}, r"window=1.2 must be a number in \[0, 1\]"),
+    ({"min_length": 33}, "min_length=33 must be an integer from 1 to 32"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_settings_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveBlocks(**settings)
+    names = {"length": "init_block_length", "min_length": "min_block_length"}
+    ((name, value),) = settings.items()
+    settings = {names.get(name, name): value}
+    message = message.replace(f"{name}=", f"{names.get(name, name)}=")
+    with pytest.raises(ValueError, match=message):
+        samplers.create("adablock", **settings)
+
+
+def test_round_trip_and_presets() -> None:
+    sampler = samplers.create("adablock", preset="dream", delimiters=["\n", 45], init_block_length=16)
+    assert sampler.to_dict() == {
+        "sampler": "adablock",
+        "threshold": 0.9,
+        "init_block_length": 16,
+        "delimiter_threshold": 0.5,
+        "delimiters": ["\n", 45],
+        "delimiter_match": "ends",
+        "window": 0.25,
+        "min_block_length": 1,
+    }
+    assert type(sampler).from_dict(sampler.to_dict()) == sampler
+    assert samplers.create("adablock", preset="llada") == samplers.create("adablock")
