@@ -8,24 +8,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paradec import caches, samplers
-from paradec.blocks import FixedBlocks
-from paradec.generate import Output, generate
+from paradec.blocks import AdaptiveBlocks, FixedBlocks
+from paradec.generate import Output, generate, infill
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.loading import load, wrap
 from paradec.protocol import Interrupted, decode
+from paradec.samplers.prophet import Prophet
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveBlocks",
     "CheckpointError",
     "FixedBlocks",
     "Interrupted",
     "Output",
+    "Prophet",
     "caches",
     "decode",
     "generate",
+    "hf_generate",
+    "infill",
     "load",
     "samplers",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "hf_generate":  # imports transformers' generation code
+        from paradec.hf import hf_generate
+
+        return hf_generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: `paradec generate`, `paradec samplers`, `paradec caches`.
+"""The command line: `paradec generate`, `paradec infill`, `paradec compare`, `paradec samplers`, `paradec caches`.
 
 A wrong argument gives one line on standard error and exit code 2. With `PARADEC_DEBUG=1` in the environment the
 traceback is shown instead.
@@ -89,71 +89,196 @@ def _main(
         typer.echo(context.get_help())
 
 
+Model = Annotated[str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")]
+SamplerName = Annotated[
+    str,
+    typer.Option(
+        "--sampler",
+        help="A name that `paradec samplers` lists, or several: 'credit+localleap' commits what either would, "
+        "'threshold&klass' what both would.",
+    ),
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; may be repeated.")
+]
+CacheName = Annotated[str, typer.Option("--cache", help="A name that `paradec caches` lists.")]
+BlockLength = Annotated[int | None, typer.Option(help="Tokens per block; by default the model's own.")]
+Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole or adaptive.")]
+Steps = Annotated[int | None, typer.Option(help="Steps, for samplers that follow a schedule.")]
+Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens with this mass.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens.")]
+GuidanceScale = Annotated[float, typer.Option(help="Classifier-free guidance; 1 is off.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the random draws.")]
+Answers = Annotated[int, typer.Option("--num-return-sequences", "-n", help="Answers, each with its own draws.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE.json", help="Write what each step evaluated and made final."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Watch = Annotated[bool, typer.Option("--live", help="Show the tokens being filled in, on a terminal.")]
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
-    model: Annotated[
-        str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")
-    ] = None,
-    sampler: Annotated[str, typer.Option(help="A name that `paradec samplers` lists.")] = "threshold",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; may be repeated."),
-    ] = None,
-    cache: Annotated[str, typer.Option(help="A name that `paradec caches` lists.")] = "none",
-    block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default the model's own.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps, for samplers that follow a schedule.")] = None,
+    model: Model = None,
+    sampler: SamplerName = "threshold",
+    set_: Set = None,
+    cache: CacheName = "none",
+    blocks: Blocks = None,
+    block_length: BlockLength = None,
+    steps: Steps = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length of the canvas after the prompt.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens with this mass.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens.")] = None,
-    guidance_scale: Annotated[float, typer.Option(help="Classifier-free guidance; 1 is off.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random draws.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    guidance_scale: GuidanceScale = 1.0,
+    seed: Seed = None,
+    num_return_sequences: Answers = 1,
     eos_early_stop: Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")] = True,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Write what each step evaluated and made final.")
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    trace: TraceFile = None,
+    live: Watch = False,
+    as_json: AsJson = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="Every line of the prompt is a prompt of its own.")] = False,
 ) -> None:
     """Answer a prompt, and say what it took."""
-    if prompt == "-":
-        prompt = sys.stdin.read().rstrip("\r\n")
-    settings = _settings(set_ or [])
+    text = _text(prompt)
+    _decode(
+        "generate",
+        [line for line in text.splitlines() if line.strip()] if lines and text.strip() else text,
+        source=model,
+        sampler=sampler,
+        settings=set_,
+        dtype=dtype,
+        device=device,
+        trace=trace,
+        live=live,
+        as_json=as_json,
+        cache=cache,
+        blocks=blocks,
+        block_length=block_length,
+        steps=steps,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        guidance_scale=guidance_scale,
+        seed=seed,
+        num_return_sequences=num_return_sequences,
+        eos_early_stop=eos_early_stop,
+        stop_strings=stop,
+        chat=False if raw else None,
+    )
+
+
+@app.command()
+def infill(
+    text: Annotated[str, typer.Argument(help='Text with <mask> in it; "-" reads it from standard input.')],
+    prompt: Annotated[
+        str | None, typer.Option(help="A user's turn of a chat, to which the text is the assistant's answer.")
+    ] = None,
+    mask: Annotated[str, typer.Option(help="What stands for one token to fill; <mask:3> stands for three.")] = "<mask>",
+    model: Model = None,
+    sampler: SamplerName = "threshold",
+    set_: Set = None,
+    cache: CacheName = "none",
+    block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")] = None,
+    steps: Steps = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to append to the text.")] = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    guidance_scale: GuidanceScale = 1.0,
+    seed: Seed = None,
+    num_return_sequences: Answers = 1,
+    dtype: Dtype = None,
+    device: Device = None,
+    trace: TraceFile = None,
+    live: Watch = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fill the masks in a text, and say what it took."""
+    text = _text(text)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+    _decode(
+        "infill",
+        text if prompt is None else turns,
+        source=model,
+        sampler=sampler,
+        settings=set_,
+        dtype=dtype,
+        device=device,
+        trace=trace,
+        live=live,
+        as_json=as_json,
+        mask=mask,
+        cache=cache,
+        block_length=block_length,
+        steps=steps,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        guidance_scale=guidance_scale,
+        seed=seed,
+        num_return_sequences=num_return_sequences,
+    )
+
+
+def _text(argument: str) -> str:
+    return sys.stdin.read().rstrip("\r\n") if argument == "-" else argument
+
+
+def _decode(
+    function: str,
+    prompt: Any,
+    *,
+    source: str | None,
+    sampler: str,
+    settings: list[str] | None,
+    dtype: str | None,
+    device: str | None,
+    trace: Path | None,
+    live: bool,
+    as_json: bool,
+    **request: Any,
+) -> None:
+    """Load the model, run `paradec.generate` or `paradec.infill`, and print the result."""
+    values = _settings(settings or [])
     if trace is not None and (trace.is_dir() or not trace.parent.is_dir()):
         raise ValueError(f"cannot write the trace to {str(trace)!r}: not a file in an existing folder")
 
     import paradec
+    from paradec.blocks import POLICIES
+    from paradec.checks import check_choice
 
     # Settings are checked before the model is loaded, which may take minutes.
-    method = paradec.samplers.create(sampler, **settings)
-    paradec.caches.create(cache)
+    method = paradec.samplers.create(sampler, **values)
+    paradec.caches.create(request["cache"])
+    if request.get("blocks") is not None:
+        check_choice("blocks", request["blocks"], POLICIES)
     _quiet_loading()
-    loaded = paradec.load(model, dtype=dtype, device=device)
+    loaded = paradec.load(source, dtype=dtype, device=device)
 
-    bar = _Bar()
+    view: Any = _Bar()
+    if live and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        from paradec.live import LiveView
+
+        view = LiveView(loaded.tokenizer)
     code = 0
     try:
-        with bar:
-            output = paradec.generate(
-                loaded,
-                prompt,
-                sampler=method,
-                cache=cache,
-                block_length=block_length,
-                steps=steps,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                guidance_scale=guidance_scale,
-                seed=seed,
-                eos_early_stop=eos_early_stop,
-                trace=trace is not None,
-                chat=False if raw else None,
-                callback=bar.update,
+        with view:
+            output = getattr(paradec, function)(
+                loaded, prompt, sampler=method, trace=trace is not None, callback=view.update, **request
             )
     except paradec.Interrupted as interrupt:
         code = 130
@@ -164,15 +289,222 @@ def generate(
     if trace is not None and output.trace is not None:
         output.trace.to_json(trace)
     if as_json:
-        typer.echo(json.dumps(_report(output, method, cache, interrupted=code != 0), ensure_ascii=False))
+        report = _report(output, method, request["cache"], interrupted=code != 0)
+        typer.echo(json.dumps(report, ensure_ascii=False))
     else:
-        typer.echo(output.text)
+        texts = [output.text] if isinstance(output.text, str) else output.text
+        for index, text in enumerate(texts):
+            typer.echo(text if len(texts) == 1 else f"[{index + 1}] {text}")
         typer.echo(
-            f"{_count(output.tokens[0], 'token')}, {_count(output.nfe, 'forward')}, "
+            f"{_count(sum(output.tokens), 'token')}, {_count(output.nfe, 'forward')}, "
             f"{output.tokens_per_forward:.1f} tokens per forward, {output.seconds:.2f} s"
             + (", interrupted" if code else "")
         )
     raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    model: Annotated[
+        str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help='Your own prompts, one JSON object a line: {"prompt": ..., "answer": ...}, or "regex" for "answer"; '
+            'optionally "task". By default the packaged ones.',
+        ),
+    ] = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")] = None,
+    samplers: Annotated[
+        list[str] | None, typer.Option(help="Samplers, separated by commas; by default every masked one.")
+    ] = None,
+    cache: Annotated[str, typer.Option(help="A name that `paradec caches` lists.")] = "none",
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Length of the canvas after the prompt.")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default the model's own.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the results, as they come.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw accuracy over tokens per forward (needs matplotlib).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")] = False,
+) -> None:
+    """Compare samplers, each with several settings: right answers beside the forwards that they took."""
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ValueError(f"cannot write the results to {str(out)!r}: not a file in an existing folder")
+    if resume and out is None:
+        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+
+    import paradec
+    from paradec import evaluation
+    from paradec.evaluation.plot import check_plot, frontier
+
+    # Everything is checked before the model is loaded, which may take minutes.
+    if plot is not None:
+        check_plot(plot)
+    names = _names(samplers)
+    evaluation.configurations(names)
+    paradec.caches.create(cache)
+    if prompts is None:
+        questions = evaluation.packaged_questions(_names(tasks), limit)
+    else:
+        questions = evaluation.read_questions(prompts, _names(tasks), limit)
+    earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
+    _quiet_loading()
+    loaded = paradec.load(model, dtype=dtype, device=device)
+
+    saved = 0
+
+    def update(comparison: Any, configuration: Any, share: float) -> None:
+        nonlocal saved
+        if out is not None and len(comparison.results) > saved:
+            comparison.to_json(out)
+            saved = len(comparison.results)
+        bar.work(configuration.name, share)
+
+    bar = _Bar()
+    code = 0
+    try:
+        with bar:
+            found = evaluation.compare(
+                loaded,
+                questions=questions,
+                names=names,
+                cache=cache,
+                batch=batch,
+                seed=seed,
+                max_new_tokens=max_new_tokens,
+                block_length=block_length,
+                resume=earlier,
+                progress=update,
+            )
+    except paradec.Interrupted as interrupt:
+        code = 130
+        found = interrupt.output
+    if out is not None and found.results:
+        found.to_json(out)
+    if plot is not None and found.results:
+        frontier(found, plot)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        _table(found.columns(), found.table())
+        if code:
+            print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+learn2pd = typer.Typer(help="Filters for the sampler learn2pd.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(learn2pd, name="learn2pd")
+
+
+@learn2pd.callback()
+def _learn2pd() -> None:
+    pass
+
+
+@learn2pd.command("train")
+def learn2pd_train(
+    out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="Where the filter goes.")],
+    model: Model = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='A prompt per line, or JSON lines with a "prompt" each in a file named .jsonl. By default prompts of '
+            "the packaged tasks (not those of `paradec compare`).",
+        ),
+    ] = None,
+    per_task: Annotated[int, typer.Option(help="Packaged prompts per task.")] = 28,
+    kind: Annotated[str, typer.Option(help="block (the paper's; one block length) or features (any length).")] = "block",
+    block_length: BlockLength = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Length of the canvas after the prompt.")] = None,
+    cache: Annotated[
+        list[str] | None, typer.Option("--cache", help="A cache that the filter is to serve; may be repeated.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 16,
+    epochs: Annotated[int, typer.Option(help="Passes over all records; 40000 in the paper.")] = 4000,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 3e-3,
+    threshold: Annotated[float, typer.Option(help="Acceptance that precision and recall are measured at.")] = 0.96,
+    false_accept_weight: Annotated[float, typer.Option(help="How much more a token weighs that is not final.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the split and the weights.")] = 0,
+    records: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.safetensors", help="Keep what is collected here, and go on with what it holds."),
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to what was final."""
+    for name, file in (("--out", out), ("--records", records)):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise ValueError(f"cannot write {name} {str(file)!r}: not a file in an existing folder")
+
+    import paradec
+    from paradec.samplers.learn2pd_filter import save_filter
+    from paradec.training import learn2pd as training
+
+    # Everything is checked before the model is loaded, and before the hours of collecting.
+    training.check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
+
+    texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
+    earlier = training.Records.load(records) if records is not None and records.exists() else None
+    _quiet_loading()
+    loaded = paradec.load(model, dtype=dtype, device=device)
+
+    def save(collected: Any) -> None:
+        if records is not None and collected.done:
+            collected.save(records)
+
+    bar = _Bar()
+    try:
+        with bar:
+            collected = training.collect(
+                loaded,
+                texts,
+                block_length=block_length,
+                max_new_tokens=max_new_tokens,
+                caches=cache or ["none"],
+                batch=batch,
+                resume=earlier,
+                checkpoint=save,
+                progress=bar.work,
+            )
+            save(collected)
+            facts, network = training.train(
+                collected,
+                kind=kind,
+                epochs=epochs,
+                lr=lr,
+                threshold=threshold,
+                false_accept_weight=false_accept_weight,
+                seed=seed,
+                progress=bar.work,
+            )
+    except paradec.Interrupted as interrupt:
+        save(interrupt.output)
+        kept = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
+        print(f"interrupted{kept}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    save_filter(out, facts, network)
+    found = facts.held_out
+    typer.echo(
+        f"{out}: precision {found['precision']:.4f}, recall {found['recall']:.4f} at {threshold:g}, over "
+        f"{found['undecided']} undecided positions of prompts kept from training"
+    )
+
+
+def _names(given: list[str] | None) -> list[str] | None:
+    """Comma-separated names, in one option or several."""
+    if given is None:
+        return None
+    return [name.strip() for text in given for name in text.split(",")]
 
 
 @app.command()
@@ -189,13 +521,22 @@ def samplers(
 def caches(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List the caches and their settings."""
+    """List the caches and their settings, and which samplers and models each works with."""
     import paradec
+    from paradec.caches.table import summary
 
-    _list(paradec.caches, as_json)
+    pairs = summary(paradec.samplers.registry, paradec.caches.registry)
+    _list(
+        paradec.caches,
+        as_json,
+        {name: {"works_with": [p for p in pairs if p["cache"] == name]} for name in paradec.caches.names()},
+    )
+    if not as_json:
+        typer.echo("")
+        _table(tuple(pairs[0]), [tuple(pair.values()) for pair in pairs])
 
 
-def _list(registry: Any, as_json: bool) -> None:
+def _list(registry: Any, as_json: bool, more: dict[str, dict[str, Any]] | None = None) -> None:
     """Print a registry: a table on a terminal, tab-separated lines elsewhere."""
     from paradec.protocol import plain
 
@@ -205,6 +546,7 @@ def _list(registry: Any, as_json: bool) -> None:
         entry: dict[str, Any] = {"name": name}
         entry |= {key: getattr(cls, key, "") for key in ("family", "summary", "paper", "arxiv")}
         entry["settings"] = {key: plain(value) for key, value in cls.settings().items()}
+        entry |= (more or {}).get(name, {})
         entries.append(entry)
     if as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
@@ -220,6 +562,11 @@ def _list(registry: Any, as_json: bool) -> None:
         )
         for entry in entries
     ]
+    _table(columns, rows)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table: ruled on a terminal, tab-separated lines elsewhere."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             typer.echo("\t".join(row))
@@ -257,20 +604,34 @@ class _Bar:
 
     def update(self, state: Any, commit: Any) -> None:
         """Called by `paradec.generate` after every commit."""
+        if self._is_due():
+            decided, total = state.progress
+            self._show("decoding", decided, total, 30)
+
+    def work(self, what: str, share: float) -> None:
+        """Called by `paradec compare` after every batch."""
+        if self._is_due():
+            # some configurations take ten times as long as others: judge the time left by a longer past
+            self._show(what, round(1000 * share), 1000, 600)
+
+    def _is_due(self) -> bool:
         now = time.monotonic()
         if not self.enabled or now < self.due:
-            return
+            return False
         self.due = now + self.interval
-        decided, total = state.progress
+        return True
+
+    def _show(self, what: str, completed: int, total: int, period: float) -> None:
         if self.progress is None:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self.task = self.progress.add_task("decoding", total=total)
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            console = Console(stderr=True)
+            self.progress = Progress(*columns, console=console, transient=True, speed_estimate_period=period)
+            self.task = self.progress.add_task(what, total=total)
             self.progress.start()
-        self.progress.update(self.task, completed=decided, total=total)
+        self.progress.update(self.task, description=what, completed=completed, total=total)
 
 
 def _settings(pairs: Iterable[str]) -> dict[str, Any]:
@@ -311,13 +672,21 @@ def _quiet_loading() -> None:
 
 
 def _report(output: Any, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
-    new_tokens = output.new_tokens[0].tolist()
+    single = isinstance(output.text, str)
+
+    def rows(values: list[Any]) -> Any:
+        return values[0] if single else values
+
+    filled: dict[str, Any] = {"fills": output.fills}
+    if output.fills is None:
+        # without the padding after the end token
+        answers = zip(output.new_tokens.tolist(), output.tokens, output.finished, strict=True)
+        filled = {"new_tokens": rows([ids[:count] if finished else ids for ids, count, finished in answers])}
     return {
         "text": output.text,
-        # without the padding after the end token
-        "new_tokens": new_tokens[: output.tokens[0]] if output.finished[0] else new_tokens,
-        "tokens": output.tokens[0],
-        "finished": output.finished[0],
+        **filled,
+        "tokens": rows(output.tokens),
+        "finished": rows(output.finished),
         "nfe": output.nfe,
         "row_forwards": output.row_forwards,
         "forwarded_tokens": output.forwarded_tokens,

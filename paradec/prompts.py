@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_bool
+from paradec.checks import check_bool, check_int, shown
 
 BYTES = (bytes, bytearray, memoryview)
 """Sequences of small integers that nobody means as ids."""
+MOST_MASKS = 1_000_000
+"""Masks that one placeholder can stand for, where the model states no length."""
 
 
 @dataclass
@@ -22,52 +25,81 @@ class Prompts:
 
     rows: list[list[int]]
     single: bool
+    starts: list[int]
+    """Where the text that a reader wants begins in each row of an infill: behind the turns before the last one."""
+
+    def repeated(self, times: int) -> Prompts:
+        """Every row `times` times, copies side by side."""
+        rows, starts = ([item for item in items for _ in range(times)] for items in (self.rows, self.starts))
+        return Prompts(rows, self.single and times == 1, starts)
 
 
-def encode(model: Any, prompt: Any, attention_mask: Any = None, chat: bool | None = None) -> Prompts:
+def encode(
+    model: Any, prompt: Any, attention_mask: Any = None, chat: bool | None = None, placeholder: str | None = None
+) -> Prompts:
     """Turn a prompt into rows of ids.
 
     Args:
         prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
-            any one of these.
+            any one of these. Ids may hold the mask id anywhere. `Prompts` are returned as they are.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
+        placeholder: text that stands for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
+            are taken as they are unless `chat` is True, and an assistant's turn at the end of a chat is not closed by a
+            new one.
 
     Raises:
         ValueError: an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
-            with holes. TypeError: a prompt of another kind.
+            with holes, masks in text without a placeholder. TypeError: a prompt of another kind.
     """
+    if isinstance(prompt, Prompts):
+        return prompt
     if chat is not None:
         check_bool("chat", chat)
+    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
+        raise ValueError(f"mask={shown(placeholder)} must be the text that stands for a token to fill, e.g. '<mask>'")
     if isinstance(prompt, (Tensor, np.ndarray)):
         return _from_ids(model, _tensor("input ids", prompt), attention_mask)
     if attention_mask is not None and not _is_rows_of_ids(prompt):
         raise ValueError("attention_mask goes with a 2-D tensor of input ids, not with text or unpadded rows")
     if isinstance(prompt, str):
-        rows, single = [_from_text(model, prompt, chat)], True
+        rows, single = [_from_text(model, prompt, chat, placeholder)], True
     elif not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
         raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
     elif len(prompt) == 0:
         raise ValueError("prompt is empty; give at least one token, text or message")
     elif all(isinstance(item, str) for item in prompt):
-        rows, single = [_from_text(model, item, chat) for item in prompt], False
+        rows, single = [_from_text(model, item, chat, placeholder) for item in prompt], False
     elif all(isinstance(item, dict) for item in prompt):
-        rows, single = [_from_messages(model, prompt)], True
+        rows, single = [_from_messages(model, prompt, placeholder)], True
     elif all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
-        rows, single = [[int(i) for i in prompt]], True
+        return _of_ids(model, [[int(i) for i in prompt]], True)
     elif _is_rows_of_ids(prompt):
         if attention_mask is not None:
             if len({len(row) for row in prompt}) != 1:
                 raise ValueError("attention_mask goes with rows of one length; unpadded rows need none")
             return _from_ids(model, _tensor("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
-        rows, single = [[int(i) for i in row] for row in prompt], False
+        return _of_ids(model, [[int(i) for i in row] for row in prompt], False)
     elif all(isinstance(item, Sequence) and item and all(isinstance(m, dict) for m in item) for item in prompt):
-        rows, single = [_from_messages(model, item) for item in prompt], False
+        rows, single = [_from_messages(model, item, placeholder) for item in prompt], False
     else:
         kinds = sorted({type(item).__name__ for item in prompt})
         raise TypeError(f"prompt mixes or holds items of type {kinds}; give texts, chats or rows of ids")
+    ids, starts = [row for row, _ in rows], [start for _, start in rows]
+    check_rows(model, ids)
+    mask = model.facts.mask_token_id
+    for index, row in enumerate(ids):
+        if placeholder is None and mask in row:
+            raise ValueError(
+                f"the prompt of row {index} holds the mask id {mask} at position {row.index(mask)}; "
+                "paradec.infill fills masks in text"
+            )
+    return Prompts(ids, single, starts)
+
+
+def _of_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
     check_rows(model, rows)
-    return Prompts(rows, single)
+    return Prompts(rows, single, [0] * len(rows))
 
 
 def _is_rows_of_ids(prompt: Any) -> bool:
@@ -115,38 +147,77 @@ def _from_ids(model: Any, ids: Tensor, attention_mask: Any) -> Prompts:
         if (keep.int().diff(dim=1).abs().sum(1) > 1).any():
             raise ValueError("attention_mask has holes; padding must stand on the left or on the right of a row")
     rows = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
-    check_rows(model, rows)
-    return Prompts(rows, single)
+    return _of_ids(model, rows, single)
 
 
-def _from_text(model: Any, text: str, chat: bool | None) -> list[int]:
+def _from_text(model: Any, text: str, chat: bool | None, placeholder: str | None) -> tuple[list[int], int]:
+    """The ids of a text, and where the text that a reader wants begins in them."""
     tokenizer = _tokenizer(model)
     if not text.strip():
         raise ValueError(f"prompt={text!r} is empty; give at least one word")
     template = getattr(tokenizer, "chat_template", None)
     if chat and not template:
         raise ValueError("chat=True needs a tokenizer with a chat template; this one has none")
-    if chat is not False and template:
-        return _from_messages(model, [{"role": "user", "content": text}])
-    return _known(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], text)
+    if chat or (chat is None and placeholder is None and template):
+        return _from_messages(model, [{"role": "user", "content": text}], placeholder)
+    if placeholder is None:
+        return _ids_of(tokenizer, text), 0
+    # a masked language model was trained on whole inputs, with its special tokens around them
+    return _ids_of(tokenizer, _with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
 
 
-def _from_messages(model: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    from jinja2 import TemplateError  # what transformers renders chat templates with
-
+def _from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
+    """The ids of a chat, and where the text that a reader wants begins in them."""
     tokenizer = _tokenizer(model)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat messages need a tokenizer with a chat template; this one has none")
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
-    # rendered first, so that no special token is added twice
+    if placeholder is None:
+        return _ids_of(tokenizer, _render(tokenizer, messages)), 0
+    messages = [{**m, "content": _with_masks(model, m["content"], placeholder)} for m in messages]
+    if messages[-1]["role"] != "assistant":
+        return _ids_of(tokenizer, _render(tokenizer, messages)), 0
+    ids = _ids_of(tokenizer, _render(tokenizer, messages, open_turn=False))
+    before = _ids_of(tokenizer, _render(tokenizer, messages[:-1])) if len(messages) > 1 else []
+    # a tokenizer may join the two ends; then the reader gets the turns before as well
+    return ids, len(before) if ids[: len(before)] == before else 0
+
+
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True) -> str:
+    """The chat as text: rendered before it is tokenized, so that no special token is added twice."""
+    from jinja2 import TemplateError  # what transformers renders chat templates with
+
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_turn)
     except (TemplateError, TypeError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(f"the tokenizer's chat template does not take these messages: {reason}") from error
-    return _known(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], text)
+
+
+def _with_masks(model: Any, text: str, placeholder: str) -> str:
+    """The text with the tokenizer's name of the mask in place of the placeholder, as often as it asks for.
+
+    A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
+    """
+    mask, tokenizer = model.facts.mask_token_id, model.tokenizer
+    name = tokenizer.convert_ids_to_tokens(mask)
+    if name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]:
+        raise ValueError(f"the tokenizer of {model.facts.name} has no text for the mask id {mask}; give input_ids")
+
+    def masks(match: re.Match[str]) -> str:
+        count = int(match["count"] or 1)
+        check_int(f"count of {match[0].strip()!r}", count, low=1, high=model.facts.max_length or MOST_MASKS)
+        return name * count
+
+    last = placeholder[-1]
+    count = r"(?::(?P<count>[0-9]+))?" if last in ")]}>" else r"(?P<count>(?!))?"
+    return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last), masks, text)
+
+
+def _ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    return _known(tokenizer, tokenizer(text, add_special_tokens=special)["input_ids"], text)
 
 
 def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
@@ -165,13 +236,17 @@ def _tokenizer(model: Any) -> Any:
 
 
 def check_rows(model: Any, rows: list[list[int]]) -> None:
-    """Raise ValueError for an empty row, an id outside the vocabulary, or a mask id in the prompt."""
-    vocab, mask = model.facts.vocab_size, model.facts.mask_token_id
+    """Raise ValueError for an empty row or an id outside the vocabulary."""
+    vocab = model.facts.vocab_size
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompt of row {index} is empty; give at least one token")
         if min(row) < 0 or max(row) >= vocab:
             wrong = next(i for i in row if i < 0 or i >= vocab)
             raise ValueError(f"input id {wrong} in row {index} is outside the vocabulary (0 to {vocab - 1})")
-        if mask is not None and mask in row:
-            raise ValueError(f"the prompt of row {index} holds the mask id {mask} at position {row.index(mask)}")
+
+
+def right_aligned(tensor: Tensor, length: np.ndarray, fill: int | bool) -> Tensor:
+    """Rows [B, L] that start at column 0 and have `length` [B] entries -> [B, L] rows that end at the last column."""
+    source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(length)).unsqueeze(1)
+    return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)

@@ -99,10 +99,60 @@ def test_raw_skips_the_chat_template() -> None:
     assert report(PROMPT, "--raw")["tokens"] == paradec.generate(paradec.load(), PROMPT, chat=False).tokens[0]
 
 
+def test_several_answers_and_several_prompts() -> None:
+    prompts = [PROMPT, "Reverse: pear fig apple kiwi"]
+    data = report("-", "--lines", "-n", 2, stdin="\n\n".join(prompts) + "\n")
+    assert data["text"] == ["apple fig pear"] * 2 + ["kiwi apple fig pear"] * 2
+    assert data["tokens"] == [len(ids) for ids in data["new_tokens"]] == [4, 4, 5, 5]
+    lines = ok("generate", PROMPT, "-n", 2).splitlines()
+    assert lines[:2] == ["[1] apple fig pear", "[2] apple fig pear"] and lines[2].startswith("8 tokens, ")
+
+
+def test_stop_strings() -> None:
+    data = report(PROMPT, "--stop", "pear", "--stop", "fig")
+    assert (data["text"], data["tokens"], data["finished"]) == ("apple fig", 2, True)
+
+
+def test_infill() -> None:
+    text, question = "kiwi <mask:2> pear", "Reverse: pear fig apple kiwi"
+    answer, cost = ok("infill", text, "--prompt", question).splitlines()
+    assert answer == "kiwi apple fig pear"
+    assert cost.startswith("2 tokens, ")
+    data = json.loads(ok("infill", "-", "--prompt", question, "--json", "--sampler", "low_confidence", stdin=text))
+    assert data["fills"] == ["apple fig"] and data["nfe"] == 2 and "new_tokens" not in data
+    assert data["text"] == answer
+    assert ok("infill", "fox ___ cow", "--mask", "___", "--max-new-tokens", 1).startswith("fox ")
+    result = run("infill", "fox cow")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: the prompt of row 0 has nothing to fill") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["generate", PROMPT], ["infill", "fox <mask>"]])
+def test_live_without_a_terminal_changes_nothing(command: list[str]) -> None:
+    plain, live = ok(*command), ok(*command, "--live")
+    assert live.splitlines()[0] == plain.splitlines()[0]
+    assert live.count("\n") == plain.count("\n") and "\033" not in live
+
+
+def test_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, wipes its drawing away and prints the answer."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    command = ["generate", PROMPT, "--live", "--sampler", "low_confidence", "--max-new-tokens", "8"]
+    assert cli.app(command, standalone_mode=False) == 0
+    text = screen.getvalue()
+    assert "\N{LIGHT SHADE}" in text and "\033[2K" in text
+    assert "apple fig pear" in text.split("\N{LIGHT SHADE}")[-1]
+    assert text.splitlines()[-1].startswith("4 tokens, 8 forwards")
+
+
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
 def test_listing(kind: str) -> None:
     registry = getattr(paradec, kind)
-    lines = [line.split("\t") for line in ok(kind).splitlines()]
+    listing, _, pairs = ok(kind).partition("\n\n")
+    lines = [line.split("\t") for line in listing.splitlines()]
+    assert (kind == "caches") == ("bidirectional" in pairs)
     assert lines[0] == ["name", "family", "settings", "paper"]
     assert [line[0] for line in lines[1:]] == registry.names()
     entries = json.loads(ok(kind, "--json"))

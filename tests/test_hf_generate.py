@@ -1,0 +1,214 @@
+"""`model.generate(..., custom_generate=paradec.hf_generate)`: transformers' own entry, paradec's decoding."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM, TextStreamer
+
+import paradec
+from paradec.models.adapter import Model
+
+GOLDEN = Path(__file__).parent / "golden"
+PREDICTION = {"llada": "same", "dream": "shifted"}
+PADDED = torch.tensor([[9, 9, 1, 2, 3], [9, 4, 5, 6, 7]])
+ATTENTION = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+
+
+def module_of(kind: str) -> tuple[Any, Model]:
+    """The checkpoint as plain transformers holds it (causal attention), and paradec's adapter of another copy."""
+    loaded = paradec.load(GOLDEN / f"{kind}-tiny", dtype="float64")
+    config = loaded.module.config.__class__.from_dict(loaded.module.config.to_dict())
+    config._attn_implementation = "sdpa"
+    plain = (LlamaForCausalLM if kind == "llada" else Qwen2ForCausalLM)(config).double()
+    plain.load_state_dict(loaded.module.state_dict())
+    plain.generation_config = GenerationConfig(
+        eos_token_id=list(loaded.facts.eos_token_ids), pad_token_id=loaded.facts.pad_token_id
+    )
+    return plain.eval(), loaded
+
+
+@pytest.fixture(scope="module", params=["llada", "dream"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
+    plain, loaded = module_of(request.param)
+    arguments = {
+        "custom_generate": paradec.hf_generate,
+        "prediction": PREDICTION[request.param],
+        "mask_token_id": loaded.facts.mask_token_id,
+    }
+    return plain, loaded, arguments
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
+)
+def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
+    """A padded batch: same tokens as paradec.generate, cut behind the longest answer."""
+    plain, loaded, arguments = pair
+    blocks = {} if "block_length" in settings else {"block_length": 12}
+    expected = paradec.generate(
+        loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **settings
+    )
+    out = plain.generate(
+        PADDED,
+        attention_mask=ATTENTION,
+        max_new_tokens=12,
+        return_dict_in_generate=True,
+        **arguments,
+        **blocks,
+        **settings,
+    )
+    longest = max(expected.tokens)
+    assert out.sequences.shape == (2, 5 + longest)
+    assert torch.equal(out.sequences[:, 5:], expected.new_tokens[:, :longest])
+    assert torch.equal(out.sequences[:, :5][ATTENTION.bool()], PADDED[ATTENTION.bool()])
+    assert (out.nfe, out.tokens_per_forward) == (expected.nfe, expected.tokens_per_forward)
+    # max_length counts the prompt
+    again = plain.generate(PADDED, attention_mask=ATTENTION, max_length=17, **arguments, **blocks, **settings)
+    assert torch.equal(again, out.sequences)
+
+
+def test_sampling_settings_are_transformers_own(pair: Any) -> None:
+    plain, loaded, arguments = pair
+    ids = torch.tensor([[1, 2, 3]])
+    drawn = {"do_sample": True, "temperature": 0.9, "top_k": 7, "top_p": 0.8, "num_return_sequences": 3}
+    out = plain.generate(ids, max_new_tokens=8, seed=4, suppress_tokens=[5], guidance_scale=1.5, **arguments, **drawn)
+    expected = paradec.generate(
+        loaded,
+        input_ids=ids,
+        max_new_tokens=8,
+        block_length=8,
+        seed=4,
+        temperature=0.9,
+        top_k=7,
+        top_p=0.8,
+        num_return_sequences=3,
+        suppress_tokens=[5],
+        guidance_scale=1.5,
+    )
+    assert torch.equal(out, expected.sequences[:, : out.shape[1]])
+    assert out.shape[1] == 3 + max(expected.tokens)
+    # without do_sample the temperature is not used, as in transformers; its default top_k is 50
+    greedy = plain.generate(ids, max_new_tokens=8, **arguments)
+    width = greedy.shape[1]
+    assert torch.equal(
+        greedy, paradec.generate(loaded, input_ids=ids, max_new_tokens=8, block_length=8).sequences[:, :width]
+    )
+    sampled = plain.generate(ids, max_new_tokens=8, seed=1, do_sample=True, **arguments)
+    expected = paradec.generate(
+        loaded, input_ids=ids, max_new_tokens=8, block_length=8, seed=1, temperature=1.0, top_k=50
+    )
+    assert torch.equal(sampled, expected.sequences[:, : sampled.shape[1]])
+    # the mask id may stand in a generation config
+    config = GenerationConfig(
+        max_new_tokens=8, eos_token_id=61, pad_token_id=61, mask_token_id=loaded.facts.mask_token_id
+    )
+    named = {key: value for key, value in arguments.items() if key != "mask_token_id"}
+    assert torch.equal(plain.generate(ids, generation_config=config, **named), greedy)
+
+
+def test_the_model_is_left_as_it_was(pair: Any) -> None:
+    plain, _, arguments = pair
+    ids = torch.tensor([[1, 2, 3, 4]])
+    plain.train()
+
+    def condition() -> tuple[Any, ...]:
+        hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in plain.modules()]
+        return plain.config._attn_implementation, [part.training for part in plain.modules()], hooks
+
+    before, logits = condition(), plain(ids).logits
+    plain.generate(ids, max_new_tokens=6, **arguments)
+    assert condition() == before
+    assert torch.equal(plain(ids).logits, logits)
+    with pytest.raises(ValueError, match="unknown sampler: 'treshold'"):
+        plain.generate(ids, max_new_tokens=6, sampler="treshold", **arguments)
+
+    def broken(state: Any, commit: Any) -> None:
+        raise RuntimeError("a mistake of the caller's")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        plain.generate(ids, max_new_tokens=6, callback=broken, **arguments)
+    assert condition() == before
+    assert torch.equal(plain(ids).logits, logits)
+    # decoding the usual way still works
+    assert plain.eval().generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 4
+
+
+def test_masks_in_the_ids_are_filled(pair: Any) -> None:
+    plain, loaded, arguments = pair
+    mask = loaded.facts.mask_token_id
+    ids = torch.tensor([[1, mask, 3, mask, 5]])
+    out = plain.generate(ids, max_new_tokens=4, **arguments)
+    expected = paradec.generate(loaded, input_ids=ids, max_new_tokens=4)
+    assert (out != mask).all() and out[0, [0, 2, 4]].tolist() == [1, 3, 5]
+    assert torch.equal(out, expected.sequences[:, : out.shape[1]])
+
+
+def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers keeps both from a callable; with functools.partial they arrive."""
+    packaged = paradec.load()
+    facts, tokenizer, module = packaged.facts, packaged.tokenizer, packaged.module
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Sort: pear fig apple"}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    bound = functools.partial(
+        paradec.hf_generate, streamer=TextStreamer(tokenizer, skip_prompt=True), tokenizer=tokenizer
+    )
+    arguments = {"custom_generate": bound, "prediction": "same", "eos_token_id": list(facts.eos_token_ids)}
+    out = module.generate(ids, max_new_tokens=8, pad_token_id=facts.pad_token_id, **arguments)
+    assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == "apple fig pear"
+    assert capsys.readouterr().out == tokenizer.decode(out[0, ids.shape[1] :]) + "\n"
+    out = module.generate(ids, max_new_tokens=8, stop_strings=["fig"], **arguments)
+    assert tokenizer.decode(out[0, ids.shape[1] :]) == "apple fig"
+    # the adapter that the module came with works as before
+    assert paradec.generate(packaged, "Sort: pear fig apple").text == "apple fig pear"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor is made for one next token"),
+        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor is made for one next token"),
+        ({"max_time": 9.0}, "MaxTimeCriteria is made for one next token"),
+        ({"num_beams": 2}, "num_beams=2 is not supported; it must be 1"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
+        ({"position_ids": torch.tensor([[3, 4, 5]])}, "position_ids=.* must count each row's tokens from 0"),
+        ({"negative_prompt_ids": torch.tensor([[1]]), "guidance_scale": 2.0}, "negative_prompt_ids is not supported"),
+        ({"stop_strings": "a"}, "stop_strings='a' needs a tokenizer"),
+        ({"prediction": None}, "prediction is needed to wrap"),
+        ({"mask_token_id": None}, "mask_token_id is needed to wrap"),
+        ({"mask_token_id": 99}, "mask_token_id=99"),
+        ({"cache": "nothing"}, "unknown cache: 'nothing'"),
+        ({"temperatur": 1.0}, "temperatur"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(pair: Any, settings: dict[str, Any], message: str) -> None:
+    plain, _, arguments = pair
+    calls: list[int] = []
+    handle = plain.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(ValueError, match=message):
+            plain.generate(torch.tensor([[1, 2, 3]]), **{"max_new_tokens": 6, **arguments, **settings})
+    finally:
+        handle.remove()
+    assert calls == []
+
+
+def test_a_filled_cache_is_refused(pair: Any) -> None:
+    plain, _, arguments = pair
+    ids = torch.tensor([[1, 2, 3]])
+    past = plain(ids[:, :2], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values holds tokens already"):
+        plain.generate(ids, past_key_values=past, max_new_tokens=4, **arguments)
+
+
+def test_it_is_for_transformers_to_call() -> None:
+    with pytest.raises(ValueError, match="generation_config is missing; pass hf_generate to model.generate"):
+        paradec.hf_generate(None, torch.tensor([[1]]))
+    with pytest.raises(AttributeError, match="module 'paradec' has no attribute 'hf_generat'"):
+        paradec.hf_generat  # noqa: B018
