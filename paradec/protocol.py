@@ -45,14 +45,24 @@ class Query:
     valid: Tensor | None = None
     """[R, Q] bool: False where a column is padding; None when nothing is."""
     visible: Tensor | None = None
-    """[R, Q, K] bool: which keys each query position sees; None is the model's own topology."""
+    """[R, Q, Q] bool: which of the call's columns each column sees; None is the model's own topology. Over a store,
+    columns see what is stored elsewhere too, and not what is stored at the positions that the call evaluates."""
     store_rows: Tensor | None = None
     """[R] int64: rows of the key/value store; None evaluates without a store."""
     slots: Tensor | None = None
-    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding."""
+    """[R, Q] int64: store slot that each position's key and value are written to, -1 for padding (and, with `visible`,
+    for columns that are not kept); None writes nothing: a draft over the store."""
+    store_index: np.ndarray | None = None
+    """[R] int64, on the host: `store_rows` again, where the host knows it: then neighbours are read without a copy."""
+    reach: int | None = None
+    """Slots from here on are seen by no row of the call; None if any may be."""
+    step: int = 0
+    """How many commits the state had seen, for the store's records."""
     branches: int = 1
+    copies: np.ndarray | None = None
+    """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch."""
+    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all its drafts together."""
     index: np.ndarray | None = None
     """[N] int64, on the host: where `rows` stand among the running rows."""
     available: Tensor | None = None
@@ -64,6 +74,8 @@ class Query:
         """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""
         query = object.__new__(Query)
         query.__dict__ = self.__dict__ | changes
+        if "store_rows" in changes:
+            query.__dict__["store_index"] = changes.get("store_index")
         return query
 
 
@@ -101,17 +113,21 @@ class Cost:
 
     @property
     def counts(self) -> np.ndarray:
-        """[3, B] int64 on the host, per row of the state: forward calls, rows evaluated, positions evaluated."""
-        counts = np.zeros((3, self.batch), np.int64)
+        """[4, B] int64 on the host, per row of the state: forward calls, rows evaluated, positions evaluated, and
+        those of the calls that evaluated it whole."""
+        counts = np.zeros((4, self.batch), np.int64)
         self.add_to(counts)
         return counts
 
     def add_to(self, counts: np.ndarray) -> None:
-        """Add this cost to [3, B] counts, in place."""
+        """Add this cost to [4, B] counts, in place."""
         for query in self.queries:
-            spent = np.empty((3, len(query.rows)), np.int64)
+            spent = np.empty((4, len(query.rows)), np.int64)
             spent[0], spent[1] = 1, query.branches
             spent[2] = 0 if query.forwarded is None else query.forwarded
+            if getattr(query, "copies", None) is not None:
+                spent[1] *= query.copies
+            spent[3] = query.kind == "full"
             if query.branches > 1:
                 spent[2] *= query.branches
             if len(query.rows) == self.batch:
@@ -140,8 +156,14 @@ class Proposal:
     """[R, W] bool: positions that were evaluated this step and may be committed."""
     current: Tensor | None = None
     """[R, W] int64: what stands at the positions now."""
+    block_end: Tensor | None = None
+    """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
+    early: Tensor | None = None
+    """[R] bool: rows of which everything undecided becomes final now, since a stop rule is satisfied."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Everything else that was read from the logits, by name, each [R, W, ...]."""
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    """What the method's logits stage found, by name, each [R, ...]: new values of its memory, and numbers for `select`."""
     made_at: int = 0
     """How many commits the state had seen; a proposal is good for the next one only."""
     kind: str = "full"
@@ -152,7 +174,8 @@ class Proposal:
 
 @dataclass
 class Commit:
-    """What became final in one step. `selected` marks the entries of `values` that were written."""
+    """What became final in one step. `selected` marks the entries of `values` that were written; methods that take
+    tokens back write the mask id."""
 
     rows: np.ndarray
     values: Tensor
@@ -177,7 +200,8 @@ class MemorySpec:
     """A tensor that a method remembers between steps.
 
     Args:
-        dims: names of the dimensions after the row: "position" (the canvas length), "vocab", or an int.
+        dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
+            is its first position; grows with the widest block), "vocab", or an int.
         fill: the value it starts from and is reset to.
         reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
     """
@@ -224,6 +248,16 @@ class Memory:
         """A copy with every row repeated `branches` times, for drafts that are judged side by side."""
         return self._map(lambda name, tensor: tensor.repeat_interleave(branches, dim=0))
 
+    def grow(self, dim: str, size: int) -> None:
+        """Widen the dimensions called `dim` to at least `size`, with the fill value."""
+        for name, spec in self.specs.items():
+            for axis, own in enumerate(spec.dims, start=1):
+                tensor = self.tensors[name]
+                if own == dim and tensor.shape[axis] < size:
+                    shape = [*tensor.shape]
+                    shape[axis] = size - shape[axis]
+                    self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
+
     def trim(self, length: int) -> Memory:
         """A copy whose "position" dimensions are cut to `length`."""
 
@@ -258,8 +292,8 @@ class State:
     trace: Trace | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._counts = np.zeros((3, self.batch), np.int64)
-        self.nfe, self.row_forwards, self.forwarded_tokens = self._counts  # views
+        self._counts = np.zeros((4, self.batch), np.int64)
+        self.nfe, self.row_forwards, self.forwarded_tokens, self.full_forwards = self._counts  # views
         self.commits = 0
 
     @property
@@ -345,7 +379,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, tuple):
-        return list(value)
+        return [plain(entry) for entry in value]
     return value
 
 

@@ -14,7 +14,8 @@ class TraceStep:
     """One step. Rows count from 0; positions count from a row's first prompt token."""
 
     commits: list[tuple[int, int, int, float]]
-    """(row, position, token, confidence) of every token that became final, sorted."""
+    """(row, position, token, confidence) of everything that was written, sorted; the mask id where a sampler took a
+    token back."""
     forwarded: list[int]
     """Positions evaluated for each row (0: the row took no part)."""
     kind: str

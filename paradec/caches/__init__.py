@@ -12,6 +12,13 @@ registry = Registry(
         "none": "paradec.caches.none:NoCache",
         "prefix": "paradec.caches.prefix:PrefixCache",
         "dual": "paradec.caches.dual:DualCache",
+        "vicinity": "paradec.caches.vicinity:VicinityCache",
+        "dkv_decode": "paradec.caches.dkv_decode:DkvDecode",
+        "dkv_greedy": "paradec.caches.dkv_greedy:DkvGreedy",
+        "dkv_prefill": "paradec.caches.dkv_prefill:DkvPrefill",
+        "dkv_pd": "paradec.caches.dkv_pd:DkvPD",
+        "block": "paradec.caches.block:BlockCache",
+        "hierarchical": "paradec.caches.hierarchical:HierarchicalCache",
     },
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paradec.caches.base import outward
 from paradec.caches.prefix import PrefixCache
 
 
@@ -17,12 +18,15 @@ from paradec.caches.prefix import PrefixCache
 class DualCache(PrefixCache):
     """As `prefix`, but the steps inside a block evaluate the block alone, over keys and values of both sides.
 
-    Approximate for bidirectional models: the masks right of the block are stale too. Exact when every block takes one
-    step. The cheapest steps of the block caches; the open block's own keys and values are always fresh.
+    Approximate for bidirectional models: the masks right of the block are stale too. The cheapest steps of the block
+    caches; the open block's own keys and values are always fresh.
     """
 
     name = "dual"
     summary = "keeps both sides of the open block; evaluates the block alone"
 
-    def end(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        return state.block_end[rows]
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return outward(state, state.block_start[rows], state.block_end[rows])
+
+    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
+        return (prompt + new + (steps - 1) * min(block, new)) / (steps * (prompt + new))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Cache, Part, spans
+from paradec.caches.base import Cache, Part, whole_rows
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,8 @@ class NoCache(Cache):
     name = "none"
     summary = "no cache: whole rows at every step; exact"
     uses_store = False
+    exact_on = ("bidirectional", "block_causal", "causal")
+    topologies = ("bidirectional", "block_causal", "causal")
 
-    def plan(self, state: Any) -> list[Part]:
+    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         return state.while_rows_stand("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
-
-
-def whole_rows(state: Any, chosen: np.ndarray, most: int = 3) -> list[Part]:
-    """Parts that evaluate the `chosen` running rows from end to end."""
-    length = state.length[state.window.rows[chosen]]
-    return spans(state, chosen, np.zeros_like(length), length, "full", most)

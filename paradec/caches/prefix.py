@@ -10,35 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Cache, Part, spans
-from paradec.caches.none import whole_rows
+from paradec.caches.base import RangeCache, outward
 
 
 @dataclass(frozen=True)
-class PrefixCache(Cache):
+class PrefixCache(RangeCache):
     """A block's first forward evaluates the whole row (and serves the block's first step); the others evaluate the
     block and everything right of it over the keys and values of what lies left.
 
-    Approximate for bidirectional models: the prefix was encoded before the block was filled. Exact when every block
-    takes one step. For models that predict shifted, the position left of the block is evaluated too, so that the
-    block's first token has its own logits; the reference commits that token from the full forward instead, unasked.
+    Approximate for bidirectional models: the prefix was encoded before the block was filled. The last tokens of a
+    block get their own keys and values in the next block's first forward. For models that predict shifted, the position
+    left of the block is evaluated too, so that the block's first token has its own logits; the reference commits that
+    token from the full forward instead, unasked. On block-causal models ranges are widened to the model's blocks.
     """
 
     name = "prefix"
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
     summary = "keeps what lies left of the open block; evaluates the block and all after it"
+    exact_on = ("block_causal",)
+    exact_when = "every block takes one step, or the model has one layer"
 
-    def plan(self, state: Any) -> list[Part]:
-        rows = state.window.rows
-        opened = state.block_step[rows] == 0
-        parts = whole_rows(state, np.flatnonzero(opened), most=2) if opened.any() else []
-        inside = np.flatnonzero(~opened)
-        if len(inside):
-            start = np.maximum(state.block_start[rows[inside]] - state.facts.shift, 0)
-            parts += spans(state, inside, start, self.end(state, rows[inside]), "window", most=2)
-        return parts
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return state.block_step[rows] == 0
 
-    def end(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N] int64: where the evaluated range ends."""
-        return state.length[rows]
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return outward(state, state.block_start[rows], state.length[rows])
+
+    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
+        blocks = -(-new // block)
+        left = sum(new - index * block for index in range(blocks))  # from each block's start to the end
+        return (blocks * (prompt + new) + (steps - 1) * left) / (blocks * steps * (prompt + new))

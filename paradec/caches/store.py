@@ -6,8 +6,11 @@ position itself. Importing this module imports transformers.
 
 from __future__ import annotations
 
+import copy
+import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -16,61 +19,235 @@ from paradec.protocol import Query
 
 
 class KeyValueStore(Cache):
-    """Keys and values of `rows` rows of up to `length` positions, allocated layer by layer at the first forward.
+    """Keys and values of `rows` rows of up to `length` positions, allocated in full at the first forward, each layer
+    where it computes.
 
-    One slot more than `length` is kept for padding, which is written there and never seen.
+    One slot more than `length` takes the padding, which is never seen. A call reads the slots below the query's
+    `reach`, its own writes included. Three kinds of call:
+
+    - plain (`slots` given, `visible` None): keys and values are written, and the query sees all filled slots;
+    - `slots` None: nothing is written. The call's own keys and values stand beside the store's, which are hidden at the
+      positions that the call evaluates (a draft replaces what is stored there). Several rows of the call may read one
+      row of the store;
+    - `visible` [R, Q, Q] given: as the former, the columns see each other as it says (trees, shadow blocks), and those
+      with a slot of at least 0 are written.
 
     Args:
         rows: rows of the store; guidance branches have their own.
         length: positions per row.
-        device: where the masks live (keys and values live where their layer computes them).
+        device: where the masks live.
+        dtype: what keys and values are kept in; None keeps the layer's own.
     """
 
-    def __init__(self, rows: int, length: int, device: torch.device):
+    def __init__(self, rows: int, length: int, device: torch.device, dtype: torch.dtype | None = None):
         super().__init__(layers=[])
         self.length = length
-        self.filled = torch.zeros(rows, length + 1, dtype=torch.bool, device=device)
-        """[rows, length + 1] bool: slots that hold something."""
+        self.dtype = dtype
+        self.token_at_write = torch.full((rows, length + 1), -1, dtype=torch.int64, device=device)
+        """[rows, length + 1] int64: the token whose key and value a slot holds, -1 where there is none."""
+        self.step_at_write = torch.full((rows, length + 1), -1, dtype=torch.int32, device=device)
+        """[rows, length + 1] int32: the commits that the state had seen when the slot was written."""
         self.layer_keys: dict[int, Tensor] = {}
+        """Per layer [rows, length + 1, kv_heads, head_dim]: position by position, as projections make them."""
         self.layer_values: dict[int, Tensor] = {}
-        self._rows: Tensor | None = None
-        self._slots: Tensor | None = None
-        self._whole = False
+        self.peak_bytes = 0
+        """Bytes of keys and values held at most; stays after `release`."""
+        self._filled_to = np.zeros(rows, np.int64)  # on the host: slots below are known to be filled
+        self._call: _Call | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_at_write)
+
+    @property
+    def valid(self) -> Tensor:
+        """[rows, length] bool: slots that hold something."""
+        return self.token_at_write[:, : self.length] >= 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(t.nbytes for layers in (self.layer_keys, self.layer_values) for t in layers.values())
+        """Bytes of the keys and values held."""
+        return sum(tensor.nbytes for layers in (self.layer_keys, self.layer_values) for tensor in layers.values())
+
+    def stale(self, canvas: Tensor) -> Tensor:
+        """[rows, length] bool: slots that hold another token's key and value than the canvas [rows, length] has."""
+        return self.valid & (self.token_at_write[:, : self.length] != canvas)
+
+    # ---- one call -------------------------------------------------------------------------------------------------
 
     def bind(self, query: Query) -> KeyValueStore:
-        """Say which rows and slots the next forward writes and reads; returns itself as `past_key_values`."""
-        self._rows = query.store_rows.unsqueeze(1)
-        self._slots = torch.where(query.slots < 0, self.length, query.slots)
-        self._whole = len(query.store_rows) == len(self.filled)
-        self.filled[self._rows, self._slots] = True
-        self.filled[:, self.length] = False
+        """Say what the next forward writes and reads; returns itself as `past_key_values`."""
+        joined = query.visible is not None or query.slots is None
+        reach = self.length if query.reach is None else min(query.reach, self.length)
+        self._call = _Call(query.store_rows, self._selection(query), reach, joined)
+        if query.slots is not None:
+            self._note(query)
         return self
 
-    def visible(self, query: Query) -> Tensor:
-        """[R, 1, 1, length] bool: the slots that a forward of this query sees, its own writes included."""
-        filled = self.filled[query.store_rows]
-        slots = torch.where(query.slots < 0, self.length, query.slots)
-        return filled.scatter(1, slots, True)[:, None, None, : self.length]
+    def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
+        """What the bound query sees, whatever the model's topology allows besides.
+
+        Returns:
+            [R, 1, Q or 1, K] bool, or None when it sees every key; and the keys' positions [R or 1, K] int64: the slots
+            below the reach, then the call's own columns where these stand beside them.
+        """
+        reach = self._call.reach
+        keys = torch.arange(reach, device=query.positions.device).unsqueeze(0)
+        if self._call.joined:
+            keys = torch.cat((keys.expand(len(query.positions), reach), query.positions), 1)
+            return self._joined_mask(query, reach), keys
+        if self._known_full(query, reach):
+            return None, keys
+        return self.valid[:, :reach].index_select(0, query.store_rows)[:, None, None], keys
+
+    def _selection(self, query: Query) -> slice | None:
+        """The call's rows as a slice of the store's, where the host knows them to be one: views need no copy."""
+        index = query.store_index
+        if index is None or len(index) > 1 and (np.diff(index) != 1).any():
+            return None
+        return slice(int(index[0]), int(index[-1]) + 1)
+
+    def _note(self, query: Query) -> None:
+        rows, slots = query.store_rows.unsqueeze(1), query.slots
+        if query.valid is not None or query.visible is not None:
+            slots = torch.where(slots < 0, self.length, slots)
+        call = self._call
+        call.flat = (rows * (self.length + 1) + slots).view(-1)
+        self.token_at_write.view(-1).index_copy_(0, call.flat, query.tokens.reshape(-1))
+        self.step_at_write.view(-1).index_fill_(0, call.flat, query.step)
+        if slots is not query.slots:
+            self.token_at_write[:, self.length] = -1
+        if query.kind == "full" and query.visible is None and query.store_index is not None:
+            self._filled_to[query.store_index] = np.tile(query.forwarded, query.branches)
+
+    def _known_full(self, query: Query, reach: int) -> bool:
+        """Whether the host knows, without asking the device, that the rows' slots below `reach` are all filled."""
+        return query.store_index is not None and bool((self._filled_to[query.store_index] >= reach).all())
+
+    def _joined_mask(self, query: Query, reach: int) -> Tensor:
+        """[R, 1, Q, reach + Q] bool: the store's slots, then the call's own columns."""
+        count, width = query.tokens.shape
+        real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
+        seen = self.valid[:, :reach].index_select(0, query.store_rows)
+        # what the call evaluates itself is not read from the store; padding hides nothing
+        here = torch.where(real & (query.positions < reach), query.positions, reach)
+        hidden = torch.zeros((count, reach + 1), dtype=torch.bool, device=seen.device).scatter_(1, here, True)
+        seen = (seen & ~hidden[:, :reach])[:, None, :].expand(count, width, reach)
+        own = real[:, None, :].expand(count, width, width)
+        if query.visible is not None:
+            own = own & query.visible
+        # a padding column sees itself, so that its softmax is defined
+        own = own | (torch.eye(width, dtype=torch.bool, device=own.device) & ~real[:, None, :])
+        return torch.cat((seen, own), -1)[:, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, length, head_dim] of the rows."""
+        """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, K, head_dim] to attend over."""
         if layer_idx not in self.layer_keys:
-            shape = (len(self.filled), key_states.shape[1], self.length + 1, key_states.shape[3])
-            self.layer_keys[layer_idx] = torch.zeros(shape, dtype=value_states.dtype, device=key_states.device)
-            self.layer_values[layer_idx] = torch.zeros(shape, dtype=value_states.dtype, device=value_states.device)
-        rows, slots = self._rows.to(key_states.device), self._slots.to(key_states.device)
-        found = []
+            self._allocate(key_states, value_states, layer_idx)
+        call, found = self._call, []
         for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
-            store[rows, :, slots] = fresh.transpose(1, 2).to(store.dtype)
-            read = store if self._whole else store[rows[:, 0]]
-            found.append(read[:, :, : self.length])
+            by_position = fresh.transpose(1, 2)
+            if call.flat is not None:
+                flat = call.flat if call.flat.device == store.device else call.flat.to(store.device)
+                store.flatten(0, 1).index_copy_(0, flat, by_position.to(store.dtype).flatten(0, 1))
+            found.append(self._read(store, by_position, call, value_states.dtype).transpose(1, 2))
         return tuple(found)
+
+    def _read(self, store: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+        """[R, K, kv_heads, head_dim]: the rows' slots below the reach, and the call's own columns where they join."""
+        if call.selection is not None:
+            kept = store[call.selection, : call.reach]
+        else:
+            kept = store[:, : call.reach].index_select(0, call.rows.to(store.device))
+        kept = kept.to(dtype)
+        return torch.cat((kept, fresh.to(dtype)), 1) if call.joined else kept
+
+    def _allocate(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        for layers, fresh in ((self.layer_keys, keys), (self.layer_values, values)):
+            shape = (self.rows, self.length + 1, fresh.shape[1], fresh.shape[3])
+            with torch.inference_mode(False):  # else only inference mode could write to it later
+                # rotary angles may be kept in float32: the values' dtype is the model's
+                layers[layer] = torch.zeros(shape, dtype=self.dtype or values.dtype, device=fresh.device)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots per row; positions are always given, so nothing is derived from this."""
         return self.length
+
+    # ---- rows -----------------------------------------------------------------------------------------------------
+
+    def gather(self, rows: Tensor) -> KeyValueStore:
+        """A copy that holds only `rows` [N] int64, in that order; rows may repeat."""
+        other = copy.copy(self)
+        other._call = None
+        other.token_at_write = self.token_at_write.index_select(0, rows)
+        other.step_at_write = self.step_at_write.index_select(0, rows)
+        other._filled_to = self._filled_to[rows.cpu().numpy()]
+        for name in ("layer_keys", "layer_values"):
+            layers = getattr(self, name)
+            setattr(other, name, {at: layer.index_select(0, rows.to(layer.device)) for at, layer in layers.items()})
+        return other
+
+    def fork(self, branches: int) -> KeyValueStore:
+        """A copy with every row repeated `branches` times, for drafts that go on side by side."""
+        return self.gather(torch.arange(self.rows, device=self.token_at_write.device).repeat_interleave(branches))
+
+    def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
+        """Empty the slots of `rows` [N] from `start` [N] on: these positions are no part of the sequence any more."""
+        index, first = torch.as_tensor(np.stack((rows, start)), device=self.token_at_write.device)
+        gone = torch.arange(self.length + 1, device=first.device) >= first.unsqueeze(1)
+        self.token_at_write[index] = self.token_at_write[index].masked_fill(gone, -1)
+        self._filled_to[rows] = np.minimum(self._filled_to[rows], start)
+
+    def release(self) -> None:
+        """Give the memory back. A forward after this starts with an empty store."""
+        self.layer_keys, self.layer_values, self._call = {}, {}, None
+        self.token_at_write.fill_(-1)
+        self.step_at_write.fill_(-1)
+        self._filled_to[:] = 0
+
+
+class _Call:
+    """What one bound forward writes and reads."""
+
+    def __init__(self, rows: Tensor, selection: slice | None, reach: int, joined: bool):
+        self.rows, self.selection, self.reach, self.joined = rows, selection, reach, joined
+        self.flat: Tensor | None = None
+
+
+def store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that a `KeyValueStore` will take for a transformers configuration, before it is made.
+
+    Args:
+        config: has num_hidden_layers, num_attention_heads, hidden_size, and num_key_value_heads and head_dim where they
+            differ from what follows.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * rows * heads * (length + 1) * width * dtype.itemsize
+
+
+def check_memory(needed: int, device: torch.device, max_memory: int | None, what: str) -> None:
+    """Raise ValueError when a store of `needed` bytes cannot fit; `what` says whose it is, for the message."""
+    if max_memory is not None:
+        limit, source = max_memory, "max_memory"
+    elif device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit, source = torch.cuda.mem_get_info(device)[0] + held, f"what is free on {device}"
+    elif device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
+    else:
+        return
+    if needed > limit:
+        raise ValueError(
+            f"{what} would take {_size(needed)}, more than {source} ({_size(limit)}): use fewer or shorter rows, a "
+            "narrower store_dtype, or cache='none'"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,5 +1,25 @@
-"""Tasks with checkable answers, and the prompts shipped for them (see :mod:`.tasks`)."""
+"""Tasks with checkable answers, the prompts shipped for them, and the comparison of samplers on them."""
 
+from paradec.evaluation.compare import (
+    Comparison,
+    Configuration,
+    compare,
+    configurations,
+    packaged_questions,
+    read_questions,
+)
 from paradec.evaluation.tasks import TASKS, Example, Task, get_task, load_prompts
 
-__all__ = ["TASKS", "Example", "Task", "get_task", "load_prompts"]
+__all__ = [
+    "TASKS",
+    "Comparison",
+    "Configuration",
+    "Example",
+    "Task",
+    "compare",
+    "configurations",
+    "get_task",
+    "load_prompts",
+    "packaged_questions",
+    "read_questions",
+]

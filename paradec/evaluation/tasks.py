@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from random import Random
+from typing import Any
 
 WORDS: tuple[str, ...] = tuple(
     """
@@ -331,11 +332,11 @@ def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = N
         if fields["task"] in wanted:
             example = Example(**{**fields, "items": tuple(fields["items"])})
             by_task[example.task].append(example)
-    return [example for group in by_task.values() for example in _spread(group, limit)]
+    return [example for group in by_task.values() for example in spread(group, limit)]
 
 
-def _spread(examples: Sequence[Example], limit: int | None) -> Sequence[Example]:
-    """``limit`` of the examples at even distances (they are sorted by list length)."""
+def spread(examples: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    """``limit`` of the examples at even distances (the shipped ones are sorted by list length)."""
     if limit is None or limit >= len(examples):
         return examples
     return [examples[k * len(examples) // limit] for k in range(limit)]

@@ -17,6 +17,24 @@ registry = Registry(
         "entropy": "paradec.samplers.entropy:Entropy",
         "threshold": "paradec.samplers.threshold:Threshold",
         "factor": "paradec.samplers.factor:Factor",
+        "margin": "paradec.samplers.margin:Margin",
+        "hierarchy": "paradec.samplers.hierarchy:Hierarchy",
+        "entropy_bound": "paradec.samplers.entropy_bound:EntropyBound",
+        "entropy_threshold": "paradec.samplers.entropy_threshold:EntropyThreshold",
+        "localleap": "paradec.samplers.localleap:LocalLeap",
+        "adablock": "paradec.samplers.adablock:AdaBlock",
+        "learn2pd": "paradec.samplers.learn2pd:Learn2PD",
+        "wino": "paradec.samplers.wino:Wino",
+        "editing": "paradec.samplers.editing:Editing",
+        "saber": "paradec.samplers.saber:Saber",
+        "freedave": "paradec.samplers.freedave:FreeDave",
+        "credit": "paradec.samplers.credit:Credit",
+        "ccd": "paradec.samplers.ccd:CCD",
+        "ccd_agree": "paradec.samplers.ccd_agree:CCDAgree",
+        "klass": "paradec.samplers.klass:KLASS",
+        "persistence": "paradec.samplers.persistence:Persistence",
+        "union": "paradec.samplers.combination:Union",
+        "intersection": "paradec.samplers.combination:Intersection",
         "sjd": "paradec.samplers.sjd:SJD",
         "taylorseer": "paradec.samplers.taylorseer:TaylorSeer",
     },
@@ -30,7 +48,18 @@ register = registry.register
 def create(name: str, *, preset: str | None = None, **settings: Any) -> Any:
     """Make a sampler by name; a preset changes the defaults, explicit settings win.
 
+    Several names make a combination, with settings in parentheses: "credit(threshold=0.95)+localleap" commits what one
+    of them would, "threshold&klass" what both would, "credit>>factor" puts credit's logits stage before factor
+    (`paradec.samplers.combination.parse`).
+
     Raises:
-        ValueError: unknown name, preset or setting, or a setting out of its range.
+        ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
     """
+    if isinstance(name, str) and name not in registry and any(c in name for c in "+&>("):
+        from paradec.samplers.combination import parse
+
+        if preset is not None or settings:
+            first = "preset" if preset is not None else next(iter(settings))
+            raise ValueError(f"{first}=...: say whose, in parentheses: 'credit(threshold=0.95)+localleap', not {name!r}")
+        return parse(name)
     return registry.create(name, preset=preset, **settings)

@@ -297,8 +297,8 @@ class DraftVerifySampler(Sampler):
         known, source = slot + count < state.width, (slot + count).clamp(max=state.width - 1)
         drafts = torch.where(known, tokens.gather(1, source), guesses)
         draft_law = torch.where(known.unsqueeze(-1), law.take_along_dim(source.unsqueeze(-1), 1), guess_law)
-        state.memory["drafts"] = put_rows(state.memory["drafts"], rows, drafts)
-        state.memory["draft_law"] = put_rows(state.memory["draft_law"], rows, draft_law)
+        put_rows(state.memory, "drafts", rows, drafts)
+        put_rows(state.memory, "draft_law", rows, draft_law)
 
         state.count(proposal.cost)
         state.committed[rows] += written

@@ -36,6 +36,7 @@ class DreamSampler(MaskedSampler):
     arxiv = "2508.15487"
     score_from = "sampled"
     uses_steps = True
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
     may_wait = True
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ class LowConfidence(MaskedSampler):
     arxiv = "2502.09992"
     summary = "the most confident tokens first, in equal numbers per step"
     uses_steps = True
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:

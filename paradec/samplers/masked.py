@@ -8,6 +8,7 @@ the text. Rows are independent: each has its own block, step and end.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,9 +24,12 @@ from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
 from paradec.samplers import reference
 from paradec.samplers.masked_state import MaskedState, part_query, put_rows, rows_of, start_state
 from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
+from paradec.samplers.stopping import NEVER, WATCHED, first_end
 
 LAST = torch.finfo(torch.float64).min
 """Score of a candidate that is to be committed after all others."""
+UNCUT = 2**31 - 1
+"""The end of a row that a method does not cut off."""
 
 
 @dataclass
@@ -49,6 +53,12 @@ class View:
     """[R] on the host: tokens the schedule grants this step, for methods that have one."""
     memory: Mapping[str, Tensor]
     """The method's own tensors, each [R, ...]."""
+    updates: Mapping[str, Tensor]
+    """What the method's `fuse` found in this step, each [R, ...]."""
+    current: Tensor
+    """[R, W] int64: what stands at the positions now."""
+    editable: Tensor | None
+    """[R, W] bool: decided in this block by the method itself, and evaluated this step; for methods that `revise`."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
     """The count [R] highest of scores [R, W] -> [R, W] bool; ties go to the lower position (`rng="reference"`: to
     whichever torch.topk takes, as in the public code)."""
@@ -56,6 +66,32 @@ class View:
     """Uniform numbers [R, W] in (0, 1), one per position."""
     choose: Callable[[Tensor, np.ndarray], Tensor]
     """Draw count [R] positions without replacement with the probabilities [R, W] -> [R, W] bool."""
+    ends: Tensor
+    """[E] int64: ids that end an answer."""
+
+
+@dataclass
+class Stage:
+    """What `fuse` sees beside the logits. Shapes: `R` rows (of one call), `W` positions."""
+
+    undecided: Tensor
+    """[R, W] bool: undecided and evaluated this step."""
+    positions: Tensor
+    """[R, W] int64."""
+    memory: Mapping[str, Tensor]
+    """The method's own tensors, each [R, ...]; "window" dimensions are W wide."""
+
+
+@dataclass
+class Revision:
+    """What a method takes back in one step. Shapes: `R` rows, `W` positions; None is nothing."""
+
+    remask: Tensor | None = None
+    """[R, W] bool: editable positions that become undecided again."""
+    edit: Tensor | None = None
+    """[R, W] bool: editable positions that take this step's candidate token."""
+    linger: Tensor | None = None
+    """[R] bool: rows whose block stays open for another step although nothing in it is undecided."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +106,16 @@ class MaskedSampler(Sampler):
         uses_steps: whether `steps` means something to the method.
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
+        announces: whether `announce` says what a step will commit before the model is called.
+        rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
+        fuses: whether the method has a logits stage of its own, `fuse`.
+        revises: whether the method takes back what it decided in the open block (`revise`).
+        shadows: whether the window is evaluated a second time beside itself, as masks: the shadow of a position sees
+            all shadows, and everything else but what stands at its own position. `view.updates["shadow_confidence"]`
+            [R, W] float64 is the probability that it gives to what stands there.
+        frontier: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
+            arguments of the request. A fraction for `steps` is that share of the undecided positions.
+        drafts: whether the method evaluates drafts of later steps, and promises the result of taking them one by one.
     """
 
     family: ClassVar[str] = "masked"
@@ -79,6 +125,13 @@ class MaskedSampler(Sampler):
     uses_steps: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"
+    announces: ClassVar[bool] = False
+    rereads: ClassVar[bool] = False
+    fuses: ClassVar[bool] = False
+    revises: ClassVar[bool] = False
+    shadows: ClassVar[bool] = False
+    drafts: ClassVar[bool] = False
+    frontier: ClassVar[tuple[Mapping[str, Any], ...]] = ()
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -90,17 +143,55 @@ class MaskedSampler(Sampler):
         """[R] int64 tokens that the schedule grants each row at this step; None for methods without a schedule."""
         return None
 
+    def blocks(self, block_length: int | None) -> BlockPolicy | None:
+        """The block policy that is part of the method, for requests that give none (a length at most)."""
+        return None
+
     def memory(self) -> Mapping[str, MemorySpec]:
         """Tensors that the method keeps between steps."""
         return {}
+
+    def announce(self, state: MaskedState) -> np.ndarray:
+        """[R, K] int64: positions that this step will commit, in their order, -1 where a row has fewer. Changes nothing.
+        For methods that declare `announces`; caches that evaluate little else ask for it."""
+        raise NotImplementedError
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         """New values [R, ...] of the declared memory, after a selection."""
         return {}
 
-    def fuse(self, logits: Tensor, memory: Mapping[str, Tensor]) -> Tensor:
-        """The method's own logits stage [R, W, V] -> [R, W, V]; the last one before a token is chosen."""
-        return logits
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen; for methods that
+        declare `fuses`. Changes nothing in place.
+
+        The second value is what it found, each [R, ...]: `select` sees it as `view.updates`, and the commit writes what
+        bears the name of a declared memory there.
+        """
+        return logits, {}
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        """What to take back of `view.editable`, after a selection; for methods that declare `revises` and `rereads`."""
+        return Revision()
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        """[R] int64: the bound on a block's steps for methods that `revises`, at least `masks_at_open`. What would leave
+        more undecided than there are steps left is not taken back, and a block does not linger beyond it."""
+        return 2 * masks_at_open
+
+    def trim(self, view: View, selected: Tensor) -> Tensor | None:
+        """Where rows are cut off after this step: [R] int64 positions, `UNCUT` where they are not; None cuts none.
+
+        What lies behind becomes padding and is evaluated no more; the row is decided up to there. A cut lies within the
+        window and behind everything given. Requests with `eos_early_stop=False` do not ask.
+        """
+        return None
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        """Raise ValueError where the method's settings do not fit a request. Called before any work.
+
+        Args:
+            facts: of the model. longest: positions of the longest answer.
+        """
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -112,12 +203,14 @@ class MaskedSampler(Sampler):
         attention_mask: Any = None,
         chat: bool | None = None,
         max_new_tokens: int | None = None,
-        blocks: BlockPolicy | None = None,
+        blocks: str | BlockPolicy | None = None,
         block_length: int | None = None,
         cache: str | Cache | None = None,
         seed: int | Sequence[int] | None = None,
         generator: torch.Generator | None = None,
         trace: bool = False,
+        stop_strings: str | Sequence[str] | None = None,
+        stop: Any = None,
         **request: Any,
     ) -> MaskedState:
         """Make the state of one request. Arguments as in `paradec.generate`; all are checked before any work.
@@ -138,6 +231,8 @@ class MaskedSampler(Sampler):
             seed,
             generator,
             trace,
+            stop_strings,
+            stop,
             request,
         )
 
@@ -145,49 +240,78 @@ class MaskedSampler(Sampler):
 
     def query(self, state: MaskedState) -> list[Query]:
         """One query per part of the cache's plan; each wants the logits of its rows' windows."""
-        return [part_query(state, part) for part in state.cache.plan(state)]
+        picks = self.announce(state) if state.cache.evaluates == "picks" else None
+        return [part_query(state, part) for part in state.cache.plan(state, picks)]
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
         """A candidate token and its scores for every window position. outputs: logits [R, W, V], one per query."""
         window = state.window
         generator = None if state.generator is None else reference.copy_generator(state.generator)
-        parts = []
-        for logits, query in zip(outputs, queries, strict=True):
-            logits = self._logits_stage(state, logits, query)
-            parts.append(self._read(state, logits, query, generator))
-        if len(parts) == 1:
-            tokens, quantities = parts[0]
-        else:
-            order = np.argsort(np.concatenate([query.index for query in queries]))
-            order = torch.as_tensor(order, device=window.positions.device)
-            tokens = torch.cat([part[0] for part in parts])[order]
-            quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in self.reads}
         current = window.read(state.canvas)
-        available = current == state.facts.mask_token_id
-        if window.valid is not None:
-            available = available & window.valid
+        undecided = available = window.undecided(current, state.facts.mask_token_id)
         for query in queries:
             if query.available is not None:
                 index = torch.as_tensor(query.index, device=available.device)
                 available = available.index_copy(0, index, available[index] & query.available)
-        scores = quantities[self.score]
-        if state.request.confidence_eos_eot_inf and len(state.ends):
-            scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
-        return Proposal(
+        evaluated = available
+        if state.early_rules:  # the window reaches beyond the block
+            available = available & (window.positions < state.block_ends)
+        parts = []
+        for logits, query in zip(outputs, queries, strict=True):
+            logits, found = self._logits_stage(state, logits, query, available)
+            parts.append((*self._read(state, logits, query, generator), found))
+        tokens, quantities, updates = parts[0]
+        if len(parts) > 1:
+            order = np.argsort(np.concatenate([query.index for query in queries]))
+            order = torch.as_tensor(order, device=window.positions.device)
+            tokens = torch.cat([part[0] for part in parts])[order]
+            quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in quantities}
+            updates = {name: torch.cat([part[2][name] for part in parts])[order] for name in updates}
+        block_end = state.read_blocks(tokens, quantities["confidence"], available) if state.reads_blocks else None
+        if block_end is not None:
+            available = available & (window.positions < block_end.unsqueeze(1))
+        proposal = Proposal(
             rows=window.rows,
             values=tokens,
             cost=Cost(queries, state.batch),
             positions=window.positions,
-            scores=scores,
+            scores=self._ranked(state, tokens, quantities),
             available=available,
             current=current,
+            block_end=block_end,
             quantities=quantities,
+            updates=updates,
             made_at=state.commits,
             kind=queries[0].kind if len(queries) == 1 else "+".join(dict.fromkeys(query.kind for query in queries)),
             generator_state=None if generator is None else generator.get_state(),
         )
+        if state.early_rules:
+            satisfied = [rule.satisfied(state, proposal) for rule in state.early_rules]
+            # what has no logits at this step cannot be filled
+            proposal.early = torch.stack(satisfied).any(0) & (evaluated == undecided).all(1)
+        return proposal
 
-    def _logits_stage(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
+    def _logits_stage(
+        self, state: MaskedState, logits: Tensor, query: Query, available: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The logits [R, W, V] that tokens are chosen from, and what the shadow, stop rules and `fuse` say."""
+        logits = self._guided(state, logits)
+        watched: dict[str, Tensor] = {}
+        index = torch.as_tensor(query.index, device=available.device) if self.fuses or self.shadows else None
+        if self.shadows:
+            logits, shadow = logits.split(available.shape[1], 1)
+            current = state.window.read(state.canvas)[index]
+            watched["shadow_confidence"] = token_statistics(shadow, ("confidence",), current)[1]["confidence"]
+        if state.watched:
+            watched |= {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
+        if not self.fuses:
+            return logits, watched
+        memory = rows_of(state.memory, query.rows, available.shape[1])
+        logits, found = self.fuse(logits, Stage(available[index], state.window.positions[index], memory))
+        return logits, watched | dict(found)
+
+    def _guided(self, state: MaskedState, logits: Tensor) -> Tensor:
+        """The logits stage up to `fuse`: guidance, and the words that are never proposed."""
         request = state.request
         if request.guidance_scale != 1.0 or request.temperature > 0:
             # scaled logits can leave the range of float16
@@ -199,9 +323,14 @@ class MaskedSampler(Sampler):
         logits.select(-1, state.facts.mask_token_id).fill_(-torch.inf)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
-        if not state.memory.specs:
-            return logits
-        return self.fuse(logits, rows_of(state.memory, query.rows))
+        return logits
+
+    def _ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
+        """[R, W] float64: the scores that candidates are ranked by."""
+        scores = quantities[self.score]
+        if state.request.confidence_eos_eot_inf and len(state.ends):
+            scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
+        return scores
 
     def _read(
         self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None
@@ -249,22 +378,32 @@ class MaskedSampler(Sampler):
         if generator is not None:
             generator.set_state(proposal.generator_state)
         available, positions = proposal.available, proposal.positions
-        view = View(
-            scores=torch.where(available, proposal.scores, -torch.inf),
-            candidates=available,
-            tokens=proposal.values,
-            positions=positions,
-            quantities=proposal.quantities,
-            quota=self.quota(state, rows),
-            memory=rows_of(state.memory, rows),
-            top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
-            draw=lambda: self._position_noise(state, generator),
-            choose=lambda weights, count: self._choose(state, weights, count, generator),
-        )
-        selected = self.select(view) & available
-        written = torch.where(selected, proposal.values, proposal.current)
+        view = self._view(state, proposal, rows_of(state.memory, rows, available.shape[1]), generator)
+        picked = selected = self.select(view) & available
+        values, filled, linger = proposal.values, selected, None
+        if self.revises:
+            values, selected, filled, linger = self._revised(state, view, selected)
+        if proposal.early is not None:
+            early = proposal.early.unsqueeze(1)
+            undecided = window.undecided(proposal.current, state.facts.mask_token_id)
+            values, selected = torch.where(early, proposal.values, values), torch.where(early, undecided, selected)
+            filled = torch.where(early, undecided.to(filled.dtype), filled)
+            linger = None if linger is None else linger & ~proposal.early
+        cut = self.trim(view, selected) if state.request.eos_early_stop else None
+        written = torch.where(selected, values, proposal.current)
         # the one wait for the device of the step; a NaN or infinite logit makes the confidence NaN
-        chosen, tokens, health = _to_host(selected, written, proposal.quantities["confidence"])
+        wanted = [filled, written, proposal.quantities["confidence"]]
+        if self.shadows:
+            wanted[2] = wanted[2] + proposal.updates["shadow_confidence"]
+        if linger is not None:
+            wanted.append(linger.unsqueeze(1).expand_as(written))
+        if cut is not None:
+            wanted.append(cut.unsqueeze(1).expand_as(written))
+        if proposal.block_end is not None:
+            wanted.append(proposal.block_end.unsqueeze(1).expand_as(written))
+        chosen, tokens, health, *others = _to_host(*wanted)
+        lingers = None if linger is None else others.pop(0)[:, 0]
+        cuts = None if cut is None else others.pop(0)[:, 0]
         committed = np.add.reduce(chosen, 1, dtype=np.int64)
         if not np.isfinite(np.add.reduce(health, None)):
             row = int(rows[np.isfinite(health).all(1).argmin()])
@@ -272,31 +411,108 @@ class MaskedSampler(Sampler):
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
             )
         # a method that may wait must have filled the block by its last planned step
-        if not committed.all() and not self.may_wait or self.may_wait and _overdue(state, rows, committed):
+        idle = (committed < self._least(state, rows)).any() if self.revises else not committed.all()
+        if idle and not self.may_wait or self.may_wait and _overdue(state, rows, committed):
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
         if generator is not None:
             state.generator.set_state(generator.get_state())
         window.write(state.canvas, written)
-        for name, value in self.remember(view, selected).items():
-            state.memory[name] = put_rows(state.memory[name], rows, value)
+        if state.memory.specs:
+            kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
+            for name, value in (kept | self.remember(view, picked)).items():
+                put_rows(state.memory, name, rows, value)
         state.count(proposal.cost)
+        for end in others:
+            state.settle_blocks(rows, end[:, 0])
+        state.cache.committed(state, tokens)
         state.advance(rows, committed)
-        self._advance(state, rows, _end_of_text(state, tokens))
-        return Commit(rows, proposal.values, positions, selected, proposal.scores, proposal.kind)
+        ends = first_end(state.stop_rules, state, tokens) if state.stop_rules else None
+        moved = bool(others)
+        if cuts is not None and (cuts < state.length[rows]).any():
+            state.trim(cuts, tokens)
+            moved = True
+        if lingers is not None:
+            lingers = lingers.astype(bool) & (state.block_step[rows] < self.most_steps(state.masks_at_open[rows]))
+        if proposal.early is not None:
+            state.close_full_rows(tokens)
+        self._advance(state, rows, ends, lingers, moved)
+        return Commit(rows, values, positions, selected, proposal.scores, proposal.kind)
 
-    def _advance(self, state: MaskedState, rows: np.ndarray, stop: np.ndarray | None) -> None:
-        """Finish rows at their end of text (window column `stop` [R], -1 for none); open the block after a full one."""
+    def _view(
+        self,
+        state: MaskedState,
+        proposal: Proposal,
+        memory: Mapping[str, Tensor],
+        generator: torch.Generator | None,
+    ) -> View:
+        """What `select` sees of a proposal, with what the method remembers of its rows."""
+        return View(
+            scores=torch.where(proposal.available, proposal.scores, -torch.inf),
+            candidates=proposal.available,
+            tokens=proposal.values,
+            positions=proposal.positions,
+            quantities=proposal.quantities,
+            quota=self.quota(state, proposal.rows),
+            memory=memory,
+            updates=proposal.updates,
+            current=proposal.current,
+            editable=_editable(state, proposal) if self.revises else None,
+            top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
+            draw=functools.cache(lambda: self._position_noise(state, generator)),
+            choose=lambda weights, count: self._choose(state, weights, count, generator),
+            ends=state.ends,
+        )
+
+    def _revised(
+        self, state: MaskedState, view: View, selected: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Values [R, W], what is written [R, W], what it adds to what is decided (-1, 0 or 1) [R, W], and who lingers."""
+        revision = self.revise(view, selected)
+        values, written, filled = view.tokens, selected, selected.long()
+        if revision.edit is not None:
+            written = written | revision.edit & view.editable
+        if revision.remask is not None:
+            remask = revision.remask & view.editable
+            left = torch.as_tensor(self._least(state, state.window.rows), device=remask.device)
+            remask = remask & (filled.sum(1) - remask.sum(1) >= left).unsqueeze(1)
+            values = values.masked_fill(remask, state.facts.mask_token_id)
+            written, filled = written | remask, filled - remask.long()
+        return values, written, filled, revision.linger
+
+    def _least(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: how many positions more than before must be decided after this step, so that the steps left
+        suffice for the others."""
+        left = self.most_steps(state.masks_at_open[rows]) - state.block_step[rows] - 1
+        return state.remaining[rows] - left
+
+    def _advance(
+        self,
+        state: MaskedState,
+        rows: np.ndarray,
+        ends: np.ndarray | None,
+        lingers: np.ndarray | None = None,
+        moved: bool = False,
+    ) -> None:
+        """Finish the rows that a stop rule ends (`ends` as `StopRule` says them); open the block after a full one.
+
+        `lingers`: [R] bool, rows that stay in a full block. `moved`: whether a block ends elsewhere than before this
+        step.
+        """
         full = state.remaining[rows] == 0
-        if stop is None and not full.any():
+        if lingers is not None:
+            full &= ~lingers
+        if ends is None and not full.any() and not moved:
             return
-        if stop is not None:
-            stopped = stop >= 0
+        if ends is not None:
+            stopped = ends < NEVER
             full &= ~stopped
-            end = np.full(state.batch, state.canvas.shape[1])
-            end[rows[stopped]] = state.block_start[rows[stopped]] + stop[stopped] + 1
+            last = state.length.copy()
+            last[rows[stopped]] = ends[stopped]
+            state.end = np.minimum(state.end, last)
+            state.stopped[rows[stopped]] = ends[stopped] <= state.asked[rows[stopped]]
             column = torch.arange(state.canvas.shape[1], device=state.canvas.device)
-            tail = column >= torch.as_tensor(end, device=column.device).unsqueeze(1)
+            tail = column >= torch.as_tensor(last, device=column.device).unsqueeze(1)
             state.canvas.masked_fill_(tail, state.facts.fill_token_id)
             state.finish(rows[stopped])
         state.open_blocks(rows[full])
@@ -330,27 +546,13 @@ def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     return [array.astype(kinds.get(tensor.dtype, np.float64)) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
-def _end_of_text(state: MaskedState, tokens: np.ndarray) -> np.ndarray | None:
-    """[R] int64: window column of the first end token with nothing undecided before it, or -1; None if no row has one.
-
-    Args:
-        tokens: [R, W] int64, the window after the write.
-    """
-    if not state.request.eos_early_stop:
-        return None
-    ends = state.facts.eos_token_ids
-    if not ends:
-        return None
-    is_end = tokens == ends[0]
-    for end in ends[1:]:  # one or two; np.isin takes ten times as long
-        is_end |= tokens == end
-    if not is_end.any():
-        return None
-    if state.window.host_valid is not None:
-        is_end &= state.window.host_valid
-    first = (is_end | (tokens == state.facts.mask_token_id)).argmax(1)  # the first of either
-    stop = np.where(is_end[np.arange(len(first)), first], first, -1)
-    return stop if (stop >= 0).any() else None
+def _editable(state: MaskedState, proposal: Proposal) -> Tensor:
+    """[R, W] bool: decided by the method in the open block."""
+    window = state.window
+    editable = (proposal.current != state.facts.mask_token_id) & ~window.read(state.given)
+    if proposal.block_end is not None:
+        editable = editable & (window.positions < proposal.block_end.unsqueeze(1))
+    return editable if window.valid is None else editable & window.valid
 
 
 def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> bool:

@@ -90,6 +90,10 @@ def statistics(
     if "margin" in reads:
         first, second = p.topk(2, dim=-1).values.unbind(-1)
         found["margin"] = (first - second).double()
+    if "best_token" in reads:
+        found["best_token"] = logits.argmax(-1)
     if "negative_entropy" in reads:
         found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1).double()
+    if "minus_entropy" in reads:
+        found["minus_entropy"] = -torch.special.entr(p).sum(-1).double()
     return tokens, found

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from paradec import caches
-from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
+from paradec.blocks import LONGEST_BLOCK, POLICIES, AdaptiveBlocks, BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
+from paradec.caches.table import REFUSED, verdict
 from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
 from paradec.registry import unknown
 
 MOST_STEPS = 1_000_000
 LARGEST_GUIDANCE = 1e6
-LONGEST_BLOCK = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -86,27 +86,73 @@ def _ids(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def block_policy(model: Any, blocks: BlockPolicy | None, block_length: int | None) -> BlockPolicy:
+def block_policy(
+    sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
+) -> BlockPolicy:
+    """The policy that was asked for, else the sampler's own, else the model's; a bidirectional model fills `holes` as
+    one block. A policy's name (`paradec.blocks.POLICIES`) goes with a block_length."""
+    named = isinstance(blocks, str)
+    if named:
+        blocks, block_length = _named_policy(sampler, model, blocks, block_length)
     if blocks is not None and block_length is not None:
         raise ValueError(f"blocks={blocks!r} and block_length={block_length!r} both cut the sequence; give one of them")
     if block_length is not None:
         check_int("block_length", block_length, low=1, high=LONGEST_BLOCK)
-        return FixedBlocks(block_length)
+    if blocks is None and not named:
+        blocks = sampler.blocks(block_length)
+    if blocks is None and block_length is not None:
+        own = model.facts.block_length
+        if own is None:
+            return FixedBlocks(block_length)
+        if own % block_length and block_length % own:
+            raise ValueError(
+                f"block_length={block_length} does not fit {model.facts.name}, which was trained with blocks of {own}; "
+                f"give {own}, or a divisor or a multiple of it"
+            )
+        return FixedBlocks(block_length, align="absolute")
     if blocks is not None:
         if isinstance(blocks, type) or not (hasattr(blocks, "open") and hasattr(blocks, "count")):
             raise ValueError(f"blocks={shown(blocks)} must be a block policy, e.g. paradec.FixedBlocks(32)")
-        return blocks
+        if getattr(blocks, "reads_logits", False) and sampler.drafts:
+            raise ValueError(
+                f"sampler {sampler.name!r} does not work with blocks={shown(blocks)}: it drafts steps ahead, before "
+                "the logits that say where a block ends; use paradec.FixedBlocks"
+            )
+        return blocks.for_model(model) if hasattr(blocks, "for_model") else blocks
     if model.facts.topology == "block_causal":
         return FixedBlocks(model.facts.block_length, align="absolute")
-    if model.default_block_length is not None:
+    if model.default_block_length is not None and not holes:
         return FixedBlocks(model.default_block_length)
     return WholeCanvas()
 
 
-def check_steps(request: Request, policy: BlockPolicy, rows: list[list[int]], new: int) -> None:
+def _named_policy(
+    sampler: Any, model: Any, name: str, block_length: int | None
+) -> tuple[BlockPolicy | None, int | None]:
+    """The policy of that name, or None and the length of its blocks."""
+    check_choice("blocks", name, POLICIES)
+    check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
+    if name == "fixed":
+        return None, block_length or model.facts.block_length or model.default_block_length or 32
+    if name == "adaptive":
+        own = sampler.blocks(block_length)
+        if isinstance(own, AdaptiveBlocks):
+            return own, None
+        return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
+    if block_length is not None:
+        raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
+    return WholeCanvas(), None
+
+
+def check_steps(request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> None:
     if request.steps is None:
         return
-    counts = {policy.count(len(row), len(row) + new) for row in rows}
+    counts = {policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)}
+    if None in counts:
+        raise ValueError(
+            f"steps={request.steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there "
+            "are; leave steps out"
+        )
     count = max(counts)
     if request.steps % count and len(counts) == 1:
         raise ValueError(
@@ -148,16 +194,27 @@ def randomness(
     return None, [int(entry) for entry in seeds]
 
 
-def cache_of(cache: str | Cache | None, model: Any) -> Cache:
+def cache_of(
+    cache: str | Cache | None, sampler: Any, model: Any, request: Request, blocks: BlockPolicy
+) -> Cache:
+    """The cache, if it works with this sampler and model."""
     if cache is None:
         return caches.create("none")
     if isinstance(cache, str):
         cache = caches.create(cache)
     if not isinstance(cache, Cache):
         raise ValueError(f"cache={shown(cache)} must be one of {caches.names()} or made by paradec.caches.create")
-    if cache.uses_store and not model.supports_store:
+    found = verdict(sampler, cache, model.facts, stores=model.supports_store)
+    if found.status == REFUSED:
+        raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {found.why}")
+    if cache.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
-            f"cache={cache.name!r} needs a model that runs over a key/value store; {model.facts.name} does not: "
-            "use cache='none'"
+            f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "
+            "the logits that say where a block ends; use paradec.FixedBlocks or another cache"
+        )
+    if cache.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
+        raise ValueError(
+            f"cache={cache.name!r} asks what will be committed before tokens are drawn, which rng='reference' draws "
+            f"first from the same stream: use temperature=0 or rng='counter'"
         )
     return cache

@@ -35,6 +35,7 @@ class Threshold(MaskedSampler):
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
     summary = "every token with confidence of at least the threshold, and the best one"
+    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)

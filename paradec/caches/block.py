@@ -1,0 +1,49 @@
+"""Block cache: what lies left of the open block is final for block-causal models, and is evaluated once.
+
+The cache of block diffusion (Arriola et al., BD3-LM, arXiv 2503.09573) as SDAR, LLaDA2 and Fast-dLLM v2 use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paradec.caches.base import RangeCache, outward
+
+
+@dataclass(frozen=True)
+class BlockCache(RangeCache):
+    """A row's first step evaluates the prompt and the open block, the others the block alone; nothing right of it is
+    ever evaluated. Exact: under block-causal attention no block sees a later one.
+
+    When a block is full, its final tokens are evaluated in the next block's first step, beside that block, which sees
+    them; the public codes spend a forward of its own on that. Blocks here are the model's; a request's may be smaller.
+    """
+
+    name = "block"
+    paper = "BD3-LM"
+    arxiv = "2503.09573"
+    summary = "keeps finished blocks; evaluates the open block alone; exact"
+    topologies = ("block_causal",)
+    exact_on = ("block_causal",)
+
+    def begin(self, state: Any) -> np.ndarray:
+        """[B] int64: where the last step began to evaluate the model's block; what lies left of it is final."""
+        return np.zeros(state.batch, np.int64)
+
+    def committed(self, state: Any, tokens: np.ndarray) -> None:
+        rows = state.window.rows
+        state.cache_state[rows] = outward(state, state.block_start[rows], state.block_end[rows])[0]
+
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return np.zeros(len(rows), bool)
+
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        start, stop = outward(state, state.block_start[rows], state.block_end[rows])
+        return np.minimum(start, state.cache_state[rows]), stop
+
+    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
+        blocks = -(-new // block)
+        return (prompt + (steps + 1) * new) / (blocks * steps * (prompt + new))

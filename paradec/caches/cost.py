@@ -1,0 +1,62 @@
+"""What a cache cost and what it can save: counts for `Output.cost`, and advice before the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paradec.caches.base import Cache
+
+WORTHWHILE = 0.9
+"""Share of the positions above which a cache is not worth its bookkeeping."""
+SHORT = 128
+"""Positions below which gathering single positions costs as much as evaluating all of them (benchmarks/caches.py)."""
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """What a request's forwards were, over its rows. Lists have one entry per row."""
+
+    cache: str
+    full_forwards: list[int]
+    """Calls that evaluated the row from end to end."""
+    partial_forwards: list[int]
+    """Calls that evaluated a part of it."""
+    forwarded_tokens: list[int]
+    """Positions evaluated, padding excluded, both branches of a guidance pair."""
+    store_bytes: int
+    """Bytes of keys and values held at most."""
+
+    @classmethod
+    def of(cls, state: Any) -> CacheCost:
+        """Read the counts of a state."""
+        return cls(
+            cache=state.cache.name,
+            full_forwards=state.full_forwards.tolist(),
+            partial_forwards=(state.nfe - state.full_forwards).tolist(),
+            forwarded_tokens=state.forwarded_tokens.tolist(),
+            store_bytes=0 if state.store is None else state.store.peak_bytes,
+        )
+
+
+def advice(cache: Cache, rows: int, prompt: int, new: int, block: int, steps: int) -> str | None:
+    """Why a cache cannot win for this shape and what to use instead, or None when it may.
+
+    Args:
+        rows: of the batch. prompt, new: the longest row's lengths. block: positions per block, about. steps: steps per
+            block, about.
+    """
+    if not cache.uses_store:
+        return None
+    share = cache.share(prompt, new, min(block, new), max(steps, 1))
+    if share >= WORTHWHILE:
+        return (
+            f"cache={cache.name!r} still evaluates about {share:.0%} of the positions here (prompt {prompt}, "
+            f"{new} new tokens in blocks of {min(block, new)}): use cache='none', or a shorter block_length"
+        )
+    if cache.costly_rows and rows == 1 and prompt + new < SHORT:
+        return (
+            f"cache={cache.name!r} gathers single positions, which one row of {prompt + new} positions hardly repays: "
+            "use cache='dual' or 'vicinity', a batch, or cache='none'"
+        )
+    return None

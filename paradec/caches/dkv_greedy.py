@@ -1,0 +1,72 @@
+"""dKV-Cache-Greedy: only what is about to be decided, what has just been, and a few masks beside are evaluated.
+
+Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its repository.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paradec.caches.base import SubsetCache
+from paradec.checks import check_int
+
+
+@dataclass(frozen=True)
+class DkvGreedy(SubsetCache):
+    """Evaluate the positions that this step will decide, those that the last step decided, and a window of masks around
+    the former; a block's first step and every `refresh_interval`-th evaluate whole rows.
+
+    The sampler must know what it will decide before the forward (`random` does). The window is centred on what comes
+    next, as in the public code (the paper's text centres it on what came last): walking outwards from each such
+    position, left first, the first `window` masks that are not evaluated yet.
+
+    Args:
+        refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 degrades.
+        window: masks beside each position to decide (the paper goes up to 6).
+    """
+
+    refresh_interval: int = 2
+    window: int = 4
+
+    name = "dkv_greedy"
+    paper = "dKV-Cache"
+    arxiv = "2505.15781"
+    summary = "evaluates what is decided now, what was last, and a few masks beside"
+    predictions = ("same",)
+    exact_when = "refresh_interval=1, or the model has one layer"
+    evaluates = "picks"
+    steady = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("refresh_interval", self.refresh_interval, low=1)
+        check_int("window", self.window, low=0, high=2**31 - 1)
+
+    def exact_for(self, topology: str) -> bool:
+        return super().exact_for(topology) or self.refresh_interval == 1
+
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return state.block_step[rows] % self.refresh_interval == 0
+
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray) -> np.ndarray:
+        log = state.cache_state
+        column = np.arange(state.canvas.shape[1])
+        undecided = log.undecided(rows) & (column < state.length[rows, None])
+        needed = ~undecided & (log.changed_at[rows] == state.row_step[rows, None] - 1)
+        row, at = (picks >= 0).nonzero()
+        needed[row, picks[row, at]] = True
+        for pick in picks.T:  # as many as tokens per step, whatever the batch
+            aside = undecided & ~needed & (pick >= 0)[:, None]
+            # left neighbours have odd distances' ranks, right ones even: 1, 2, 3, ... from the nearest outwards
+            walk = 2 * np.abs(column - pick[:, None]) - (column < pick[:, None])
+            order = np.argsort(np.where(aside, walk, np.iinfo(np.int64).max), axis=1, kind="stable")[:, : self.window]
+            np.put_along_axis(needed, order, np.take_along_axis(aside | needed, order, 1), 1)
+        return needed
+
+    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
+        length, picked = prompt + new, max(1, block // steps)
+        part = min((picked * (2 + self.window)) / length, 1.0)
+        return 1 / self.refresh_interval + (1 - 1 / self.refresh_interval) * part

@@ -1,0 +1,44 @@
+"""dKV-Cache-PD: the prompt is evaluated once, decided tokens are kept one step late.
+
+Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its code for Dream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paradec.caches.dkv_decode import DkvDecode
+
+
+@dataclass(frozen=True)
+class DkvPD(DkvDecode):
+    """`dkv_prefill` for the prompt and `dkv_decode` for the answer: the prompt is evaluated in a row's first step
+    alone, and every `refresh_interval` steps of the row (None: 4) the answer is evaluated whole.
+    """
+
+    name = "dkv_pd"
+    summary = "keeps the prompt for good, and decided tokens one step late"
+    exact_when = "the model has one layer and shift_type is 'un_right'"
+
+    def exact_for(self, topology: str) -> bool:
+        return topology in self.exact_on
+
+    def interval(self, state: Any) -> int:
+        return self.refresh_interval or 4
+
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return state.row_step[rows] == 0
+
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+        due = state.row_step[rows] % self.interval(state) == 0
+        if state.facts.shift and self.shift_type == "right":
+            due |= ~self._any_logits(state, rows)
+        answer = np.arange(state.canvas.shape[1]) >= state.prompt_length[rows, None] - state.facts.shift
+        return answer & (due[:, None] | ~self.kept(state, rows))
+
+    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
+        every = self.refresh_interval or 4
+        return new / (prompt + new) * (1 / every + (1 - 1 / every) / 2)

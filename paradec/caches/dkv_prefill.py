@@ -1,0 +1,38 @@
+"""dKV-Cache-Prefill: the prompt is evaluated once.
+
+Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.3, and its code for Dream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paradec.caches.base import RangeCache, outward
+
+
+@dataclass(frozen=True)
+class DkvPrefill(RangeCache):
+    """A row's first step evaluates it whole, the others all but the prompt, whose keys and values are never renewed.
+
+    For models that predict shifted, the prompt's last position holds the answer's first logits and is evaluated too.
+    """
+
+    name = "dkv_prefill"
+    paper = "dKV-Cache"
+    arxiv = "2505.15781"
+    summary = "keeps the prompt from the first step on; evaluates the whole answer"
+    exact_on = ("block_causal",)
+    exact_when = "the model has one layer"
+
+    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return state.row_step[rows] == 0
+
+    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return outward(state, state.prompt_length[rows] - state.facts.shift, state.length[rows])
+
+    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
+        total = -(-new // block) * steps
+        return (prompt + total * new) / (total * (prompt + new))

@@ -1,0 +1,137 @@
+"""Which sampler works with which cache on which model, and whether the result is that of no cache.
+
+Nothing here lists pairs: a verdict follows from what samplers (`announces`, `rereads`, `drafts`, `shadows`), caches
+(see `paradec.caches.base.Cache`) and models (`paradec.models.facts.ModelFacts`) declare, so it covers those that are
+registered later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paradec.registry import Registry
+
+EXACT, APPROXIMATE, REFUSED = "exact", "approximate", "refused"
+MODELS = (
+    ("bidirectional", "same"),
+    ("bidirectional", "shifted"),
+    ("block_causal", "same"),
+    ("block_causal", "shifted"),
+)
+"""(topology, prediction) of the models that the masked family takes."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a pair: `status` is one of EXACT, APPROXIMATE and REFUSED."""
+
+    status: str
+    why: str = ""
+    """Why it is refused, or when it is exact after all."""
+
+
+def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdict:
+    """Whether a sampler works with a cache on a model, and how.
+
+    Args:
+        sampler: a sampler or its class.
+        cache: a cache with its settings.
+        facts: of the model: `topology`, `prediction`, `name`.
+        stores: whether the model runs over a key/value store.
+    """
+    if sampler.family != "masked":
+        return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
+    if sampler.shadows and facts.prediction != "same":
+        return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
+    if not cache.uses_store:
+        return Verdict(EXACT)
+    if not stores:
+        return Verdict(
+            REFUSED, f"{facts.name} does not run over a key/value store, which the cache needs: use cache='none'"
+        )
+    if facts.topology not in cache.topologies:
+        needed = " or ".join(topology.replace("_", "-") for topology in cache.topologies)
+        return Verdict(REFUSED, f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}")
+    if facts.prediction not in cache.predictions:
+        return Verdict(REFUSED, f"it needs a model that predicts in place ('same'); {facts.name} predicts shifted")
+    if cache.evaluates == "picks" and not sampler.announces:
+        return Verdict(
+            REFUSED, "the cache must know what a step will commit before the forward; this sampler decides after"
+        )
+    if sampler.rereads and cache.evaluates != "block":
+        return Verdict(
+            REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
+        )
+    if sampler.drafts and not cache.steady and not cache.exact_for(facts.topology):
+        return Verdict(
+            REFUSED,
+            "the sampler promises the result of single steps, and the cache's steps depend on how many there were; "
+            "use 'dual', 'prefix' or 'block'",
+        )
+    if cache.exact_for(facts.topology):
+        return Verdict(EXACT)
+    return Verdict(APPROXIMATE, f"exact when {cache.exact_when}" if cache.exact_when else "")
+
+
+@dataclass(frozen=True)
+class _Facts:
+    topology: str
+    prediction: str
+
+    @property
+    def name(self) -> str:
+        return "this model"
+
+
+def table(samplers: Registry, caches: Registry) -> Iterator[tuple[str, str, str, str, Verdict]]:
+    """(sampler, cache, topology, prediction, verdict) of every registered pair, with default settings."""
+    for sampler_name in samplers.names():
+        sampler = samplers.get(sampler_name)
+        for cache_name in caches.names():
+            for topology, prediction in MODELS:
+                found = verdict(sampler, caches.create(cache_name), _Facts(topology, prediction))
+                yield sampler_name, cache_name, topology, prediction, found
+
+
+def summary(samplers: Registry, caches: Registry) -> list[dict[str, str]]:
+    """One entry per cache, samplers with the same verdicts put together: what `paradec caches` prints.
+
+    Keys: cache, samplers ("all", "all but ..." or their names), one per topology, and "why".
+    """
+    masked = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+    for sampler, cache, topology, prediction, result in table(samplers, caches):
+        if sampler in masked:
+            found.setdefault((sampler, cache), []).append((topology, prediction, result))  # type: ignore[arg-type]
+    groups: dict[tuple[str, Any], list[str]] = {}
+    for (sampler, cache), results in found.items():
+        groups.setdefault((cache, tuple(results)), []).append(sampler)
+    return [
+        {"cache": cache, "samplers": _names(members, masked)} | _columns(results)
+        for (cache, results), members in sorted(groups.items(), key=lambda item: caches.names().index(item[0][0]))
+    ]
+
+
+def _names(members: list[str], everyone: list[str]) -> str:
+    if len(members) == len(everyone):
+        return "all"
+    others = [name for name in everyone if name not in members]
+    return ", ".join(members) if len(members) <= len(others) else "all but " + ", ".join(others)
+
+
+def _columns(results: tuple[tuple[str, str, Verdict], ...]) -> dict[str, str]:
+    """One column per topology; where the two predictions differ, both are said."""
+    columns: dict[str, str] = {}
+    reasons: list[str] = []
+    for topology in dict.fromkeys(topology for topology, _, _ in results):
+        said = {prediction: verdict for at, prediction, verdict in results if at == topology}
+        statuses = {verdict.status for verdict in said.values()}
+        columns[topology] = (
+            statuses.pop()
+            if len(statuses) == 1
+            else ", ".join(f"{verdict.status} ({prediction})" for prediction, verdict in said.items())
+        )
+        reasons += [verdict.why for verdict in said.values() if verdict.why]
+    return columns | {"why": "; ".join(dict.fromkeys(reasons))}

@@ -1,0 +1,578 @@
+"""FreeDave: the sampler's own next steps are drafted from one forward and verified, all of them, in the next.
+
+"Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py. The public code keeps what a
+forward found until the next one has verified it; here its first step is committed at once, so that the next forward
+evaluates the row as it stands, and drafts beyond it. Tokens and forwards are the same, but no call is spent on rows that
+have no mask left, and with one draft a step it is the base itself, forward for forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import samplers
+from paradec.blocks import BlockPolicy
+from paradec.caches.base import Cache, Part
+from paradec.checks import check_choice, check_int, shown
+from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.samplers.masked import MaskedSampler, MaskedState, Stage, _to_host
+from paradec.samplers.masked_state import part_query, put_rows, rows_of
+from paradec.samplers.stopping import NEVER, first_end
+
+CARRIED = "carried_"
+"""Before the names of what a forward found and the next drafts are made of, in the memory."""
+
+
+OWN = ("query", "propose", "commit", "trim")
+"""What a base must leave to the family."""
+
+
+class Ahead:
+    """A state as its sampler would find it some steps on, if a draft is right: what counts steps is moved on.
+
+    Args:
+        state: the state as it is.
+        steps: how many steps later.
+        tokens: [R, W] int64, the window then.
+    """
+
+    def __init__(self, state: MaskedState, steps: int, tokens: Tensor):
+        self.state, self.steps, self.tokens = state, steps, tokens
+        self.row_step, self.block_step = state.row_step + steps, state.block_step + steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.state, name)
+
+    @functools.cached_property
+    def candidates(self) -> Tensor:
+        """[R, W] bool: undecided positions."""
+        return self.state.window.undecided(self.tokens, self.state.facts.mask_token_id)
+
+    @functools.cached_property
+    def remaining(self) -> np.ndarray:
+        """[B] int64: undecided positions of the block. Waits for the device: only schedules that count them ask."""
+        if not self.steps:
+            return self.state.remaining
+        remaining = self.state.remaining.copy()
+        remaining[self.state.window.rows] = self.candidates.sum(1).cpu().numpy()
+        return remaining
+
+
+@dataclass
+class Taken:
+    """One step of the base, taken from one draft. Shapes: `R` rows, `W` positions."""
+
+    proposal: Proposal
+    """What the base would have proposed; its cost is that of all drafts."""
+    written: Tensor
+    """[R, W] int64: the window after it."""
+    memory: Mapping[str, Tensor]
+    """The base's memory after it, each [R, ...]."""
+
+
+@dataclass
+class DraftQuery(Query):
+    """A call that evaluates several drafts of its rows. `drafts[j]` is what the base would find j steps on."""
+
+    drafts: list[Ahead] = field(default_factory=list)
+    tree: bool = False
+    """Whether a row's drafts stand in one row of the call, not in rows of their own."""
+
+
+@dataclass
+class DraftProposal(Proposal):
+    """`taken[j]` is the base's step from `drafts[j]`; the fields of `Proposal` are those of the first one."""
+
+    drafts: list[Ahead] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
+    copies: np.ndarray | None = None
+    """[R] int64 on the host: how many drafts of each row were evaluated; the rest is not to be read."""
+
+
+def accept(
+    drafts: np.ndarray, written: np.ndarray, copies: np.ndarray, mask: int, subset: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many drafts stand beyond the first one, which is the row itself.
+
+    Args:
+        drafts: [K, R, W] int64 windows, each an extension of the one before.
+        written: [K, R, W] int64: what the base made of each of them in one step.
+        copies: [R] int64: how many of a row's drafts were evaluated.
+        mask: the mask id.
+        subset: False accepts a draft that is what the base made of the accepted one before it; True the furthest one
+            that holds nothing else than what the base made of an accepted one.
+
+    Returns:
+        The number accepted [R] int64, and per draft the accepted one that judged its successor [K, R] int64.
+    """
+    count = len(drafts)
+    depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
+    judge = np.broadcast_to(depth, (count, len(rows)))
+    if not subset:
+        agrees = (written[:-1] == drafts[1:]).all(-1) & (depth[1:] < copies)
+        return np.cumprod(agrees, axis=0).sum(0), judge
+    # [judging, judged, R]
+    within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < copies)
+    best = np.zeros(len(rows), np.int64)
+    for _ in range(count - 1):
+        furthest = np.where(within[best, :, rows].T & (depth > best), depth, best).max(0)
+        judge = np.where((depth >= best) & (depth < furthest), best, judge)
+        best = furthest
+    return best, judge
+
+
+@dataclass(frozen=True)
+class FreeDave(MaskedSampler):
+    """Takes several steps of another sampler, `base`, per forward: those that come out as they were drafted.
+
+    A forward says what the base does in this step, and, read once more with these tokens written, what it might do in
+    the steps after it. The next forward evaluates the row and those drafts together; the base's own decision is taken
+    from each, and as long as it makes a draft into the next one, that one's logits are what the base would have seen.
+    The first step in a block has nothing to draft from.
+
+    Lossless: tokens are those of the base with the same cache, one by one, at every temperature, since the numbers that
+    a step draws belong to that step, and a draft's step draws its own (the public code is exact in distribution there).
+    Schedules count the accepted steps, the base's memory goes along the accepted drafts, and a row ends, and a block
+    opens, at the step where it would have. Outside float64, near-ties may fall otherwise, as for any other batch.
+
+    Args:
+        base: whose steps are taken: a name, a masked sampler, or its `to_dict`. One token a step by default, as in the
+            paper.
+        draft_steps: K, how many steps a forward evaluates, the row's own included; at least 1, which is the base. The
+            public code has 4 for LLaDA, 8 for Dream and TraDo.
+        draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
+            "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
+            code's default); only for models whose attention takes such a mask. The result is the same.
+        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft stands if it holds nothing
+            that an accepted one's step would not commit, though it may hold less. Fewer forwards, and other tokens than
+            the base's. Preset "freedave++" is that with the threshold of the paper's code, 0.95.
+
+    It pays where a call costs hardly more with K times the positions: few rows, short windows. `row_forwards` and
+    forwarded tokens count every draft. Refused with it: caches whose steps depend on how many there were, blocks and
+    early stops that the logits decide, and `rng="reference"`. The public code's eager mode, which drafts into the next
+    block, is not here.
+
+    Raises:
+        ValueError: a setting out of its range, or a base whose steps cannot be drafted: one that takes tokens back,
+            drafts by itself, or ends its blocks by the logits; for "subset", one with a memory or a schedule.
+    """
+
+    base: str | Mapping[str, Any] | MaskedSampler = "low_confidence"
+    draft_steps: int = 4
+    draft_mode: str = "batch"
+    agreement: str = "exact"
+
+    name = "freedave"
+    paper = "FreeDave"
+    arxiv = "2510.00294"
+    summary = "the steps of another sampler, several per forward: drafted, verified, the same tokens"
+    drafts = True
+    frontier = ({"draft_steps": 2}, {"draft_steps": 8})
+    presets = {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}}
+
+    reads = property(lambda self: self.base.reads)  # type: ignore[assignment]
+    score = property(lambda self: self.base.score)  # type: ignore[assignment]
+    score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
+    uses_steps = property(lambda self: self.base.uses_steps)  # type: ignore[assignment]
+    may_wait = property(lambda self: self.base.may_wait)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check_int("draft_steps", self.draft_steps, low=1, high=2**10)
+        check_choice("draft_mode", self.draft_mode, ("batch", "tree"))
+        check_choice("agreement", self.agreement, ("exact", "subset"))
+        base = _sampler(self.base)
+        why = None
+        if base.drafts:
+            why = "it drafts by itself"
+        elif base.revises or base.rereads:
+            why = "it takes back what it decided"
+        elif getattr(base.blocks(None), "reads_logits", False):
+            why = "the logits say where its blocks end, and drafts are made before"
+        elif own := [part for part in OWN if getattr(type(base), part) is not getattr(MaskedSampler, part)]:
+            why = f"it has a `{own[0]}` of its own, so that `select` does not say what a step does"
+        elif self.agreement == "subset" and (base.memory() or base.uses_steps or base.may_wait):
+            why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
+        if why is not None:
+            raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
+        object.__setattr__(self, "base", base)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        kept = dict(self.base.memory())
+        if self.draft_steps == 1:
+            return kept
+        found = {name: torch.float64 for name in {"confidence", *self.reads}} | {"tokens": torch.int64}
+        return kept | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in found.items()}
+
+    def blocks(self, block_length: int | None) -> BlockPolicy | None:
+        return self.base.blocks(block_length)
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        self.base.check(facts, blocks, cache, longest)
+
+    def start(self, model: Any, prompt: Any, **request: Any) -> MaskedState:
+        """Make the state of one request. Arguments as in `paradec.generate`; all are checked before any work.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, `rng="reference"`, or draft_mode="tree" with a model
+                that has no use for a mask per position; the message names it.
+        """
+        if request.get("rng") == "reference":
+            raise ValueError(
+                "rng='reference' does not work with sampler 'freedave': it draws from one stream in the order of the "
+                "steps, and drafts of later steps draw beside each other; use rng='counter'"
+            )
+        if self.draft_mode == "tree" and not model.supports_store:
+            raise ValueError(
+                f"draft_mode='tree' of sampler 'freedave' needs a model that takes an attention mask per position; "
+                f"{model.facts.name} does not: use draft_mode='batch'"
+            )
+        return super().start(model, prompt, **request)
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: MaskedState) -> list[Query]:
+        """One query per part of the cache's plan, two where only some of its rows have drafts."""
+        copies = self._copies(state)
+        drafts = self._drafts(state, copies.max())
+        queries = []
+        for part in state.cache.plan(state):
+            several = copies[part.index] > 1
+            # what is evaluated once is written to the store as the base would write it; drafts are not
+            together = state.store is None and self.draft_mode == "batch" and several.any()
+            for chosen in [several | True] if together else [~several, several]:
+                if not chosen.any():
+                    continue
+                query = part_query(state, _rows_of_part(part, chosen))
+                number = copies[query.index]
+                if number.max() == 1:
+                    queries.append(query)
+                elif self.draft_mode == "tree":
+                    queries.append(_tree_query(state, query, drafts, number))
+                else:
+                    queries.append(_batch_query(state, query, drafts, number))
+        return queries
+
+    def _copies(self, state: MaskedState) -> np.ndarray:
+        """[R] int64: steps to evaluate of each row; every one but those that may wait commits something."""
+        rows = state.window.rows
+        copies = np.full(len(rows), self.draft_steps)
+        if not self.may_wait:
+            copies = np.minimum(copies, state.remaining[rows])
+        if self.uses_steps:
+            copies = np.minimum(copies, np.maximum(state.planned_steps(rows) - state.block_step[rows], 1))
+        return np.where(state.block_step[rows] == 0, 1, copies)
+
+    def _drafts(self, state: MaskedState, count: int) -> list[Ahead]:
+        """The row as it is and `count` - 1 steps on, by what the last forward found."""
+        drafts = [Ahead(state, 0, state.window.read(state.canvas))]
+        if count == 1:
+            return drafts
+        memory = rows_of(state.memory, state.window.rows, state.window.positions.shape[1])
+        found = {name.removeprefix(CARRIED): memory[name] for name in memory if name.startswith(CARRIED)}
+        tokens = found.pop("tokens")
+        kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
+        for steps in range(1, count):
+            updates = {**kept, **found} if self.base.fuses else {}
+            taken = self._take(drafts[-1], tokens, found, updates, kept, [])
+            kept = taken.memory
+            drafts.append(Ahead(state, steps, taken.written))
+        return drafts
+
+    def _take(
+        self,
+        ahead: Ahead,
+        tokens: Tensor,
+        quantities: Mapping[str, Tensor],
+        updates: Mapping[str, Tensor],
+        memory: Mapping[str, Tensor],
+        queries: list[Query],
+    ) -> Taken:
+        """The base's step from one draft, given what was read from logits."""
+        base, window = self.base, ahead.window
+        proposal = Proposal(
+            rows=window.rows,
+            values=tokens,
+            cost=Cost(queries, ahead.batch),
+            positions=window.positions,
+            scores=base._ranked(ahead, tokens, quantities),
+            available=ahead.candidates,
+            current=ahead.tokens,
+            quantities=dict(quantities),
+            updates=dict(updates),
+            made_at=ahead.commits,
+            kind="+".join(dict.fromkeys(query.kind for query in queries)),
+        )
+        view = base._view(ahead, proposal, memory, None)
+        selected = base.select(view) & ahead.candidates
+        after = {**memory, **{name: updates[name] for name in updates if name in memory}}
+        after |= base.remember(view, selected)
+        return Taken(proposal, torch.where(selected, tokens, ahead.tokens), after)
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> DraftProposal:
+        """The base's step from every draft. outputs: logits [R, W, V], one per query."""
+        window, base = state.window, self.base
+        drafted = [query for query in queries if isinstance(query, DraftQuery)]
+        drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
+        logits, at, copies = self._by_draft(state, outputs, queries, len(drafts))
+        memory = rows_of(state.memory, window.rows, window.positions.shape[1])
+        memory = {name: memory[name] for name in base.memory()}
+        every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
+        taken: list[Taken] = []
+        for ahead, index in zip(drafts, at, strict=True):
+            here = logits
+            if len(drafts) > 1 or (index != every_row.index).any():
+                here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
+            updates: Mapping[str, Tensor] = {}
+            if base.fuses:
+                here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory))
+            tokens, quantities = base._read(ahead, here, every_row, None)
+            taken.append(self._take(ahead, tokens, quantities, updates, memory, queries))
+            memory = taken[-1].memory
+        return DraftProposal(**vars(taken[0].proposal), drafts=drafts, taken=taken, copies=copies)
+
+    def _by_draft(
+        self, state: MaskedState, outputs: list[Tensor], queries: list[Query], count: int
+    ) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """All logits [N, W, V], where those of each draft stand in them [K, R] int64, and drafts per row [R] int64.
+
+        A row's drafts that were not evaluated point to its last one that was.
+        """
+        running = len(state.window.rows)
+        found, at, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
+        total = 0
+        for logits, query in zip(outputs, queries, strict=True):
+            logits = self.base._guided(state, logits)
+            number = np.ones(len(query.rows), np.int64)
+            if isinstance(query, DraftQuery):
+                number = query.copies
+            copies[query.index] = number
+            most = number.max()
+            if isinstance(query, DraftQuery) and query.tree:
+                logits = logits.unflatten(1, (most, -1)).flatten(0, 1)  # a row's drafts one after the other
+                place = np.arange(most)[:, None] + most * np.arange(len(number))
+            else:
+                present = np.arange(most)[:, None] < number
+                place = present.cumsum().reshape(present.shape) - 1  # a draft of all rows after the other
+            steps = np.minimum(np.arange(count)[:, None], number - 1)
+            at[:, query.index] = total + np.take_along_axis(place, steps, 0)
+            found.append(logits)
+            total += len(logits)
+        return found[0] if len(found) == 1 else torch.cat(found), at, copies
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: MaskedState, proposal: DraftProposal) -> Commit:
+        """Accept drafts, and write the base's steps up to and with that from the last accepted one.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits for an accepted draft. Nothing is written.
+            RuntimeError: the base committed nothing where it must.
+        """
+        window, rows, steps = state.window, proposal.rows, proposal.taken
+        if proposal.made_at != state.commits:
+            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+        drafts, written, health = _to_host(
+            torch.stack([ahead.tokens for ahead in proposal.drafts]),
+            torch.stack([step.written for step in steps]),
+            torch.stack([step.proposal.quantities["confidence"] for step in steps]),
+        )
+        subset = self.agreement == "subset"
+        best, judge = accept(drafts, written, proposal.copies, state.facts.mask_token_id, subset)
+        # the base's windows one by one: the accepted drafts, then what it made of the last of them
+        depth = np.arange(len(steps))[:, None]
+        windows = np.where((depth < best)[..., None], np.roll(drafts, -1, 0), written)
+        changed = windows != np.concatenate((drafts[:1], windows[:-1]))
+        counts = changed.sum(-1)
+        full = counts.cumsum(0) == state.remaining[rows]
+        taken = np.minimum(best, np.where(full.any(0), full.argmax(0), best)) + 1
+        self._check(state, rows, np.isfinite(health).all(-1), counts, depth < taken)
+
+        taken, ends = self._write(state, windows, taken)
+        index = np.arange(len(rows))
+        final = windows[taken - 1, index]
+        last = torch.as_tensor(taken - 1, device=window.positions.device)
+        for name in self.base.memory():
+            put_rows(state.memory, name, rows, _pick([step.memory[name] for step in steps], last))
+        if self.draft_steps > 1:
+            self._carry(state, rows, steps, last)
+        state.count(proposal.cost)
+        state.cache.committed(state, final)
+        committed = (final != drafts[0]).sum(-1)
+        state.advance(rows, committed)
+        state.row_step[rows] += taken - 1
+        state.block_step[rows] += taken - 1
+        self._advance(state, rows, ends)
+        # each token with the score that it had when the base took it
+        step = (changed & (depth < taken)[..., None]).argmax(0)
+        scores = torch.stack([step.proposal.scores for step in steps])
+        judged, values, selected = (
+            torch.as_tensor(array, device=scores.device)
+            for array in (judge[step, index[:, None]], final, final != drafts[0])
+        )
+        return Commit(rows, values, window.positions, selected, scores.gather(0, judged[None])[0], proposal.kind)
+
+    def _check(
+        self, state: MaskedState, rows: np.ndarray, finite: np.ndarray, counts: np.ndarray, within: np.ndarray
+    ) -> None:
+        """Raise where the base would have, in the steps `within` [K, R]. finite, counts: [K, R]."""
+        broken = within & ~finite
+        if broken.any():
+            at = int(broken.any(0).argmax())
+            step = int(state.row_step[rows[at]] + broken[:, at].argmax())
+            raise FloatingPointError(
+                f"the model returned NaN or infinite logits for row {int(rows[at])} at its step {step}"
+            )
+        idle = within & (counts == 0)
+        if self.may_wait:
+            steps = state.block_step[rows] + np.arange(1, len(counts) + 1)[:, None]
+            idle &= steps >= state.planned_steps(rows)
+        if idle.any():
+            row = int(rows[idle.any(0).argmax()])
+            raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {row}")
+
+    def _write(
+        self, state: MaskedState, windows: np.ndarray, taken: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Write the windows [K, R, W] of `taken` [R] steps, one after the other, up to that in which a stop rule ends
+        a row. Returns the steps that are left of `taken`, and the ends as a `StopRule` says them."""
+        window, index = state.window, np.arange(len(taken))
+        ends = np.full(len(taken), NEVER)
+        last = int(taken.max()) - 1
+        for step in range(last + 1) if state.stop_rules else [last]:
+            tokens = windows[np.minimum(step, taken - 1), index]
+            window.write(state.canvas, torch.as_tensor(tokens, device=state.canvas.device))
+            found = first_end(state.stop_rules, state, tokens) if state.stop_rules else None
+            if found is not None:
+                stops = (found < NEVER) & (ends == NEVER)
+                taken = np.where(stops, np.minimum(taken, step + 1), taken)
+                ends = np.where(stops, found, ends)
+        return taken, ends if (ends < NEVER).any() else None
+
+    def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:
+        """Keep what was read from the last step's logits: the next drafts are made of it."""
+        memory, found = state.memory, [{"tokens": step.proposal.values, **step.proposal.quantities} for step in steps]
+        if self.base.fuses:
+            own = self.base.memory()
+            for kept, step in zip(found, steps, strict=True):
+                kept.update({name: value for name, value in step.proposal.updates.items() if name not in own})
+        for name in found[0]:
+            value = _pick([kept[name] for kept in found], last)
+            if CARRIED + name not in memory:  # what a logits stage finds is known once it has run
+                shape = list(value.shape[1:])
+                wide = shape[:1] == [steps[0].written.shape[1]]
+                memory.specs[CARRIED + name] = MemorySpec(("window", *shape[1:]) if wide else tuple(shape), value.dtype)
+                if wide:
+                    shape[0] = memory[CARRIED + "tokens"].shape[1]
+                memory[CARRIED + name] = value.new_zeros((state.batch, *shape))
+            put_rows(memory, CARRIED + name, rows, value)
+
+
+def _sampler(base: Any) -> MaskedSampler:
+    """The sampler that a setting stands for."""
+    made = base
+    try:
+        if isinstance(base, str):
+            made = samplers.create(base)
+        elif isinstance(base, Mapping):
+            made = Sampler.from_dict(base)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"base={shown(base)}: {error}") from error
+    if not isinstance(made, MaskedSampler):
+        raise ValueError(f"base={shown(base)} must be a masked sampler: a name, one made with settings, or its to_dict")
+    return made
+
+
+def _pick(tensors: list[Tensor], which: Tensor) -> Tensor:
+    """Of tensors [R, ...], for each row that of number `which` [R]."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.stack(tensors)[which, torch.arange(len(which), device=which.device)]
+
+
+def _rows_of_part(part: Part, chosen: np.ndarray) -> Part:
+    """The part with only the `chosen` [N] bool of its rows."""
+    if chosen.all():
+        return part
+    valid = None if part.valid is None else part.valid[chosen]
+    return dataclasses.replace(part, index=part.index[chosen], positions=part.positions[chosen], valid=valid)
+
+
+def _batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
+    """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
+    step, owner = (np.arange(copies.max())[:, None] < copies).nonzero()
+    index = np.concatenate([owner + branch * len(copies) for branch in range(query.branches)])
+    called = torch.as_tensor(index, device=state.canvas.device)
+    return DraftQuery(
+        **vars(query)
+        | {
+            "tokens": _tokens_of(state, query, drafts, step, owner),
+            "positions": query.positions[called],
+            "wanted": query.wanted[called],
+            "valid": None if query.valid is None else query.valid[called],
+            "store_rows": None if query.store_rows is None else query.store_rows[called],
+            "store_index": None if query.store_index is None else query.store_index[index],
+            "slots": None,
+            "copies": copies,
+            "forwarded": query.forwarded * copies,
+        },
+        drafts=drafts,
+    )
+
+
+def _tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
+    """A call in which the drafts of a row stand one after the other in its row, each seeing itself alone."""
+    (count, width), device = query.positions.shape, state.canvas.device
+    most = int(copies.max())
+    step, owner = (index.ravel() for index in np.indices((most, len(copies))))
+    tokens = _tokens_of(state, query, drafts, step, owner).unflatten(0, (query.branches, most, -1))
+    positions = query.positions.repeat(1, most)
+    number = torch.arange(most, device=device).repeat_interleave(width)
+    visible = (number[:, None] == number).expand(count, -1, -1)
+    if state.facts.topology == "block_causal":
+        block = positions // state.facts.block_length
+        visible = visible & (block[:, :, None] >= block[:, None, :])
+    valid = None
+    if query.valid is not None or (copies < most).any():
+        own = torch.as_tensor(copies, device=device).repeat(query.branches)
+        valid = number < own[:, None]
+        if query.valid is not None:
+            valid = valid & query.valid.repeat(1, most)
+    wanted = query.wanted[:, None] + width * torch.arange(most, device=device)[:, None]
+    return DraftQuery(
+        **vars(query)
+        | {
+            "tokens": tokens.transpose(1, 2).reshape(count, most * width),
+            "positions": positions,
+            "wanted": wanted.flatten(1),
+            "valid": valid,
+            "visible": visible,
+            "slots": None,
+            "copies": copies,
+            "forwarded": query.forwarded * copies,
+        },
+        drafts=drafts,
+        tree=True,
+    )
+
+
+def _tokens_of(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
+    """[branches * D, Q] int64: what D drafts hold at a query's positions. step, owner: [D], the draft's number and the
+    query's row that it is of."""
+    device, window = state.canvas.device, state.window
+    running = torch.as_tensor(query.index[owner], device=device)
+    rows = torch.as_tensor(query.rows[owner], device=device)
+    own = torch.stack([ahead.tokens for ahead in drafts])[torch.as_tensor(step, device=device), running]
+    canvas = state.canvas.index_select(0, rows).scatter(1, window.positions[running], own)
+    branches = [canvas]
+    if query.branches == 2:
+        branches.append(canvas.masked_fill(state.given[rows], state.facts.mask_token_id))
+    positions = query.positions[: len(query.rows)][torch.as_tensor(owner, device=device)]
+    return torch.cat([branch.gather(1, positions) for branch in branches])

@@ -1,0 +1,1 @@
+"""Training of what some methods bring along; today the filters of Learn2PD."""
