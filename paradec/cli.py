@@ -422,7 +422,7 @@ def learn2pd_train(
         ),
     ] = None,
     per_task: Annotated[int, typer.Option(help="Packaged prompts per task.")] = 28,
-    kind: Annotated[str, typer.Option(help="block (the paper's; one block length) or features (any length).")] = "block",
+    kind: Annotated[str, typer.Option(help="block (the paper's, one block length) or features (any).")] = "block",
     block_length: BlockLength = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length of the canvas after the prompt.")] = None,
     cache: Annotated[

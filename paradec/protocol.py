@@ -62,7 +62,7 @@ class Query:
     copies: np.ndarray | None = None
     """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all its drafts together."""
+    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together."""
     index: np.ndarray | None = None
     """[N] int64, on the host: where `rows` stand among the running rows."""
     available: Tensor | None = None
@@ -163,7 +163,7 @@ class Proposal:
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Everything else that was read from the logits, by name, each [R, W, ...]."""
     updates: dict[str, Tensor] = field(default_factory=dict)
-    """What the method's logits stage found, by name, each [R, ...]: new values of its memory, and numbers for `select`."""
+    """What the method's logits stage found, by name, each [R, ...]: its memory's new values, numbers for `select`."""
     made_at: int = 0
     """How many commits the state had seen; a proposal is good for the next one only."""
     kind: str = "full"

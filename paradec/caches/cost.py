@@ -9,8 +9,8 @@ from paradec.caches.base import Cache
 
 WORTHWHILE = 0.9
 """Share of the positions above which a cache is not worth its bookkeeping."""
-SHORT = 128
-"""Positions below which gathering single positions costs as much as evaluating all of them (benchmarks/caches.py)."""
+SHORT = 64
+"""Positions below which one row on a CPU gains nothing from gathering single positions (benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class CacheCost:
         )
 
 
-def advice(cache: Cache, rows: int, prompt: int, new: int, block: int, steps: int) -> str | None:
+def advice(cache: Cache, rows: int, prompt: int, new: int, block: int, steps: int, device: str = "cpu") -> str | None:
     """Why a cache cannot win for this shape and what to use instead, or None when it may.
 
     Args:
         rows: of the batch. prompt, new: the longest row's lengths. block: positions per block, about. steps: steps per
-            block, about.
+            block, about. device: "cpu", "cuda", ...
     """
     if not cache.uses_store:
         return None
@@ -54,9 +54,11 @@ def advice(cache: Cache, rows: int, prompt: int, new: int, block: int, steps: in
             f"cache={cache.name!r} still evaluates about {share:.0%} of the positions here (prompt {prompt}, "
             f"{new} new tokens in blocks of {min(block, new)}): use cache='none', or a shorter block_length"
         )
-    if cache.costly_rows and rows == 1 and prompt + new < SHORT:
+    # on a GPU one row's calls are bound by their launches and the weights, not by positions; users of the public code
+    # report it slower there than no cache
+    if cache.costly_rows and rows == 1 and (device == "cuda" or prompt + new < SHORT):
         return (
-            f"cache={cache.name!r} gathers single positions, which one row of {prompt + new} positions hardly repays: "
-            "use cache='dual' or 'vicinity', a batch, or cache='none'"
+            f"cache={cache.name!r} gathers single positions, which one row of {prompt + new} positions on {device} "
+            "hardly repays: use cache='dual' or 'vicinity', more rows, or cache='none'"
         )
     return None

@@ -465,7 +465,8 @@ def compare(
     model = load() if model is None else model
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     if names is None:
-        todo = [configuration for configuration in todo if _serves(configuration, model, block_length, cache, new)]
+        asked = {"cache": cache, "max_new_tokens": new, "block_length": block_length}
+        todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
     setup = {
         "model": model.facts.name,
         "cache": cache,
@@ -479,13 +480,13 @@ def compare(
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     finished = {} if resume is None else _finished(resume, setup)
     work = [_expected_forwards(configuration, new) for configuration in todo]
+    # in order, and with all that was resumed, asked for or not: nothing measured is lost
+    order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
+    comparison.results = [finished[name] for name in order if name in finished]
     done = 0.0
     try:
         for configuration, expected in zip(todo, work, strict=True):
-            result = finished.get(configuration.name)
-            if result is not None:
-                result.configuration = configuration
-            else:
+            if configuration.name not in finished:
                 method = configuration.make()
                 policy = block_policy(method, model, None, block_length)
                 right: dict[str, list[bool]] = {}
@@ -517,8 +518,9 @@ def compare(
                             (done + expected * (first + len(rows)) / len(questions)) / sum(work),
                         )
                 result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
-            comparison.results.append(result)
+                finished[configuration.name] = result
             done += expected
+            comparison.results = [finished[name] for name in order if name in finished]
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("the comparison was interrupted; what was measured is in .output")
         stopped.output = comparison
@@ -527,11 +529,12 @@ def compare(
     return comparison
 
 
-def _serves(configuration: Configuration, model: Model, block_length: int | None, cache: str, new: int) -> bool:
-    """Whether a sampler that nobody asked for by name fits the request; a warning says why not."""
-    method = configuration.make()
+def _serves(configuration: Configuration, model: Model, prompt: str, asked: dict[str, Any]) -> bool:
+    """Whether a sampler that nobody asked for by name fits the model and the request; a warning says why not."""
+    if configuration.sampler == BASELINE:
+        return True  # what is wrong with the request itself is an error
     try:
-        method.check(model.facts, block_policy(method, model, None, block_length), caches.create(cache), new)
+        configuration.make().start(model, prompt, **asked)
     except ValueError as error:
         if not configuration.changes:
             warnings.warn(f"{configuration.sampler} is left out: {error}", stacklevel=3)

@@ -60,6 +60,8 @@ def create(name: str, *, preset: str | None = None, **settings: Any) -> Any:
 
         if preset is not None or settings:
             first = "preset" if preset is not None else next(iter(settings))
-            raise ValueError(f"{first}=...: say whose, in parentheses: 'credit(threshold=0.95)+localleap', not {name!r}")
+            raise ValueError(
+                f"{first}=...: say whose, in parentheses: 'credit(threshold=0.95)+localleap', not {name!r}"
+            )
         return parse(name)
     return registry.create(name, preset=preset, **settings)

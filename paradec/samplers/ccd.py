@@ -17,7 +17,9 @@ from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.low_confidence import LowConfidence
 from paradec.samplers.masked import MaskedState, Stage, View
-from paradec.samplers.statistics import best_with_log_probability
+from paradec.samplers.statistics import best_with_probability
+
+MOST_HISTORY = 64
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class CCD(LowConfidence):
     once.
 
     Args:
-        history: d, steps averaged over, this one included; 1 is the entropy rule. 3 for Dream and 2 for LLaDA in the
-            paper: the presets.
+        history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
+            LLaDA in the paper: the presets.
         buffer: V, positions put aside per step, at least 1.
         entropy_threshold: nats, at least 0; None keeps to the schedule (CCD). The paper gives no number; 0.3 is ours,
             about the entropy of a token at 0.9 with one rival.
@@ -61,7 +63,7 @@ class CCD(LowConfidence):
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 
     def __post_init__(self) -> None:
-        check_int("history", self.history, low=1)
+        check_int("history", self.history, low=1, high=MOST_HISTORY)
         check_int("buffer", self.buffer, low=1)
         check_number("entropy_threshold", self.entropy_threshold, low=0, none=True)
 
@@ -78,7 +80,7 @@ class CCD(LowConfidence):
         return np.maximum(super().quota(state, rows), 1)
 
     def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        confidence = best_with_log_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)
+        confidence = best_with_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)
         confidence, columns = confidence.topk(min(self.buffer, logits.shape[1]), dim=1)  # [R, <= buffer]
         there = confidence > -torch.inf
         buffered = torch.zeros_like(stage.undecided).scatter(1, columns, there)

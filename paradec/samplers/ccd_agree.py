@@ -1,6 +1,6 @@
 """Coherent contextual decoding as released: tokens that two steps in a row agree on become final together.
 
-The public code of "CCD", arXiv 2512.02044 (for Dream), which looks back one step instead of averaging as the paper does.
+The public code of "CCD", arXiv 2512.02044 (for Dream), which looks back one step where the paper averages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class CCDAgree(LowConfidence):
 
     Where T meets B, Q holds the positions of V and B whose best token is that of the step before; if they are b at
     least, Q is committed. In all other cases T is. Then the n lowest entropies among what is left masked are the new B.
-    n is 1, grows by one a step from the last one of the warmup on up to b * (1 + expand_ratio), and is 2 once at most `tail` of
-    the block's positions are masked; the first `warmup` steps commit T.
+    n is 1, grows by one a step from the last one of the warmup on up to b * (1 + expand_ratio), and is 2 once at most
+    `tail` of the block's positions are masked; the first `warmup` steps commit T.
 
     Args:
         warmup: steps of a block before agreement counts, at least 0.

@@ -221,10 +221,10 @@ def parse(text: str) -> MaskedSampler:
     """
     try:
         return _built(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, _NotRead):
+    except (SyntaxError, RecursionError, MemoryError, _NotRead):
         raise ValueError(
-            f"sampler {text!r} cannot be read; join names with '+' or '&', put a logits stage first with '>>', and give "
-            "settings in parentheses: 'credit(threshold=0.95)+localleap'"
+            f"sampler {shown(text)} cannot be read; join names with '+' or '&', put a logits stage first with "
+            "'>>', and give settings in parentheses: 'credit(threshold=0.95)+localleap'"
         ) from None
 
 
@@ -237,7 +237,7 @@ def _built(node: ast.expr) -> MaskedSampler:
         case ast.Name(name):
             return samplers.registry.create(name)
         case ast.Call(func=ast.Name(name), args=[], keywords=given) if all(entry.arg for entry in given):
-            return samplers.registry.create(name, **{str(entry.arg): _literal(entry.value) for entry in given})
+            return samplers.registry.create(name, **{entry.arg: _literal(entry.value) for entry in given})
         case ast.BinOp(left, ast.Add(), right):
             return Union(rules=(*_rules(_built(left), Union), *_rules(_built(right), Union)))
         case ast.BinOp(left, ast.BitAnd(), right):

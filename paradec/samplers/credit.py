@@ -14,7 +14,9 @@ from torch import Tensor
 from paradec.checks import check_choice, check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked import MaskedSampler, Stage, View
-from paradec.samplers.statistics import best_one, best_with_log_probability
+from paradec.samplers.statistics import best_one, best_with_probability
+
+MOST_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Credit(MaskedSampler):
         storage: "dense" keeps C whole, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
             126,464 words). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8), the same result
             as long as no position has had more different best tokens within the block.
-        slots: tokens per position under "slots"; one more takes the place of the one with the least credit.
+        slots: tokens per position under "slots", 1 to 1024; one more takes the place of the one with the least credit.
 
     Credit is a row's own, starts at nothing in every block and request, and follows the best token, whatever is drawn
     at temperature > 0. A position that a cache leaves out of a step neither gains nor decays: nothing was learned about
@@ -71,7 +73,7 @@ class Credit(MaskedSampler):
         check_number("exponent", self.exponent, low=0)
         check_number("fusion", self.fusion, low=0)
         check_choice("storage", self.storage, ("dense", "slots"))
-        check_int("slots", self.slots, low=1)
+        check_int("slots", self.slots, low=1, high=MOST_SLOTS)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         if self.storage == "dense":
@@ -82,8 +84,8 @@ class Credit(MaskedSampler):
         }
 
     def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        best, log_p = best_with_log_probability(logits)  # [R, W]
-        best, gain = best.unsqueeze(-1), (log_p.exp() ** self.exponent).float().unsqueeze(-1)
+        best, p = best_with_probability(logits)  # [R, W]
+        best, gain = best.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
         seen = stage.undecided.unsqueeze(-1)
         credit = stage.memory["credit"]
         decayed = credit * self.decay

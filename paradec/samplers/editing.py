@@ -32,9 +32,10 @@ class Editing(MaskedSampler):
             model's best.)
         max_post_steps: most steps of a block without masks.
 
-    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "dllm" has the other source's. A row
-    that ends at its end token is edited no more, as there; diffusers takes one step more than max_post_steps, this does
-    not. For models that were trained to edit; what others predict where a token stands was never trained.
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "dllm" has the other source's.
+    diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
+    filled; here a step must have left them as they stand. For models that were trained to edit; what others predict
+    where a token stands was never trained.
     """
 
     threshold: float = 0.7
@@ -46,7 +47,7 @@ class Editing(MaskedSampler):
     arxiv = "2602.08676"
     summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
     rereads = True
-    revises = True
+    revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
     presets = {"dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16}}
     frontier = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
 
@@ -62,8 +63,6 @@ class Editing(MaskedSampler):
         return (view.scores > self.threshold) | best_one(view.scores)
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        if self.editing_threshold == 1:
-            return Revision()
         sure = view.quantities["confidence"] > self.editing_threshold
         edit = view.editable & sure & (view.tokens != view.current)
         # the step that fills the last mask is looked at once more, the others as long as they change something

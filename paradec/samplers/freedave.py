@@ -2,14 +2,12 @@
 
 "Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py. The public code keeps what a
 forward found until the next one has verified it; here its first step is committed at once, so that the next forward
-evaluates the row as it stands, and drafts beyond it. Tokens and forwards are the same, but no call is spent on rows that
+evaluates the row as it stands, and drafts beyond it. Tokens and forwards are the same, but none is spent on rows that
 have no mask left, and with one draft a step it is the base itself, forward for forward.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +18,10 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.blocks import BlockPolicy
-from paradec.caches.base import Cache, Part
+from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.samplers.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
 from paradec.samplers.masked import MaskedSampler, MaskedState, Stage, _to_host
 from paradec.samplers.masked_state import part_query, put_rows, rows_of
 from paradec.samplers.stopping import NEVER, first_end
@@ -35,37 +34,6 @@ OWN = ("query", "propose", "commit", "trim")
 """What a base must leave to the family."""
 
 
-class Ahead:
-    """A state as its sampler would find it some steps on, if a draft is right: what counts steps is moved on.
-
-    Args:
-        state: the state as it is.
-        steps: how many steps later.
-        tokens: [R, W] int64, the window then.
-    """
-
-    def __init__(self, state: MaskedState, steps: int, tokens: Tensor):
-        self.state, self.steps, self.tokens = state, steps, tokens
-        self.row_step, self.block_step = state.row_step + steps, state.block_step + steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.state, name)
-
-    @functools.cached_property
-    def candidates(self) -> Tensor:
-        """[R, W] bool: undecided positions."""
-        return self.state.window.undecided(self.tokens, self.state.facts.mask_token_id)
-
-    @functools.cached_property
-    def remaining(self) -> np.ndarray:
-        """[B] int64: undecided positions of the block. Waits for the device: only schedules that count them ask."""
-        if not self.steps:
-            return self.state.remaining
-        remaining = self.state.remaining.copy()
-        remaining[self.state.window.rows] = self.candidates.sum(1).cpu().numpy()
-        return remaining
-
-
 @dataclass
 class Taken:
     """One step of the base, taken from one draft. Shapes: `R` rows, `W` positions."""
@@ -76,15 +44,6 @@ class Taken:
     """[R, W] int64: the window after it."""
     memory: Mapping[str, Tensor]
     """The base's memory after it, each [R, ...]."""
-
-
-@dataclass
-class DraftQuery(Query):
-    """A call that evaluates several drafts of its rows. `drafts[j]` is what the base would find j steps on."""
-
-    drafts: list[Ahead] = field(default_factory=list)
-    tree: bool = False
-    """Whether a row's drafts stand in one row of the call, not in rows of their own."""
 
 
 @dataclass
@@ -165,7 +124,7 @@ class FreeDave(MaskedSampler):
             drafts by itself, or ends its blocks by the logits; for "subset", one with a memory or a schedule.
     """
 
-    base: str | Mapping[str, Any] | MaskedSampler = "low_confidence"
+    base: Any = "low_confidence"
     draft_steps: int = 4
     draft_mode: str = "batch"
     agreement: str = "exact"
@@ -193,7 +152,7 @@ class FreeDave(MaskedSampler):
         if base.drafts:
             why = "it drafts by itself"
         elif base.revises or base.rereads:
-            why = "it takes back what it decided"
+            why = "it reads again, or takes back, what it decided"
         elif getattr(base.blocks(None), "reads_logits", False):
             why = "the logits say where its blocks end, and drafts are made before"
         elif own := [part for part in OWN if getattr(type(base), part) is not getattr(MaskedSampler, part)]:
@@ -250,24 +209,26 @@ class FreeDave(MaskedSampler):
             for chosen in [several | True] if together else [~several, several]:
                 if not chosen.any():
                     continue
-                query = part_query(state, _rows_of_part(part, chosen))
+                query = part_query(state, rows_of_part(part, chosen))
                 number = copies[query.index]
                 if number.max() == 1:
                     queries.append(query)
                 elif self.draft_mode == "tree":
-                    queries.append(_tree_query(state, query, drafts, number))
+                    queries.append(tree_query(state, query, drafts, number))
                 else:
-                    queries.append(_batch_query(state, query, drafts, number))
+                    queries.append(batch_query(state, query, drafts, number))
         return queries
 
     def _copies(self, state: MaskedState) -> np.ndarray:
-        """[R] int64: steps to evaluate of each row; every one but those that may wait commits something."""
+        """[R] int64: steps to evaluate of each row, as many as its block may still take. All but those of methods that
+        may wait fill something, and most schedules end with their planned steps."""
         rows = state.window.rows
         copies = np.full(len(rows), self.draft_steps)
         if not self.may_wait:
             copies = np.minimum(copies, state.remaining[rows])
         if self.uses_steps:
-            copies = np.minimum(copies, np.maximum(state.planned_steps(rows) - state.block_step[rows], 1))
+            planned = state.planned_steps(rows) - state.block_step[rows]
+            copies = np.where(planned > 0, np.minimum(copies, planned), copies)
         return np.where(state.block_step[rows] == 0, 1, copies)
 
     def _drafts(self, state: MaskedState, count: int) -> list[Ahead]:
@@ -288,7 +249,7 @@ class FreeDave(MaskedSampler):
 
     def _take(
         self,
-        ahead: Ahead,
+        ahead: Any,
         tokens: Tensor,
         quantities: Mapping[str, Tensor],
         updates: Mapping[str, Tensor],
@@ -411,11 +372,11 @@ class FreeDave(MaskedSampler):
         state.block_step[rows] += taken - 1
         self._advance(state, rows, ends)
         # each token with the score that it had when the base took it
-        step = (changed & (depth < taken)[..., None]).argmax(0)
+        when = (changed & (depth < taken)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
         judged, values, selected = (
             torch.as_tensor(array, device=scores.device)
-            for array in (judge[step, index[:, None]], final, final != drafts[0])
+            for array in (judge[when, index[:, None]], final, final != drafts[0])
         )
         return Commit(rows, values, window.positions, selected, scores.gather(0, judged[None])[0], proposal.kind)
 
@@ -495,84 +456,3 @@ def _pick(tensors: list[Tensor], which: Tensor) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.stack(tensors)[which, torch.arange(len(which), device=which.device)]
-
-
-def _rows_of_part(part: Part, chosen: np.ndarray) -> Part:
-    """The part with only the `chosen` [N] bool of its rows."""
-    if chosen.all():
-        return part
-    valid = None if part.valid is None else part.valid[chosen]
-    return dataclasses.replace(part, index=part.index[chosen], positions=part.positions[chosen], valid=valid)
-
-
-def _batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
-    """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
-    step, owner = (np.arange(copies.max())[:, None] < copies).nonzero()
-    index = np.concatenate([owner + branch * len(copies) for branch in range(query.branches)])
-    called = torch.as_tensor(index, device=state.canvas.device)
-    return DraftQuery(
-        **vars(query)
-        | {
-            "tokens": _tokens_of(state, query, drafts, step, owner),
-            "positions": query.positions[called],
-            "wanted": query.wanted[called],
-            "valid": None if query.valid is None else query.valid[called],
-            "store_rows": None if query.store_rows is None else query.store_rows[called],
-            "store_index": None if query.store_index is None else query.store_index[index],
-            "slots": None,
-            "copies": copies,
-            "forwarded": query.forwarded * copies,
-        },
-        drafts=drafts,
-    )
-
-
-def _tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
-    """A call in which the drafts of a row stand one after the other in its row, each seeing itself alone."""
-    (count, width), device = query.positions.shape, state.canvas.device
-    most = int(copies.max())
-    step, owner = (index.ravel() for index in np.indices((most, len(copies))))
-    tokens = _tokens_of(state, query, drafts, step, owner).unflatten(0, (query.branches, most, -1))
-    positions = query.positions.repeat(1, most)
-    number = torch.arange(most, device=device).repeat_interleave(width)
-    visible = (number[:, None] == number).expand(count, -1, -1)
-    if state.facts.topology == "block_causal":
-        block = positions // state.facts.block_length
-        visible = visible & (block[:, :, None] >= block[:, None, :])
-    valid = None
-    if query.valid is not None or (copies < most).any():
-        own = torch.as_tensor(copies, device=device).repeat(query.branches)
-        valid = number < own[:, None]
-        if query.valid is not None:
-            valid = valid & query.valid.repeat(1, most)
-    wanted = query.wanted[:, None] + width * torch.arange(most, device=device)[:, None]
-    return DraftQuery(
-        **vars(query)
-        | {
-            "tokens": tokens.transpose(1, 2).reshape(count, most * width),
-            "positions": positions,
-            "wanted": wanted.flatten(1),
-            "valid": valid,
-            "visible": visible,
-            "slots": None,
-            "copies": copies,
-            "forwarded": query.forwarded * copies,
-        },
-        drafts=drafts,
-        tree=True,
-    )
-
-
-def _tokens_of(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
-    """[branches * D, Q] int64: what D drafts hold at a query's positions. step, owner: [D], the draft's number and the
-    query's row that it is of."""
-    device, window = state.canvas.device, state.window
-    running = torch.as_tensor(query.index[owner], device=device)
-    rows = torch.as_tensor(query.rows[owner], device=device)
-    own = torch.stack([ahead.tokens for ahead in drafts])[torch.as_tensor(step, device=device), running]
-    canvas = state.canvas.index_select(0, rows).scatter(1, window.positions[running], own)
-    branches = [canvas]
-    if query.branches == 2:
-        branches.append(canvas.masked_fill(state.given[rows], state.facts.mask_token_id))
-    positions = query.positions[: len(query.rows)][torch.as_tensor(owner, device=device)]
-    return torch.cat([branch.gather(1, positions) for branch in branches])

@@ -109,7 +109,8 @@ class MaskedSampler(Sampler):
         announces: whether `announce` says what a step will commit before the model is called.
         rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
         fuses: whether the method has a logits stage of its own, `fuse`.
-        revises: whether the method takes back what it decided in the open block (`revise`).
+        revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
+            token as decided when a step has left it as it stands, or its block has closed.
         shadows: whether the window is evaluated a second time beside itself, as masks: the shadow of a position sees
             all shadows, and everything else but what stands at its own position. `view.updates["shadow_confidence"]`
             [R, W] float64 is the probability that it gives to what stands there.
@@ -152,7 +153,7 @@ class MaskedSampler(Sampler):
         return {}
 
     def announce(self, state: MaskedState) -> np.ndarray:
-        """[R, K] int64: positions that this step will commit, in their order, -1 where a row has fewer. Changes nothing.
+        """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing.
         For methods that declare `announces`; caches that evaluate little else ask for it."""
         raise NotImplementedError
 
@@ -174,8 +175,8 @@ class MaskedSampler(Sampler):
         return Revision()
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
-        """[R] int64: the bound on a block's steps for methods that `revises`, at least `masks_at_open`. What would leave
-        more undecided than there are steps left is not taken back, and a block does not linger beyond it."""
+        """[R] int64: the bound on a block's steps for methods that `revises`, at least `masks_at_open`. What would
+        leave more undecided than there are steps left is not taken back, and a block does not linger beyond it."""
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
@@ -395,6 +396,8 @@ class MaskedSampler(Sampler):
         wanted = [filled, written, proposal.quantities["confidence"]]
         if self.shadows:
             wanted[2] = wanted[2] + proposal.updates["shadow_confidence"]
+        if self.revises:
+            wanted.append(selected)
         if linger is not None:
             wanted.append(linger.unsqueeze(1).expand_as(written))
         if cut is not None:
@@ -402,6 +405,7 @@ class MaskedSampler(Sampler):
         if proposal.block_end is not None:
             wanted.append(proposal.block_end.unsqueeze(1).expand_as(written))
         chosen, tokens, health, *others = _to_host(*wanted)
+        touched = others.pop(0) if self.revises else None
         lingers = None if linger is None else others.pop(0)[:, 0]
         cuts = None if cut is None else others.pop(0)[:, 0]
         committed = np.add.reduce(chosen, 1, dtype=np.int64)
@@ -427,13 +431,17 @@ class MaskedSampler(Sampler):
             state.settle_blocks(rows, end[:, 0])
         state.cache.committed(state, tokens)
         state.advance(rows, committed)
-        ends = first_end(state.stop_rules, state, tokens) if state.stop_rules else None
+        if lingers is not None:
+            lingers = lingers.astype(bool) & (state.block_step[rows] < self.most_steps(state.masks_at_open[rows]))
+        standing = tokens
+        if touched is not None:  # what may be taken back ends nothing before a step has left it as it is
+            closes = (state.remaining[rows] <= 0) & (True if lingers is None else ~lingers)
+            standing = np.where(touched.astype(bool) & ~closes[:, None], state.facts.mask_token_id, tokens)
+        ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
         moved = bool(others)
         if cuts is not None and (cuts < state.length[rows]).any():
             state.trim(cuts, tokens)
             moved = True
-        if lingers is not None:
-            lingers = lingers.astype(bool) & (state.block_step[rows] < self.most_steps(state.masks_at_open[rows]))
         if proposal.early is not None:
             state.close_full_rows(tokens)
         self._advance(state, rows, ends, lingers, moved)
@@ -467,7 +475,8 @@ class MaskedSampler(Sampler):
     def _revised(
         self, state: MaskedState, view: View, selected: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Values [R, W], what is written [R, W], what it adds to what is decided (-1, 0 or 1) [R, W], and who lingers."""
+        """Values [R, W], what is written [R, W], what that adds to what is decided [R, W] (-1, 0 or 1), and the rows
+        [R] that linger."""
         revision = self.revise(view, selected)
         values, written, filled = view.tokens, selected, selected.long()
         if revision.edit is not None:

@@ -242,8 +242,8 @@ class MaskedState(State):
         self.canvas.masked_fill_(tail, self.facts.fill_token_id)
 
     def close_full_rows(self, tokens: np.ndarray) -> None:
-        """Make the open block the last one of rows with nothing undecided; `tokens` [R, W] are a window's that reaches to
-        the end of every row."""
+        """Make the open block the last one of rows with nothing undecided. tokens: [R, W], of a window that reaches the
+        end of every row."""
         window = self.window
         masks = tokens == self.facts.mask_token_id
         if window.host_valid is not None:
@@ -316,7 +316,7 @@ class MaskedState(State):
         prompt, new = int(self.prompt_length[longest]), int((self.length - self.prompt_length)[longest])
         block = int(self.block_end[longest] - self.block_start[longest])
         steps = int(self.planned_steps(np.array([longest]))[0])
-        return advice(self.cache, self.batch, prompt, new, block, steps)
+        return advice(self.cache, self.batch, prompt, new, block, steps, self.canvas.device.type)
 
     def planned_steps(self, rows: np.ndarray) -> np.ndarray:
         """[R] int64: steps planned for the open block of each row (one token a step without a plan)."""
@@ -348,8 +348,8 @@ def start_state(
         raise ValueError(f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive")
     if sampler.shadows and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(
-            f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a transformers "
-            f"decoder that predicts in place ('same'); {facts.name} is not one"
+            f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
+            f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
         )
     rows = encode(model, prompt, attention_mask, chat).rows
     mask = facts.mask_token_id

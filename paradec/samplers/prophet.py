@@ -65,13 +65,14 @@ class Prophet:
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
         bar = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
         if self.answer is None:
-            span, known = undecided, np.ones(len(bar), bool)
+            # a method that revises may stay in a block with nothing undecided; there is nothing to judge then
+            span, known = undecided, undecided.any(1)
         else:
             span, known = self._span(state)
-            span = torch.as_tensor(span, device=gap.device)
+            span, known = (torch.as_tensor(array, device=gap.device) for array in (span, known))
         count = span.sum(1)
         mean = torch.where(span, gap, 0).sum(1) / count.clamp(min=1)
-        return torch.as_tensor(known, device=gap.device) & ((mean >= bar) | (count == 0))
+        return known & ((mean >= bar) | (count == 0))
 
     def _span(self, state: Any) -> tuple[np.ndarray, np.ndarray]:
         """[R, W] bool: the window's positions that belong to the answer; [R] bool: whether it is known."""

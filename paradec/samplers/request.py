@@ -194,9 +194,7 @@ def randomness(
     return None, [int(entry) for entry in seeds]
 
 
-def cache_of(
-    cache: str | Cache | None, sampler: Any, model: Any, request: Request, blocks: BlockPolicy
-) -> Cache:
+def cache_of(cache: str | Cache | None, sampler: Any, model: Any, request: Request, blocks: BlockPolicy) -> Cache:
     """The cache, if it works with this sampler and model."""
     if cache is None:
         return caches.create("none")

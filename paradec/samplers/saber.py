@@ -21,9 +21,9 @@ from paradec.samplers.masked import MaskedSampler, Revision, View
 @dataclass(frozen=True)
 class Saber(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > tau, and at least `minimum`; tau is the mean
-    confidence with which the row's tokens were committed so far (1 at the start). Of k committed, then take back
-    max(minimum // 2, ceil(remask_share * k)) of those decided before, at most k - 1: the ones whose confidence fell most
-    since the step before.
+    confidence with which the row's tokens were committed so far (1 at the start). Where k were committed, take back
+    max(minimum // 2, ceil(remask_share * k)) of those decided before, at most k - 1: the ones whose confidence fell
+    most since the step before.
 
     Args:
         minimum: n, positions that a step commits at least, at least 1.
@@ -46,7 +46,7 @@ class Saber(MaskedSampler):
     arxiv = "2510.18165"
     summary = "all above the mean confidence so far; takes back where confidence fell most"
     rereads = True
-    revises = True
+    revises = property(lambda self: self.remask_share > 0)  # type: ignore[assignment]
     frontier = ({"minimum": 1}, {"minimum": 4})
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Saber(MaskedSampler):
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         count = selected.sum(1)
-        share = (count * self.remask_share).ceil().long().clamp(min=self.minimum // 2 if self.remask_share else 0)
+        share = (count * self.remask_share).ceil().long().clamp(min=self.minimum // 2)
         most = torch.minimum(share, count - 1)
         fills = (selected | ~view.candidates).all(1)
         drop = view.memory["last"] - view.quantities["confidence"]

@@ -51,7 +51,9 @@ def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    p = logits.softmax(dim=-1, dtype=torch.float64)
+    # what follows works in place where it can: these passes over the vocabulary are most of a step's cost
+    wide = logits.to(torch.float64, copy=True)
+    p = wide.softmax(dim=-1)
     found: dict[str, Tensor] = {}
     if tokens is None:
         best, first = p.max(dim=-1)
@@ -68,14 +70,14 @@ def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -
     if "best_token" in reads:
         found["best_token"] = first
     if "negative_entropy" in reads:
-        found["negative_entropy"] = (p + 1e-10).log_().mul_(p).sum(-1)
+        logarithm = (p + 1e-10).log_() if "minus_entropy" in reads else torch.add(p, 1e-10, out=wide).log_()
+        found["negative_entropy"] = logarithm.mul_(p).sum(-1)
     if "margin" in reads or "minus_entropy" in reads:
         at = first.unsqueeze(-1)
         if "minus_entropy" in reads:
             # sum p (z - z_best) + ln p_best needs no logarithm per word; both terms are negative, so nothing cancels
-            below = torch.sub(logits, logits.gather(-1, at).double()).clamp_(min=torch.finfo(torch.float64).min)
-            spread = torch.linalg.vecdot(p, below)
-        p.scatter_(-1, at, 0)  # ours, and not needed whole any more
+            spread = wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
+        p.scatter_(-1, at, 0)
         if "minus_entropy" in reads:
             found["minus_entropy"] = spread - (p.sum(-1) / best).log1p()
         if "margin" in reads:
@@ -83,12 +85,13 @@ def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -
     return tokens, found
 
 
-def best_with_log_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token [...] (int64) of logits [..., V], and the logarithm of its probability, in float32 at least."""
+def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best token [...] (int64) of logits [..., V], and its probability [...], in float32 at least: enough where it
+    is not compared with a threshold, and cheap."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    parts = [(*chunk.max(-1), chunk.to(wide).logsumexp(-1)) for chunk in _chunks(logits)]
-    top, best, total = (torch.cat(part).view(logits.shape[:-1]) for part in zip(*parts, strict=True))
-    return best, top - total
+    best = [chunk.argmax(-1, keepdim=True) for chunk in _chunks(logits)]
+    p = [chunk.softmax(-1, dtype=wide).gather(-1, at) for chunk, at in zip(_chunks(logits), best, strict=True)]
+    return torch.cat(best).view(logits.shape[:-1]), torch.cat(p).view(logits.shape[:-1])
 
 
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:

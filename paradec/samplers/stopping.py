@@ -160,8 +160,8 @@ def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[Ea
     if early and (sampler.drafts or sampler.shadows):
         what = "drafts of later steps" if sampler.drafts else "a shadow of the block"
         raise ValueError(
-            f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {what} beside the window, "
-            "which the rule widens to the end of the row"
+            f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: it evaluates {what} beside the "
+            "window, which the rule widens to the end of the row"
         )
     return others, early
 

@@ -30,7 +30,7 @@ class Wino(MaskedSampler):
 
     Args:
         threshold: tau_1, in [0, 1].
-        threshold_back: tau_2, in [0, 1]; 0 takes nothing back.
+        threshold_back: tau_2, in [0, 1]; 0 takes nothing back, and evaluates no shadow.
         cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated to whole
             positions, then raised to cap_low and lowered to cap_high), the most confident ones.
 
@@ -53,16 +53,15 @@ class Wino(MaskedSampler):
     arxiv = "2507.18578"
     summary = "all above a low confidence; takes back what it would not predict from the rest of the text"
     rereads = True
-    revises = True
-    shadows = True
+    revises = shadows = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
     frontier = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)
         check_number("threshold_back", self.threshold_back, low=0, high=1)
         check_number("cap_share", self.cap_share, low=0, high=1)
-        check_int("cap_low", self.cap_low, low=1)
-        check_int("cap_high", self.cap_high, low=self.cap_low)
+        check_int("cap_high", self.cap_high, low=1)
+        check_int("cap_low", self.cap_low, low=1, high=self.cap_high)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"accepted": MemorySpec(dtype=torch.int64)}
