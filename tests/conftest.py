@@ -7,9 +7,40 @@ import torch
 from replay import GOLDEN
 
 import paradec
+from paradec import caches
 from paradec.models.adapter import Model
+from paradec.samplers.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
 
 torch.set_num_threads(1)  # tiny models are faster on one thread, and results do not depend on the machine's cores
+
+
+FILTERED = {
+    ("llada-tiny", 64),
+    ("dream-tiny", 72),
+    ("LLaDAModelLM", 64),
+    ("LlamaForCausalLM", 41),
+    ("Qwen2ForCausalLM", 41),
+    ("sdar", 32),
+}
+"""Models of the suite that have no trained Learn2PD filter, with their vocabularies."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Filters that accept and refuse at random, for tests of what must hold for every sampler with its defaults."""
+    folder = tmp_path_factory.mktemp("filters")
+    for model, vocab_size in FILTERED:
+        facts = FilterFacts("features", model, vocab_size, 32, tuple(caches.names()), threshold=0.96)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network, features = facts.network(), torch.rand(64, len(FEATURES), 8)
+        # far from 0.5 either way, and both ways equally often
+        network.leave.weight.data *= 50
+        with torch.no_grad():
+            logits = network(dict(zip(FEATURES, features.unbind(1))), torch.ones(64, 8, dtype=torch.bool))
+        network.leave.bias.data -= logits.median()
+        save_filter(folder / f"{model}.safetensors", facts, network)
+        register_filter(folder / f"{model}.safetensors")
 
 
 @pytest.fixture(scope="session")

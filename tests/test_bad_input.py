@@ -138,6 +138,21 @@ WRONG = [
     ("suppress_tokens", range(64), "suppress_tokens excludes all 64 words"),
     ("chat", "yes", "chat='yes' must be True or False"),
     ("callback", 3, "callback=3 must be callable"),
+    ("streamer", 3, "streamer=3 must have put and end"),
+    ("streamer", SimpleNamespace(put=print), "must have put and end"),
+    (
+        "streamer",
+        SimpleNamespace(put=print, end=print, put_draft=print, _takes_logits=True),
+        "asks for logits (_takes_logits); only token ids are streamed",
+    ),
+    ("stop_strings", "a", "stop_strings='a' needs a tokenizer; llada-tiny has none"),
+    ("stop_strings", "", "stop_strings='' must be a text or a sequence of texts"),
+    ("stop_strings", ["a", 3], "stop_strings=['a', 3] must be a text"),
+    ("stop_strings", 3, "stop_strings=3"),
+    ("num_return_sequences", 0, "num_return_sequences=0 must be an integer of at least 1"),
+    ("num_return_sequences", 1.5, "num_return_sequences=1.5"),
+    ("num_return_sequences", None, "num_return_sequences=None"),
+    ("num_return_sequences", True, "num_return_sequences=True"),
     ("attention_mask", torch.ones(1, 4), "attention_mask has shape (1, 4); expected (1, 3)"),
     ("attention_mask", torch.ones(2, 3), "attention_mask has shape (2, 3)"),
     ("attention_mask", torch.tensor([[1, 0, 1]]), "attention_mask has holes"),
@@ -170,6 +185,10 @@ TOGETHER = [
     ({"prompt": [[1, 2], [3, 4]], "rng": "reference", "seed": [1, 2]}, "rng='reference'", "one seed"),
     ({"prompt": [[1, 2], [3, 4]], "seed": [1, 2, 3]}, "seed has 3 entries for 2 rows"),
     ({"prompt": [[1, 2], [3, 4]], "seed": [1, None]}, "seed=None"),
+    ({"prompt": [[1, 2], [3, 4]], "seed": [1, 2, 3], "num_return_sequences": 2}, "seed has 3 entries for 4 rows"),
+    ({"prompt": [[1, 63], [3, 4]], "max_new_tokens": 0}, "the prompt of row 1 has no mask to fill"),
+    ({"prompt": [1, 63], "max_new_tokens": -1}, "max_new_tokens=-1 must be an integer of at least 0"),
+    ({"prompt": [1, 63] * 257, "max_new_tokens": None}, "prompt of 514 tokens + max_new_tokens=0 = 514 is longer"),
     ({"prompt": PROMPT, "input_ids": PROMPT}, "either prompt or input_ids, not both"),
     ({"prompt": None}, "either prompt or input_ids"),
     ({"max_new_tokens": None, "prompt": [1] * 400}, "prompt of 400 tokens + max_new_tokens=128 = 528"),
@@ -195,7 +214,6 @@ PROMPTS = [
     ([[1], [2, 64]], "input id 64 in row 1 is outside the vocabulary (0 to 63)"),
     ([-1], "input id -1 in row 0"),
     ([10**40], "in row 0 is outside the vocabulary"),
-    ([1, 63], "the prompt of row 0 holds the mask id 63 at position 1"),
     ([1.0, 2.0], "prompt mixes or holds items of type ['float']"),
     ([1, "a"], "['int', 'str']"),
     ([True, False], "['bool']"),
@@ -332,6 +350,8 @@ def test_settings_out_of_range(llada: Counted, sampler: str, setting: str, value
 def test_every_setting_of_every_masked_sampler_is_checked(name: str) -> None:
     for setting in paradec.samplers.get(name).settings():
         for value in ("no such value", [], {}, object()):
+            if setting == "stages" and value == []:
+                continue  # a combination without a logits stage
             with pytest.raises((ValueError, TypeError), match=setting):
                 paradec.samplers.create(name, **{setting: value})
 
@@ -393,9 +413,9 @@ def test_unknown_arguments_of_a_request(llada: Counted) -> None:
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_broken_weights_end_the_decoding(name: str, broken: float) -> None:
-    model = paradec.load(GOLDEN / "dream-tiny")
-    model.module.lm_head.weight.data.fill_(broken)
     sampler = paradec.samplers.create(name)
+    model = paradec.load(GOLDEN / ("llada-tiny" if sampler.shadows else "dream-tiny"))  # shadows need logits in place
+    model.module.lm_head.weight.data.fill_(broken)
     state = sampler.start(model, [[1, 2], [3, 4, 5]], max_new_tokens=4, seed=0)
     before, undecided = state.canvas.clone(), state.undecided.clone()
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):

@@ -39,7 +39,13 @@ def test_all_traces_are_there() -> None:
     assert len(NAMES) == 56
 
 
-@pytest.mark.parametrize("name", NAMES)
+def in_groups(names: list[str]) -> list[object]:
+    """Quota rules run in one process, which reports their share of equal steps."""
+    quota = pytest.mark.xdist_group("quota")
+    return [pytest.param(name, marks=[quota] if is_quota_rule(load_trace(name)) else []) for name in names]
+
+
+@pytest.mark.parametrize("name", in_groups(NAMES))
 def test_trace(name: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     model = request.getfixturevalue(trace["model"].removesuffix("-tiny"))
@@ -60,6 +66,7 @@ def test_trace(name: str, request: pytest.FixtureRequest) -> None:
         assert all(c.rows_equal for c in found)
 
 
+@pytest.mark.xdist_group("quota")
 def test_report_share_of_equal_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints how many steps of the quota rules committed exactly the reference's positions."""
     if not SHARES:

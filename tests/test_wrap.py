@@ -240,6 +240,10 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(wrapped_remote: Model, rem
     loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 4}
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
+    if samplers.get(name).shadows:  # asks for a mask of its own, which no opaque module takes
+        with pytest.raises(ValueError, match="LLaDAModelLM is not one"):
+            paradec.generate(wrapped_remote, prompts, **request)
+        return
     found = paradec.generate(wrapped_remote, prompts, **request)
     expected = paradec.generate(loaded, prompts, **request)
     assert found.new_tokens.tolist() == expected.new_tokens.tolist()

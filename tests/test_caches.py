@@ -1,0 +1,493 @@
+"""Caches: where they are exact, what they evaluate, which pairs are refused, what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import MASK, tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.base import ChangeLog, buckets
+from paradec.caches.cost import advice
+from paradec.caches.dkv_decode import DkvDecode
+from paradec.caches.dkv_greedy import DkvGreedy
+from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
+from paradec.models.adapter import Model
+from paradec.protocol import Query
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
+
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
+NEW = 12
+STORED = [name for name in caches.names() if caches.get(name).uses_store]
+
+
+def differences(
+    model: Model, cache: Any, rows: list[list[int]] = ROWS, sampler: Any = "low_confidence", **request: Any
+):
+    """Largest difference of the scores to those without a cache, step for step on the same canvas.
+
+    Yields until the decoding is over, or the two choose differently.
+    """
+    sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "seed": 1} | request
+    cached = sampler.start(model, rows, cache=cache, **request)
+    plain = sampler.start(model, rows, cache="none", **request)
+    with torch.inference_mode():
+        while not cached.done:
+            ours, theirs = sampler.step(model, cached), sampler.step(model, plain)
+            there = ours.available
+            assert torch.equal(there & theirs.available, there)
+            yield float((ours.scores - theirs.scores)[there].abs().max())
+            sampler.commit(cached, ours)
+            sampler.commit(plain, theirs)
+            if not torch.equal(cached.canvas, plain.canvas):
+                yield float("inf")
+                return
+
+
+def sampler_for(cache: Any) -> str:
+    name = cache if isinstance(cache, str) else cache.name
+    return "random" if caches.get(name).evaluates == "picks" else "low_confidence"
+
+
+# ---- exactness ----------------------------------------------------------------------------------------------------
+
+EVERY_STEP = [
+    caches.create("dkv_decode", refresh_interval=1),
+    caches.create("dkv_greedy", refresh_interval=1),
+    caches.create("vicinity", cache_update_freq=1),
+    caches.create("vicinity", warmup_steps=NEW),
+]
+
+
+@pytest.mark.parametrize("cache", EVERY_STEP, ids=str)
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
+    if prediction not in cache.predictions:
+        pytest.skip("refused")
+    model = tiny(3, prediction=prediction)
+    assert max(differences(model, cache, sampler=sampler_for(cache))) == 0.0
+
+
+def test_vicinity_that_covers_everything_is_no_cache() -> None:
+    cache = caches.create("vicinity", prefix_look=64, after_look=64, warmup_steps=0)
+    assert max(differences(tiny(3), cache)) < 1e-12
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
+    """Keys and values of one layer depend on their own token alone: a cache that renews every token's is exact."""
+    cache = caches.create(name)
+    if topology not in cache.topologies or prediction not in cache.predictions:
+        pytest.skip("refused")
+    if "refresh_interval" in cache.settings():
+        cache = dataclasses.replace(cache, refresh_interval=99)
+    model = tiny(1, topology, prediction)
+    # several tokens a step, and rows that move at their own pace
+    if cache.evaluates == "picks":
+        assert max(differences(model, cache, sampler="random", steps=6)) < 1e-12
+    else:
+        assert max(differences(model, cache, sampler=samplers.create("threshold", threshold=0.3))) < 1e-12
+
+
+@dataclass(frozen=True)
+class WithoutDelay(DkvDecode):
+    """Keeps a token's keys and values from the step that decided it, when they still were the mask's."""
+
+    def settled(self, state: Any, rows: np.ndarray) -> np.ndarray:
+        return state.cache_state.settled(state, rows, delay=0)
+
+
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_without_its_delay_dkv_is_wrong_even_with_one_layer(prediction: str) -> None:
+    assert max(differences(tiny(1, prediction=prediction), WithoutDelay(refresh_interval=99))) > 1e-3
+
+
+BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).exact_on]
+
+
+def test_which_caches_are_exact_for_block_causal_models() -> None:
+    assert BLOCK_CAUSAL_EXACT == ["prefix", "dual", "vicinity", "dkv_prefill", "block"]
+
+
+@pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
+@pytest.mark.parametrize(("prediction", "block_length"), [("same", 2), ("same", 8), ("shifted", 4)])
+def test_exact_on_block_causal_models(name: str, prediction: str, block_length: int) -> None:
+    """Prompts end inside blocks, and the request's blocks are smaller, equal or larger than the model's."""
+    model = tiny(2, "block_causal", prediction)
+    assert max(differences(model, name, block_length=block_length)) < 1e-12
+
+
+def test_hierarchical_is_exact_when_blocks_are_the_models_and_not_below() -> None:
+    model = tiny(3, "block_causal")
+    assert max(differences(model, "hierarchical", block_length=4)) < 1e-12
+    assert max(differences(model, "hierarchical", block_length=2)) > 1e-6
+
+
+@pytest.mark.parametrize("name", [n for n in STORED if "bidirectional" in caches.get(n).topologies])
+def test_approximate_caches_do_change_deep_models(name: str) -> None:
+    cache = caches.create(name)
+    if name == "vicinity":  # the rows are shorter than what it looks at
+        cache = dataclasses.replace(cache, prefix_look=1, after_look=1, warmup_steps=0)
+    assert max(differences(tiny(3), cache, sampler=sampler_for(name), block_length=6)) > 1e-6
+
+
+def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
+    model = tiny(2, "block_causal")
+    out = paradec.generate(
+        model, [[1] * 8], sampler="low_confidence", cache="block", max_new_tokens=8, eos_early_stop=False, trace=True
+    )
+    # prompt and block, block, ...; then the finished block beside the next one
+    assert [step.forwarded for step in out.trace.steps] == [[12], [4], [4], [4], [8], [4], [4], [4]]
+    assert out.cost.full_forwards == [0] and out.cost.partial_forwards == [8]
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
+    """Against the walk written out: from each pick outwards, left first, the first `window` masks not yet included."""
+    length = data.draw(st.integers(4, 20))
+    undecided = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    undecided[data.draw(st.integers(0, length - 1))] = True
+    window = data.draw(st.integers(0, 6))
+    masks = np.flatnonzero(undecided).tolist()
+    picks = data.draw(st.permutations(masks))[: data.draw(st.integers(1, 3))]
+    fresh = [p for p in range(length) if not undecided[p]][:2]
+
+    expected = {*picks, *fresh}
+    for pick in picks:
+        found = 0
+        for distance in range(1, length):
+            for position in (pick - distance, pick + distance):
+                if found < window and 0 <= position < length and undecided[position] and position not in expected:
+                    expected.add(position)
+                    found += 1
+
+    state = type("State", (), {})()
+    state.canvas = torch.where(torch.as_tensor(undecided), MASK, 1)[None]
+    state.facts = type("Facts", (), {"mask_token_id": MASK})
+    state.row_step, state.length = np.array([5]), np.array([length])
+    state.cache_state = ChangeLog(state)
+    state.cache_state.changed_at[0, fresh] = 4
+    needed = DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))
+    assert set(np.flatnonzero(needed[0])) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=7), most=st.integers(1, 3))
+def test_buckets_are_the_cheapest(sizes: list[int], most: int) -> None:
+    """A partition in at most `most` groups; unless the waste is small, none is cheaper."""
+    sizes = np.array(sizes)
+    groups = [np.arange(len(sizes))[group] for group in buckets(sizes, exact=False, most=most)]
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes))) and len(groups) <= most
+    cost = sum(sizes[group].max() * len(group) for group in groups)
+    ordered = np.sort(sizes)[::-1]
+    cheapest = min(
+        sum(part[0] * len(part) for part in np.split(ordered, cuts) if len(part))
+        for cuts in ([a, b] for a in range(len(sizes) + 1) for b in range(a, len(sizes) + 1))
+        if len([part for part in np.split(ordered, cuts) if len(part)]) <= most
+    )
+    assert cost == cheapest or cost <= 1.1 * sizes.sum()
+
+
+class Counting:
+    """A model that counts the positions it is called with, padding included."""
+
+    def __init__(self, model: Model):
+        self.model, self.positions, self.shapes = model, 0, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, query: Query, store: Any = None) -> torch.Tensor:
+        self.positions += query.tokens.numel()
+        self.shapes.append(tuple(query.tokens.shape))
+        return self.model(query, store)
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "dkv_decode", "dkv_prefill", "dkv_pd"])
+def test_rows_out_of_phase_cost_little_more_than_alone(cache: str) -> None:
+    """Eight rows with unequal prompts and unequal progress: padding costs at most a fifth."""
+    model = Counting(tiny(1))
+    rows = [[index + 1] * length for index, length in enumerate([2, 5, 9, 14, 20, 27, 35, 44])]
+    sampler = samplers.create("threshold", threshold=0.35)
+    request = {"sampler": sampler, "cache": cache, "max_new_tokens": 24, "block_length": 8, "eos_early_stop": False}
+    together = paradec.generate(model, rows, **request)
+    batched, model.positions = model.positions, 0
+    alone = [paradec.generate(model, [row], **request) for row in rows]
+    assert together.row_nfe == [out.nfe for out in alone] and len(set(together.row_nfe)) > 2
+    assert model.positions == sum(out.forwarded_tokens for out in alone)
+    assert batched <= 1.2 * model.positions
+
+
+def test_shape_multiple_rounds_widths_and_changes_nothing() -> None:
+    model = Counting(tiny(1))
+    request = {
+        "sampler": "random",
+        "steps": 6,
+        "max_new_tokens": 24,
+        "block_length": 8,
+        "seed": 3,
+        "eos_early_stop": False,
+    }
+    for name in STORED:
+        if "bidirectional" not in caches.get(name).topologies:
+            continue
+        plain = paradec.generate(model, ROWS, cache=name, **request)
+        model.shapes = []
+        rounded = paradec.generate(model, ROWS, cache=caches.create(name, shape_multiple=8), **request)
+        assert torch.equal(plain.sequences, rounded.sequences)
+        assert plain.forwarded_tokens == rounded.forwarded_tokens  # padding is not counted
+        assert {width for _, width in model.shapes} <= {8, 16, 24, 32}
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+MODELS = {
+    (topology, prediction): (topology, prediction)
+    for topology in ("bidirectional", "block_causal")
+    for prediction in ("same", "shifted")
+}
+ENTRIES = [entry for entry in table(samplers.registry, caches.registry) if samplers.get(entry[0]).family == "masked"]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[tuple[str, str], Model]:
+    return {key: tiny(2, *key) for key in MODELS}
+
+
+def some(entries: list, every: int) -> list:
+    """All refusals once per reason and cache, and every so many of the allowed entries."""
+    allowed = [entry for entry in entries if entry[4].status != REFUSED]
+    refused = {(entry[1], entry[4].why): entry for entry in entries if entry[4].status == REFUSED}
+    return allowed[::every] + list(refused.values())
+
+
+EVERY = 1 if os.environ.get("PARADEC_ALL_PAIRS") else 37
+"""PARADEC_ALL_PAIRS=1 walks the whole table."""
+
+
+@pytest.mark.parametrize("entry", some(ENTRIES, EVERY), ids=lambda entry: "-".join(entry[:4]))
+def test_table(entry: Any, models: dict) -> None:
+    """What the table allows decodes one row and unequal rows, equally; what it refuses is refused by name."""
+    sampler, cache, topology, prediction, found = entry
+    model = models[topology, prediction]
+    request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
+    if found.status == REFUSED:
+        message = f"cache='{cache}' does not work with sampler '{sampler}'"
+        if samplers.get(sampler).shadows and prediction == "shifted":
+            message = f"sampler '{sampler}' evaluates masks"  # whatever the cache
+        with pytest.raises(ValueError, match=message):
+            paradec.generate(model, ROWS, **request)
+        return
+    together = paradec.generate(model, ROWS, **request)
+    alone = paradec.generate(model, ROWS[:1], **request)
+    assert not (together.new_tokens == MASK).any()
+    assert together.new_tokens[0].tolist() == alone.new_tokens[0].tolist()
+    assert together.row_nfe[0] == alone.nfe
+
+
+def test_table_says_what_it_must() -> None:
+    found = {entry[:4]: entry[4].status for entry in ENTRIES}
+    assert found["threshold", "none", "bidirectional", "same"] == EXACT
+    assert found["threshold", "dual", "bidirectional", "same"] == APPROXIMATE
+    assert found["threshold", "dual", "block_causal", "same"] == EXACT
+    assert found["threshold", "block", "bidirectional", "same"] == REFUSED
+    assert found["threshold", "dkv_greedy", "bidirectional", "same"] == REFUSED
+    assert found["random", "dkv_greedy", "bidirectional", "same"] == APPROXIMATE
+    assert found["random", "dkv_greedy", "bidirectional", "shifted"] == REFUSED
+    lines = summary(samplers.registry, caches.registry)
+    assert {line["cache"] for line in lines} == set(caches.names())
+    greedy = {line["samplers"]: line["bidirectional"] for line in lines if line["cache"] == "dkv_greedy"}
+    assert greedy["random"] == "approximate (same), refused (shifted)" and "refused" in greedy.values()
+
+
+def test_table_follows_from_declarations() -> None:
+    """Samplers that are registered later bring their own declarations."""
+
+    class Facts:
+        topology, prediction, name = "bidirectional", "same", "a model"
+
+    @dataclass(frozen=True)
+    class Drafting(type(samplers.create("threshold"))):
+        name = "drafting"
+        drafts = True
+
+    @dataclass(frozen=True)
+    class Rereading(type(samplers.create("threshold"))):
+        name = "rereading"
+        rereads = True
+
+    allowed = [name for name in caches.names() if verdict(Drafting(), caches.create(name), Facts).status != REFUSED]
+    assert allowed == ["none", "prefix", "dual", "dkv_prefill"]
+    Facts.topology = "block_causal"
+    allowed = [name for name in caches.names() if verdict(Drafting(), caches.create(name), Facts).status != REFUSED]
+    assert {"block", "dual", "prefix", "vicinity"} <= set(allowed) and not {"dkv_decode", "dkv_pd"} & set(allowed)
+    Facts.topology = "bidirectional"
+    refused = [name for name in caches.names() if verdict(Rereading(), caches.create(name), Facts).status == REFUSED]
+    assert {"dkv_decode", "dkv_pd", "dkv_greedy"} <= set(refused) and not {"none", "dual"} & set(refused)
+    settings = caches.create("dkv_decode", refresh_interval=1)
+    assert verdict(samplers.create("threshold"), settings, Facts).status == EXACT
+
+
+def test_models_without_a_store_and_other_families_are_refused() -> None:
+    class Facts:
+        topology, prediction, name = "bidirectional", "same", "an encoder"
+
+    found = verdict(samplers.create("threshold"), caches.create("dual"), Facts, stores=False)
+    assert found.status == REFUSED and "an encoder does not run over a key/value store" in found.why
+    assert verdict(samplers.get("sjd"), caches.create("dual"), Facts).status == REFUSED
+
+
+def test_greedy_with_draws_from_the_reference_stream_is_refused() -> None:
+    with pytest.raises(ValueError, match="rng='reference'"):
+        paradec.generate(
+            tiny(1), [[1, 2]], sampler="random", cache="dkv_greedy", rng="reference", temperature=0.5, max_new_tokens=4
+        )
+
+
+def test_announced_picks_are_what_is_committed() -> None:
+    model = tiny(2)
+    for order in ("step", "block"):
+        sampler = samplers.create("random", order=order)
+        state = sampler.start(model, ROWS, max_new_tokens=NEW, block_length=8, steps=8, seed=4, eos_early_stop=False)
+        with torch.inference_mode():
+            while not state.done:
+                picks, running = sampler.announce(state), state.window.rows
+                entries = sampler.commit(state, sampler.step(model, state)).to_list()
+                for row, picked in zip(running.tolist(), picks.tolist(), strict=True):
+                    assert sorted(p for p in picked if p >= 0) == [p for r, p, *_ in entries if r == row]
+
+
+# ---- settings, cost, memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("dkv_decode", "refresh_interval", 0),
+        ("dkv_decode", "shift_type", "left"),
+        ("dkv_greedy", "window", -1),
+        ("vicinity", "prefix_look", -1),
+        ("vicinity", "cache_update_freq", 0),
+        ("dual", "store_dtype", "int8"),
+        ("dual", "max_memory", 0),
+        ("prefix", "shape_multiple", 0),
+    ],
+)
+def test_bad_settings_are_named(name: str, setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{setting}"):
+        caches.create(name, **{setting: value})
+
+
+def test_to_dict_makes_the_same_cache_again() -> None:
+    for name in caches.names():
+        cache = caches.create(name)
+        data = cache.to_dict()
+        assert data.pop("cache") == name and caches.create(name, **data) == cache
+
+
+def test_cost_adds_up() -> None:
+    model = tiny(2)
+    for name in ("none", "dual", "dkv_decode"):
+        out = paradec.generate(model, ROWS, cache=name, max_new_tokens=NEW, block_length=8, eos_early_stop=False)
+        whole, part = out.cost.full_forwards, out.cost.partial_forwards
+        assert [a + b for a, b in zip(whole, part, strict=True)] == out.row_nfe
+        assert sum(out.cost.forwarded_tokens) == out.forwarded_tokens
+        # float64, keys and values, 2 layers of 2 heads of 8, one slot more than the longest row
+        assert out.cost.store_bytes == (0 if name == "none" else 8 * 2 * 2 * 2 * 8 * 3 * (8 + NEW + 1))
+        assert sum(part) == 0 if name == "none" else sum(part) > 0
+
+
+def test_too_little_memory_is_said_before_any_work() -> None:
+    model = Counting(tiny(2))
+    cache = caches.create("dual", max_memory=1000)
+    with pytest.raises(ValueError, match=r"3 x 20 positions would take 31.5 KiB, more than max_memory \(1000 bytes\)"):
+        paradec.generate(model, ROWS, cache=cache, max_new_tokens=NEW)
+    assert model.shapes == []
+
+
+def test_store_dtype_halves_the_store() -> None:
+    model = tiny(2)
+    request = {"max_new_tokens": NEW, "block_length": 8, "eos_early_stop": False}
+    wide = paradec.generate(model, ROWS, cache="dual", **request)
+    narrow = paradec.generate(model, ROWS, cache=caches.create("dual", store_dtype="float32"), **request)
+    assert 2 * narrow.cost.store_bytes == wide.cost.store_bytes
+    assert (narrow.new_tokens == wide.new_tokens).float().mean() > 0.9
+    gaps = list(differences(model, caches.create("dkv_decode", store_dtype="float32", refresh_interval=1)))
+    assert 0 < gaps[0] < 1e-5
+
+
+@pytest.mark.parametrize("ending", ["return", "error", "interrupt"])
+def test_the_store_is_freed_however_it_ends(ending: str) -> None:
+    model = tiny(2)
+    seen = []
+
+    def callback(state: Any, commit: Any) -> None:
+        seen.append((state.store, state.store.nbytes))
+        if ending == "error":
+            raise RuntimeError("from the callback")
+        if ending == "interrupt":
+            raise KeyboardInterrupt
+
+    request = {"cache": "dual", "max_new_tokens": NEW, "block_length": 8, "callback": callback}
+    if ending == "return":
+        paradec.generate(model, ROWS, **request)
+    else:
+        expected = RuntimeError if ending == "error" else paradec.Interrupted
+        with pytest.raises(expected) as caught:
+            paradec.generate(model, ROWS, **request)
+        assert caught.value.__traceback__ is not None
+    store, held = seen[0]
+    assert held > 0 and store.nbytes == 0
+    gc.collect()
+
+
+def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
+    assert advice(caches.create("none"), 1, 8, 8, 8, 8) is None
+    # one block over everything: a prefix cache has nothing to keep but a short prompt
+    assert "still evaluates about" in advice(caches.create("prefix"), 4, 4, 512, 512, 512)
+    assert advice(caches.create("dual"), 4, 256, 256, 32, 32) is None
+    decode = caches.create("dkv_decode")
+    assert "gathers single positions" in advice(decode, 1, 8, 32, 32, 32)
+    assert advice(decode, 8, 8, 32, 32, 32) is None and advice(decode, 1, 256, 256, 32, 32) is None
+    assert "on cuda" in advice(decode, 1, 256, 256, 32, 32, "cuda")
+    # every block in one step: nothing but whole rows
+    assert "use cache='none'" in advice(caches.create("dual"), 4, 64, 64, 32, 1)
+    model = tiny(1)
+    with pytest.warns(UserWarning, match="cache='prefix' still evaluates"):
+        paradec.generate(model, [[1, 2]], cache="prefix", max_new_tokens=24, block_length=24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paradec.generate(model, [[1] * 40], cache="dual", max_new_tokens=16, block_length=4)
+
+
+def test_an_end_token_in_a_cached_row_ends_it() -> None:
+    """Rows that stop leave the calls, and the others go on over their own part of the store."""
+    ends = tuple(range(20, 40))  # random weights rarely end otherwise
+    model = tiny(2, ends=ends)
+    rows = [[index] * (index % 3 + 1) for index in range(8)]
+    request = {"sampler": "low_confidence", "max_new_tokens": 24, "block_length": 4, "temperature": 1.5, "seed": 0}
+    for name in ("dual", "dkv_decode"):
+        together = paradec.generate(model, rows, cache=name, **request)
+        assert sum(together.finished) >= 2 and len(set(together.row_nfe)) > 2
+        for index, row in enumerate(rows):
+            alone = paradec.generate(model, [row], cache=name, **request)
+            assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()

@@ -1,0 +1,179 @@
+"""Early answers: Prophet's bar against the model's own logits, what it reads, and when it may not judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+
+PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [1, 2]]
+NEVER = paradec.Prophet(gaps=(1e6, 1e6, 1e6))
+AT_ONCE = paradec.Prophet(gaps=(0, 0, 0))
+NEW = 16
+
+
+def decode(model: Model, prompts: Any, **request: Any) -> paradec.Output:
+    request = {"sampler": "low_confidence", "max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False} | request
+    return paradec.generate(model, prompts, trace=True, **request)
+
+
+def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
+    """The model's logits [L, V] of a row, without the mask word."""
+    with torch.inference_mode():
+        logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0].clone()
+    if model.facts.shift:
+        logits = torch.cat((logits[:1], logits[:-1]))
+    return logits.index_fill(1, torch.tensor(model.facts.mask_token_id), -torch.inf)
+
+
+def by_hand(model: Model, prompt: list[int], gaps: tuple, answer: range | None) -> tuple[list[int], int]:
+    """The answer and the number of forwards of one token a step in blocks of 4, with Prophet's rule around it."""
+    mask = model.facts.mask_token_id
+    canvas, start = prompt + [mask] * NEW, len(prompt)
+    for step in range(NEW):
+        logits = logits_of(model, canvas)
+        best = logits.topk(2).values
+        masked = [i for i in range(start, len(canvas)) if canvas[i] == mask]
+        block = (masked[0] - start) // 4
+        if answer is None:
+            span = masked
+        else:  # positions of finished blocks count as sure
+            span = [i for i in (start + a for a in answer) if i >= start + 4 * block]
+        percent = 100 * step / NEW
+        bar = gaps[0] if percent < 33 else gaps[1] if percent < 67 else gaps[2]
+        if not span or float((best[span, 0] - best[span, 1]).mean()) >= bar:
+            for i in masked:
+                canvas[i] = int(logits[i].argmax())
+            return canvas[start:], step + 1
+        confidence = logits.softmax(-1).amax(-1)
+        chosen = max((i for i in masked if i < start + 4 * block + 4), key=lambda i: (float(confidence[i]), -i))
+        canvas[chosen] = int(logits[chosen].argmax())
+    return canvas[start:], NEW
+
+
+@pytest.mark.parametrize("answer", [None, range(2, 7)])
+@pytest.mark.parametrize("gaps", [(7.3, 8.5, 9.2), (6.7, 4.6, 5.3)])
+@pytest.mark.parametrize("name", ["llada64", "dream64"])
+def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | None) -> None:
+    model = request.getfixturevalue(name)
+    stop = paradec.Prophet(gaps=gaps, answer=answer)
+    out = decode(model, PROMPTS, stop=stop)
+    expected = [by_hand(model, prompt, gaps, answer) for prompt in PROMPTS]
+    assert out.new_tokens.tolist() == [tokens for tokens, _ in expected]
+    assert out.row_nfe == [nfe for _, nfe in expected]
+
+
+def test_the_bars_were_met_at_several_stages(llada64: Model) -> None:
+    """The cases above end rows early, in the middle and late, or not at all."""
+    found = {
+        nfe
+        for gaps in [(7.3, 8.5, 9.2), (6.7, 4.6, 5.3)]
+        for p in PROMPTS
+        for nfe in [by_hand(llada64, p, gaps, None)[1]]
+    }
+    assert len(found) >= 4
+
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+REFUSED = [name for name in MASKED if samplers.get(name).drafts or samplers.get(name).shadows]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "cache"), [(n, ("none", "dual")[i % 2]) for i, n in enumerate(MASKED) if n not in REFUSED]
+)
+def test_a_bar_out_of_reach_changes_nothing(llada64: Model, sampler: str, cache: str) -> None:
+    request = {
+        "sampler": sampler,
+        "cache": cache,
+        "max_new_tokens": 8,
+        "seed": 1,
+        "temperature": 0.5,
+        "eos_early_stop": True,
+    }
+    plain, ruled = (decode(llada64, PROMPTS, stop=stop, **request) for stop in (None, NEVER))
+    assert plain.new_tokens.tolist() == ruled.new_tokens.tolist() and plain.row_nfe == ruled.row_nfe
+    assert plain.forwarded_tokens == ruled.forwarded_tokens
+
+
+def test_no_bar_takes_everything_at_once(llada64: Model) -> None:
+    out = decode(llada64, PROMPTS, stop=AT_ONCE)
+    assert out.row_nfe == [1, 1, 1]
+    for prompt, tokens in zip(PROMPTS, out.new_tokens.tolist(), strict=True):
+        logits = logits_of(llada64, prompt + [llada64.facts.mask_token_id] * NEW)
+        assert tokens == logits.argmax(-1)[len(prompt) :].tolist()
+
+
+def test_an_end_token_still_ends_the_text(llada64: Model) -> None:
+    end = llada64.facts.eos_token_ids[0]
+    whole = decode(llada64, PROMPTS[0], stop=AT_ONCE).new_tokens[0].tolist()
+    stopped = decode(llada64, PROMPTS[0], stop=AT_ONCE, eos_early_stop=True)
+    assert end in whole[:-1] and stopped.finished == [True]
+    assert stopped.tokens == [whole.index(end) + 1]
+    assert stopped.new_tokens[0].tolist()[: stopped.tokens[0]] == whole[: stopped.tokens[0]]
+
+
+def test_adaptive_blocks_and_stop_strings_go_along(llada64: Model) -> None:
+    blocks = paradec.AdaptiveBlocks(length=4, delimiters=(5, 17), delimiter_threshold=0.05, window=0.5)
+    plain, ruled = (decode(llada64, PROMPTS, block_length=None, blocks=blocks, stop=stop) for stop in (None, NEVER))
+    assert plain.new_tokens.tolist() == ruled.new_tokens.tolist() and plain.row_nfe == ruled.row_nfe
+    assert decode(llada64, PROMPTS, block_length=None, blocks=blocks, stop=AT_ONCE).row_nfe == [1, 1, 1]
+
+
+def test_partial_steps_do_not_judge(llada64: Model) -> None:
+    """A step of the dual cache inside a block has no logits of what lies behind it."""
+    late = paradec.Prophet(gaps=(1e6, 0, 0))  # from a third of the answer on, which is inside the second block
+    out = decode(llada64, PROMPTS[0], cache="dual", stop=late)
+    assert out.trace.steps[-1].kind == "full" and out.nfe == 9
+    assert decode(llada64, PROMPTS[0], stop=late).nfe == 7
+
+
+def test_a_function_finds_the_answer(llada64: Model) -> None:
+    seen = []
+
+    def answer(ids: np.ndarray, start: int) -> range | None:
+        seen.append((len(ids), start, int((ids == llada64.facts.mask_token_id).sum())))
+        return None if seen[-1][2] > NEW - 3 else range(2)
+
+    out = decode(llada64, PROMPTS[2], stop=paradec.Prophet(gaps=(0, 0, 0), answer=answer))
+    assert seen == [(2 + NEW, 2, NEW - step) for step in range(4)] and out.nfe == 4
+    beyond = paradec.Prophet(gaps=(0, 0, 0), answer=[NEW])
+    assert decode(llada64, PROMPTS[2], stop=beyond).nfe == NEW
+
+
+def test_a_rule_of_ones_own(llada64: Model) -> None:
+    """What is called ends a row where it says; what is `satisfied` fills it."""
+
+    def at_five(state: Any, tokens: np.ndarray) -> np.ndarray | None:
+        decided = state.decided[state.window.rows] >= 5
+        return np.where(decided, state.prompt_length[state.window.rows] + 4, np.iinfo(np.int64).max)
+
+    out = decode(llada64, PROMPTS, stop=[at_five, NEVER])
+    assert out.row_nfe == [5, 5, 5] and out.tokens == [4, 4, 4]
+
+
+def test_refusals(llada64: Model) -> None:
+    for stop in ("</s>", 3, paradec.Prophet, ["</s>"]):
+        with pytest.raises(TypeError, match="stop=.*stop_strings"):
+            decode(llada64, PROMPTS, stop=stop)
+    assert REFUSED
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=f"'{name}' does not work with stop=Prophet"):
+            decode(llada64, PROMPTS, sampler=name, stop=NEVER)
+    for settings, match in (
+        ({"gaps": (1, 2)}, "gaps=.*3 numbers"),
+        ({"gaps": (1, 2, "x")}, "gaps='x'"),
+        ({"gaps": (1, 2, -1)}, "gaps=-1"),
+        ({"stages": (0.5, 0.2)}, "stages=.*must not fall"),
+        ({"stages": (0.5, 2)}, "stages=2"),
+        ({"answer": "five"}, "answer='five'"),
+        ({"answer": []}, r"answer=\[\]"),
+        ({"answer": [-1]}, "answer=-1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            paradec.Prophet(**settings)
