@@ -1,0 +1,263 @@
+"""What caches cost and save: CPU time, positions evaluated and bookkeeping, beside no cache at the same sampler.
+
+    python benchmarks/caches.py speed [--shapes 0 1 2]
+    python benchmarks/caches.py accuracy [--limit 8] [--caches dual "vicinity prefix_look=4 after_look=4"]
+
+`speed`: one thread, one run, a random model of hidden size 512 with 8 layers. For every shape each cache decodes the
+same prompts with the same sampler (`random`, whose picks every cache can use, a fixed number of tokens per step); no
+cache goes first and last, and its mean counts. Seconds are the process's CPU time, which other processes on the machine
+disturb less than wall time does. "bookkeeping" is the plan, the query made from it, and the store's records, writes and
+gathers; it is set against the time in the model that the cache saves. Writes benchmarks/results/caches.json.
+
+`accuracy`: right answers on the packaged prompts with the packaged model, and positions evaluated per answer. Writes
+benchmarks/results/caches_accuracy.json.
+
+Encoders (AntiBERTy) are not here: they run over no store, and every cache but `none` is refused for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paradec
+from paradec.caches.cost import CacheCost
+from paradec.caches.table import REFUSED, verdict
+from paradec.evaluation.tasks import TASKS, load_prompts
+from paradec.models.adapter import Model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHAPES = (
+    {"rows": 1, "prompt": 448, "new": 64, "block": 32, "steps": 16},
+    {"rows": 1, "prompt": 960, "new": 64, "block": 32, "steps": 16},
+    {"rows": 4, "prompt": 448, "new": 64, "block": 32, "steps": 16},
+    {"rows": 1, "prompt": 128, "new": 384, "block": 64, "steps": 48},
+    {"rows": 1, "prompt": 32, "new": 96, "block": 32, "steps": 24},
+    {"rows": 1, "prompt": 16, "new": 32, "block": 16, "steps": 16},
+)
+VARIANTS = (
+    ("vicinity", {"prefix_look": 4, "after_look": 4}),
+    ("dkv_decode", {"refresh_interval": 4}),
+    ("dkv_decode", {"refresh_interval": 2}),
+    ("dkv_greedy", {"window": 6}),
+)
+"""Measured for accuracy beside the defaults."""
+VOCAB, MASK = 1000, 999
+
+
+def wide_model() -> Model:
+    """A random Llama of hidden size 512, 8 layers, 8 heads of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+    )
+    return paradec.wrap(
+        LlamaForCausalLM(config), mask_token_id=MASK, eos_token_id=0, topology="bidirectional", prediction="same"
+    )
+
+
+class Clock:
+    """CPU seconds of the process spent in the functions that it wraps, nested ones counted once."""
+
+    def __init__(self) -> None:
+        self.seconds, self.depth = 0.0, 0
+
+    def __call__(self, function: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            begin = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    self.seconds += time.process_time() - begin
+
+        return timed
+
+
+def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, int]) -> dict[str, Any]:
+    """Decode once; seconds in all, in the model's calls, and in the cache's bookkeeping."""
+    sampler = paradec.samplers.create("random")
+    state = sampler.start(
+        model,
+        prompts,
+        cache=cache,
+        max_new_tokens=shape["new"],
+        block_length=shape["block"],
+        steps=shape["steps"],
+        seed=0,
+        eos_early_stop=False,
+    )
+    in_model, books = Clock(), Clock()
+    call = in_model(model)
+    if state.store is not None:
+        for name in ("bind", "visible", "update"):
+            setattr(state.store, name, books(getattr(state.store, name)))
+    query = books(sampler.query)
+    begin, wall = time.process_time(), time.perf_counter()
+    with torch.inference_mode():
+        while not state.done:
+            queries = query(state)
+            outputs = [call(q) if state.store is None else call(q, state.store) for q in queries]
+            sampler.commit(state, sampler.propose(state, outputs, queries))
+    seconds, wall = time.process_time() - begin, time.perf_counter() - wall
+    cost = CacheCost.of(state)
+    state.store = None
+    return {
+        "seconds": seconds,
+        "wall_seconds": wall,
+        "model_seconds": in_model.seconds,
+        "bookkeeping_seconds": books.seconds,
+        "forwarded": sum(cost.forwarded_tokens),
+        "full": sum(cost.full_forwards),
+        "partial": sum(cost.partial_forwards),
+        "store_bytes": cost.store_bytes,
+    }
+
+
+def speed(chosen: list[int]) -> None:
+    torch.set_num_threads(1)
+    model = wide_model()
+    sampler = paradec.samplers.create("random")
+    names = [
+        name
+        for name in paradec.caches.names()
+        if name != "none" and verdict(sampler, paradec.caches.create(name), model.facts).status != REFUSED
+    ]
+    path = RESULTS / "caches.json"
+    # shapes that are not measured now stay as they are
+    done = json.loads(path.read_text())["rows"] if path.exists() else []
+    measured = [SHAPES[index] for index in chosen]
+    rows = [row for row in done if not any(shape.items() <= row.items() for shape in measured)]
+    for shape in measured:
+        generator = torch.Generator().manual_seed(1)
+        prompts = torch.randint(1, VOCAB - 1, (shape["rows"], shape["prompt"]), generator=generator).tolist()
+        warm = {**shape, "new": shape["block"], "steps": 1}
+        decode(model, "none", prompts, warm)
+        print(f"\n{shape}")
+        print(f"{'cache':12} {'speed-up':>9} {'positions':>10} {'bookkeeping/saved':>18} {'full+part':>10} {'MiB':>6}")
+        plain = decode(model, "none", prompts, shape)
+        runs = {name: decode(model, name, prompts, shape) for name in names}
+        again = decode(model, "none", prompts, shape)
+        plain |= {key: (plain[key] + again[key]) / 2 for key in plain if key.endswith("seconds")}
+        for name, cached in runs.items():
+            saved = plain["model_seconds"] - (cached["model_seconds"] - cached["bookkeeping_seconds"])
+            best = {
+                "speed_up": plain["seconds"] / cached["seconds"],
+                "wall_speed_up": plain["wall_seconds"] / cached["wall_seconds"],
+                "positions": cached["forwarded"] / plain["forwarded"],
+                "bookkeeping_of_saved": cached["bookkeeping_seconds"] / saved if saved > 0 else None,
+                "bookkeeping_of_total": cached["bookkeeping_seconds"] / cached["seconds"],
+                "seconds": cached["seconds"],
+                "seconds_without": plain["seconds"],
+            }
+            counts = {key: cached[key] for key in ("full", "partial", "store_bytes")}
+            rows.append({**shape, "cache": name, **best, **counts})
+            share = "nothing saved" if best["bookkeeping_of_saved"] is None else f"{best['bookkeeping_of_saved']:.1%}"
+            print(
+                f"{name:12} {best['speed_up']:8.2f}x {best['positions']:9.1%} {share:>18} "
+                f"{counts['full']:5d}+{counts['partial']:<4d} {counts['store_bytes'] / 2**20:6.1f}"
+                + ("  slower" if best["speed_up"] < 1 else ""),
+                flush=True,
+            )
+            result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path.name}")
+
+
+def accuracy(limit: int, chosen: list[str] | None) -> None:
+    """One and several tokens per step, every cache, blocks of 16."""
+    torch.set_num_threads(1)
+    model = paradec.load()
+    rules = {
+        "low_confidence": paradec.samplers.create("low_confidence"),
+        "threshold": paradec.samplers.create("threshold"),
+        "random": paradec.samplers.create("random"),
+    }
+    examples = load_prompts(None, limit=limit)
+    settings = [(name, {}) for name in paradec.caches.names()] + list(VARIANTS)
+    entries = {
+        " ".join([name, *(f"{key}={value}" for key, value in given.items())]): (name, given) for name, given in settings
+    }
+    path = RESULTS / "caches_accuracy.json"
+    # what is not measured now stays as it is
+    done = json.loads(path.read_text())["rows"] if path.exists() and chosen else []
+    rows = [row for row in done if row["cache"] not in {"none", *(chosen or ())}]
+    for rule, sampler in rules.items():
+        print(f"\n{rule}\n{'cache':12} {'right':>7} {'positions/answer':>17} {'forwards':>9} {'as none':>13}")
+        plain: dict[int, list[int]] = {}
+        for label, (name, given) in entries.items():
+            cache = paradec.caches.create(name, **given)
+            left_out = chosen is not None and label not in {"none", *chosen}
+            if left_out or verdict(sampler, cache, model.facts).status == REFUSED:
+                continue
+            right = same = forwarded = forwards = 0
+            for begin in range(0, len(examples), 16):
+                batch = examples[begin : begin + 16]
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    out = paradec.generate(
+                        model,
+                        [example.prompt for example in batch],
+                        sampler=sampler,
+                        cache=cache,
+                        max_new_tokens=32,
+                        block_length=16,
+                        seed=0,
+                    )
+                forwarded, forwards = forwarded + out.forwarded_tokens, forwards + sum(out.row_nfe)
+                for index, (example, text) in enumerate(zip(batch, out.text, strict=True), begin):
+                    right += TASKS[example.task].check(example, text)
+                    tokens = out.new_tokens[index - begin].tolist()
+                    same += plain.setdefault(index, tokens) == tokens
+            count = len(examples)
+            rows.append(
+                {
+                    "sampler": rule,
+                    "cache": label,
+                    "prompts": count,
+                    "right": right / count,
+                    "positions_per_answer": forwarded / count,
+                    "forwards_per_answer": forwards / count,
+                    "same_as_none": same / count,
+                }
+            )
+            print(
+                f"{label:12} {right / count:7.1%} {forwarded / count:17.0f} {forwards / count:9.1f} {same / count:8.1%}"
+            )
+            path.write_text(json.dumps({"model": "packaged", "block_length": 16, "rows": rows}, indent=1) + "\n")
+    print(f"written to {path.name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "accuracy"))
+    parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
+    parser.add_argument("--limit", type=int, default=8, help="prompts per task")
+    parser.add_argument("--caches", nargs="*", help="only these, and none")
+    arguments = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    if arguments.what == "speed":
+        speed(arguments.shapes)
+    else:
+        accuracy(arguments.limit, arguments.caches)
+
+
+if __name__ == "__main__":
+    main()
