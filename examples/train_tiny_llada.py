@@ -69,9 +69,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     words = sorted({*WORDS, *(word.lower() for word in instructions)})
     vocabulary = ["\n", ":", ",", ".", *"0123456789", *SYMBOLS, *words, *SPECIAL]
     core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary)}, unk_token=UNK))
-    core.normalizer = normalizers.Sequence(
-        [normalizers.Replace(Regex(f"{s}(?=[a-z])"), s.lower()) for s in SYMBOLS]
-    )
+    core.normalizer = normalizers.Sequence([normalizers.Replace(Regex(f"{s}(?=[a-z])"), s.lower()) for s in SYMBOLS])
     core.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "removed", invert=True)
     core.decoder = decoders.Sequence(
         [
@@ -232,9 +230,7 @@ def loss_of(model: torch.nn.Module, batch: Batch, mask_id: int, smoothing: float
     exactly 1.0, and the order in which a sampler commits them would be an accident.
     """
     logits = logits_of(model, batch.ids.masked_fill(batch.masked, mask_id))
-    losses = F.cross_entropy(
-        logits.transpose(1, 2).float(), batch.ids, reduction="none", label_smoothing=smoothing
-    )
+    losses = F.cross_entropy(logits.transpose(1, 2).float(), batch.ids, reduction="none", label_smoothing=smoothing)
     weights = batch.masked * batch.weight
     return (losses * weights).sum() / weights.sum()
 
@@ -590,10 +586,7 @@ def main(
         signal.signal(number, lambda *_: stop.set())
 
     while progress() < 1.0 and not stop.is_set():
-        batches = [
-            draw_batch(trainer.rng, codec, trainer.mixture, tokens // parts).to(device)
-            for _ in range(parts)
-        ]
+        batches = [draw_batch(trainer.rng, codec, trainer.mixture, tokens // parts).to(device) for _ in range(parts)]
         losses.append(trainer.train_step(forward, batches, pool, progress(), smoothing))
         seen += sum(batch.ids.numel() for batch in batches)
         now = time.monotonic()
@@ -603,8 +596,7 @@ def main(
             speed = seen / (now - logged)
             elapsed = trainer.seconds / 60
             print(
-                f"{elapsed:6.1f} min  step {trainer.step:6d}  loss {mean:.4f}  "
-                f"{speed:,.0f} tokens/s",
+                f"{elapsed:6.1f} min  step {trainer.step:6d}  loss {mean:.4f}  {speed:,.0f} tokens/s",
                 flush=True,
             )
             logged, losses, seen = now, [], 0
