@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -116,24 +116,34 @@ class Cost:
         """[4, B] int64 on the host, per row of the state: forward calls, rows evaluated, positions evaluated, and
         those of the calls that evaluated it whole."""
         counts = np.zeros((4, self.batch), np.int64)
-        self.add_to(counts)
+        for call in self.calls:
+            call.add_to(counts)
         return counts
 
+    @property
+    def calls(self) -> list[Call]:
+        """The model calls, without their tensors."""
+        return [
+            Call(query.rows, query.branches, getattr(query, "copies", None), query.forwarded, query.kind == "full")
+            for query in self.queries
+        ]
+
+
+class Call(NamedTuple):
+    """What one model call costs; see `Query` for the fields."""
+
+    rows: np.ndarray
+    branches: int
+    copies: np.ndarray | None
+    forwarded: np.ndarray | None
+    whole: bool
+
     def add_to(self, counts: np.ndarray) -> None:
-        """Add this cost to [4, B] counts, in place."""
-        for query in self.queries:
-            spent = np.empty((4, len(query.rows)), np.int64)
-            spent[0], spent[1] = 1, query.branches
-            spent[2] = 0 if query.forwarded is None else query.forwarded
-            if getattr(query, "copies", None) is not None:
-                spent[1] *= query.copies
-            spent[3] = query.kind == "full"
-            if query.branches > 1:
-                spent[2] *= query.branches
-            if len(query.rows) == self.batch:
-                counts += spent
-            else:
-                counts[:, query.rows] += spent
+        """Add this call to counts as `Cost.counts` has them, in place."""
+        counts[0, self.rows] += 1
+        counts[1, self.rows] += self.branches if self.copies is None else self.branches * self.copies
+        counts[2, self.rows] += 0 if self.forwarded is None else self.branches * self.forwarded
+        counts[3, self.rows] += self.whole
 
 
 @dataclass
@@ -286,15 +296,25 @@ class State:
 
     batch: int
     memory: Memory
-    nfe: np.ndarray = field(init=False)
-    row_forwards: np.ndarray = field(init=False)
-    forwarded_tokens: np.ndarray = field(init=False)
     trace: Trace | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._counts = np.zeros((4, self.batch), np.int64)
-        self.nfe, self.row_forwards, self.forwarded_tokens, self.full_forwards = self._counts  # views
+        self._calls: list[Call] = []
         self.commits = 0
+
+    nfe = property(lambda self: self.counts[0])
+    row_forwards = property(lambda self: self.counts[1])
+    forwarded_tokens = property(lambda self: self.counts[2])
+    full_forwards = property(lambda self: self.counts[3])
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[4, B] int64, as `Cost.counts`, of everything committed."""
+        for call in self._calls:
+            call.add_to(self._counts)
+        self._calls.clear()
+        return self._counts.copy()
 
     @property
     def done(self) -> bool:
@@ -307,8 +327,8 @@ class State:
         raise NotImplementedError(f"{type(self).__name__} does not report progress")
 
     def count(self, cost: Cost) -> None:
-        """Add what a committed step spent. The one place where forwards are counted."""
-        cost.add_to(self._counts)
+        """Add what a committed step spent. The one place where forwards are counted; they are summed when asked for."""
+        self._calls += cost.calls
 
 
 @dataclass(frozen=True)

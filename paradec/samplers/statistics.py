@@ -34,10 +34,9 @@ def token_statistics(
         sum p ln p, "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are NaN
         where a logit is NaN or +inf.
     """
-    shape = logits.shape[:-1]
-    chunks = _chunks(logits)
-    if len(chunks) == 1:
+    if logits.numel() <= CPU_CHUNK:
         return _statistics(logits, reads, tokens)
+    shape, chunks = logits.shape[:-1], _chunks(logits)
     given = [None] * len(chunks) if tokens is None else tokens.reshape(-1).split(len(chunks[0]))
     parts = [_statistics(chunk, reads, chosen) for chunk, chosen in zip(chunks, given, strict=True)]
     found = {name: torch.cat([part[1][name] for part in parts]).view(shape) for name in parts[0][1]}
@@ -52,8 +51,11 @@ def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
 
 def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     # what follows works in place where it can: these passes over the vocabulary are most of a step's cost
-    wide = logits.to(torch.float64, copy=True)
-    p = wide.softmax(dim=-1)
+    if "minus_entropy" in reads or "negative_entropy" in reads:
+        wide = logits.to(torch.float64, copy=True)
+        p = wide.softmax(dim=-1)
+    else:
+        p = logits.softmax(dim=-1, dtype=torch.float64)
     found: dict[str, Tensor] = {}
     if tokens is None:
         best, first = p.max(dim=-1)
