@@ -240,6 +240,8 @@ class ChangeLog:
 
 def whole_rows(state: Any, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
     """Parts that evaluate the `chosen` running rows from end to end."""
+    if state.level and multiple == 1:
+        return [Part(chosen, state.columns[: len(chosen)], None, "full")]
     length = state.length[state.window.rows[chosen]]
     return spans(state, chosen, np.zeros_like(length), length, "full", most, multiple)
 

@@ -13,6 +13,7 @@ from paradec.evaluation.metrics import wilson
 
 Point = tuple[float, float, float, float]
 """x, y, and the ends of y's interval."""
+LEGEND_ROWS = 18
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    figure = Figure(figsize=(4.6 * len(panels) + 2.2, 4.2), layout="constrained")
+    columns = -(-(max(len(panel.curves) for panel in panels) + 1) // LEGEND_ROWS)
+    figure = Figure(figsize=(4.6 * len(panels) + 0.4 + 1.8 * columns, 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
         for number, (sampler, points) in enumerate(panel.curves.items()):
@@ -93,5 +95,11 @@ def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_
         axis.set(title=panel.title, xlabel=x_label)
         axis.grid(alpha=0.25, linewidth=0.5)
     axes[0].set_ylabel(y_label)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small", frameon=False)
-    figure.savefig(file, dpi=110)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside right upper",
+        fontsize="small",
+        frameon=False,
+        ncols=columns,
+    )
+    figure.savefig(file, dpi=100)

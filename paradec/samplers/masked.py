@@ -508,7 +508,7 @@ class MaskedSampler(Sampler):
         `lingers`: [R] bool, rows that stay in a full block. `moved`: whether a block ends elsewhere than before this
         step.
         """
-        full = state.remaining[rows] == 0
+        full = (state.remaining if state.window.whole else state.remaining[rows]) == 0
         if lingers is not None:
             full &= ~lingers
         if ends is None and not full.any() and not moved:

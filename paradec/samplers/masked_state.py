@@ -123,6 +123,10 @@ class MaskedState(State):
         self._steps = np.zeros((2, self.batch), np.int64)
         self.block_step, self.row_step = self._steps  # views
         self.running = np.ones(self.batch, bool)
+        self.level = bool((self.length == self.canvas.shape[1]).all())
+        """Whether all rows have one length."""
+        self.columns = np.tile(np.arange(self.canvas.shape[1]), (self.batch, 1))
+        """[B, L] int64: the position of every entry of the canvas."""
         self._running_rows = self.batch
         self.decided = np.zeros(self.batch, np.int64)
         self.watched = tuple(dict.fromkeys(name for rule in self.early_rules for name in rule.reads))
@@ -225,7 +229,7 @@ class MaskedState(State):
         window = self.window
         shorter = cut < self.length[window.rows]
         rows, cut = window.rows[shorter], cut[shorter]
-        self.length[rows] = cut
+        self.length[rows], self.level = cut, False
         self.end[rows] = np.minimum(self.end[rows], cut)
         self.block_end[rows] = np.minimum(self.block_end[rows], cut)
         left = tokens[shorter] == self.facts.mask_token_id
@@ -499,8 +503,8 @@ def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
 
 
 def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
-    """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]."""
-    rows = tensor.index_select(0, row_index[:, 0])
+    """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]. row_index: [N] int64."""
+    rows = tensor.index_select(0, row_index)
     own = query.positions[: len(query.rows)]
     return rows.narrow(1, 0, own.shape[1]) if query.kind == "full" else rows.gather(1, own)
 
@@ -515,7 +519,7 @@ def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, T
 
 
 def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
-    """The query without its tokens and wanted columns, the rows' index [N, 1], and whether it is the canvas itself."""
+    """The query without its tokens and wanted columns, the rows' index [N], and whether it is the canvas itself."""
     device, rows = state.canvas.device, state.window.rows[part.index]
     row_index = torch.as_tensor(rows, device=device)
     query = Query(
@@ -540,7 +544,7 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
             reach = min(reach, int(part.positions.max()) // block * block + block)
         query.reach = reach + -reach % state.cache.shape_multiple
     whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
-    return query, row_index.unsqueeze(1), whole
+    return query, row_index, whole
 
 
 def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
@@ -551,6 +555,8 @@ def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
     if state.facts.shift:  # logits stand to the left; position 0 has no left neighbour and uses its own
         source = np.maximum(source - state.facts.shift, 0)
     if part.kind == "full":
+        if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
+            return state.window.positions, None
         if state.window.host_valid is not None:  # padding of the window may ask beyond the row
             source = np.minimum(source, part.positions.shape[1] - 1)
         return _per_branch(state, source), None

@@ -132,8 +132,9 @@ def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
         [R, W] bool; never an ineligible entry.
     """
     if isinstance(count, np.ndarray):
-        if (count == 1).all():  # one token a step needs no sort
-            return best_one(scores) & (scores > -torch.inf)
+        if set(count.tolist()) == {1}:  # one token a step needs no sort
+            at = scores.argmax(-1, keepdim=True)
+            return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, at, scores.gather(-1, at) > -torch.inf)
         count = torch.as_tensor(count, device=scores.device)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     within = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)
@@ -142,4 +143,4 @@ def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
 
 def best_one(scores: Tensor) -> Tensor:
     """The highest score of each row [R, W] (the lowest index on ties), as a [R, W] bool mask."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.argmax(-1, keepdim=True), True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.argmax(-1, keepdim=True), True)
