@@ -93,7 +93,7 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 
 
 class Remembering:
-    """A model that evaluates no canvas twice. Stands in for a `Model` without a store."""
+    """A model that evaluates no canvas twice, drafts included. Stands in for a `Model` without a store."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -103,7 +103,7 @@ class Remembering:
         return getattr(self.model, name)
 
     def __call__(self, query: Query) -> Tensor:
-        if query.visible is not None or len(query.tokens) != len(query.rows):  # drafts, shadow blocks
+        if query.visible is not None:  # shadow blocks
             return self.model(query)
         width = query.tokens.shape[1]
         sizes = [width] * len(query.tokens) if query.valid is None else query.valid.sum(1).tolist()
@@ -113,7 +113,7 @@ class Remembering:
         if new:
             index = torch.tensor(new)
             part = query.but(
-                rows=query.rows[new],
+                rows=np.array(new),  # drafts repeat a row
                 tokens=query.tokens[index],
                 positions=query.positions[index],
                 valid=None if query.valid is None else query.valid[index],

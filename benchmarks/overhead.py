@@ -1,11 +1,12 @@
 """How much time a step spends outside the model's forward, and how it compares with a loop written by hand.
 
-    python benchmarks/overhead.py [--model FOLDER ...] [--repeats 7]
+    python benchmarks/overhead.py [--model FOLDER ...] [--repeats 21]
 
 One thread, one run. For every model, sampler and batch size the same prompts are decoded
 - by `paradec`, with the time inside the model's call measured apart, and
 - by a plain loop: forward, float64 softmax, commit, until nothing is masked,
-in turns, so that both see the same machine. Prints a table and writes benchmarks/results/overhead.json.
+in turns, so that both see the same machine; repeats go round all cases, so that a slow minute falls on all of them.
+Prints medians and writes benchmarks/results/overhead.json.
 """
 
 from __future__ import annotations
@@ -91,58 +92,55 @@ class Timed:
         return logits
 
 
-def measure(model: Model, name: str, ids: torch.Tensor, block: int, repeats: int) -> dict[str, float]:
-    """Median over repeats of the ratios, each repeat with paradec and the plain loop in turns."""
+def measure(model: Model, name: str, ids: torch.Tensor, block: int) -> tuple[float, float, float]:
+    """One decode by paradec and one by the plain loop: time outside over time inside the model's call, a step of ours
+    over a step of the plain loop, and milliseconds of a step of ours."""
     sampler = paradec.samplers.create(name)
-    outside, versus_plain, per_step = [], [], []
-    for repeat in range(repeats + 1):
-        timed = Timed(model)
-        state = sampler.start(timed, ids, max_new_tokens=NEW, block_length=block, eos_early_stop=False)
+    timed = Timed(model)
+    state = sampler.start(timed, ids, max_new_tokens=NEW, block_length=block, eos_early_stop=False)
+    begin = time.perf_counter()
+    decode(sampler, timed, state)
+    ours = time.perf_counter() - begin
+    with torch.inference_mode():
         begin = time.perf_counter()
-        decode(sampler, timed, state)
-        ours = time.perf_counter() - begin
-        with torch.inference_mode():
-            begin = time.perf_counter()
-            if name == "threshold":
-                x, forwards = plain_threshold(model, ids, 0.9, block)
-            else:
-                x, forwards = plain_low_confidence(model, ids, block)
-            plain = time.perf_counter() - begin
-        assert torch.equal(x, state.canvas), "the two loops decode different tokens"
-        if repeat:  # the first is a warm-up
-            outside.append((ours - timed.seconds) / timed.seconds)
-            versus_plain.append((ours / state.nfe.max()) / (plain / forwards))
-            per_step.append(1e3 * ours / int(state.nfe.max()))
-    return {
-        "outside_forward": statistics.median(outside),
-        "versus_plain_loop": statistics.median(versus_plain),
-        "ms_per_step": statistics.median(per_step),
-    }
+        if name == "threshold":
+            x, forwards = plain_threshold(model, ids, 0.9, block)
+        else:
+            x, forwards = plain_low_confidence(model, ids, block)
+        plain = time.perf_counter() - begin
+    assert torch.equal(x, state.canvas), "the two loops decode different tokens"
+    steps = int(state.nfe.max())
+    return (ours - timed.seconds) / timed.seconds, (ours / steps) / (plain / forwards), 1e3 * ours / steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     golden = ROOT / "tests" / "golden"
     parser.add_argument("--model", nargs="*", default=[golden / "llada-tiny", golden / "dream-tiny"], type=Path)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=21)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    models = {folder.name: paradec.load(folder) for folder in arguments.model}
+    prompts = {n: torch.randint(0, 30, (n, 9), generator=torch.Generator().manual_seed(0)) for n in (1, 8)}
+    cases = list(itertools.product(models, ("threshold", "low_confidence"), (32, 8), prompts))
+    found: dict[tuple[str, str, int, int], list[tuple[float, float, float]]] = {case: [] for case in cases}
+    for repeat in range(arguments.repeats + 1):
+        for folder, name, block, batch in cases:
+            ratios = measure(models[folder], name, prompts[batch], block)
+            if repeat:  # the first is a warm-up
+                found[folder, name, block, batch].append(ratios)
     rows = []
     print(
         f"{'model':12} {'sampler':16} {'block':>5} {'batch':>5} {'outside/forward':>16} {'paradec/plain':>14} "
         f"{'ms/step':>8}"
     )
-    for folder in arguments.model:
-        model = paradec.load(folder)
-        for name, block, batch in itertools.product(("threshold", "low_confidence"), (32, 8), (1, 8)):
-            generator = torch.Generator().manual_seed(0)
-            ids = torch.randint(0, 30, (batch, 9), generator=generator)
-            found = measure(model, name, ids, block, arguments.repeats)
-            rows.append({"model": folder.name, "sampler": name, "block": block, "batch": batch, **found})
-            print(
-                f"{folder.name:12} {name:16} {block:5d} {batch:5d} {found['outside_forward']:15.1%} "
-                f"{found['versus_plain_loop']:13.2f}x {found['ms_per_step']:8.2f}"
-            )
+    for (folder, name, block, batch), ratios in found.items():
+        outside, versus, milliseconds = map(statistics.median, zip(*ratios, strict=True))
+        print(f"{folder:12} {name:16} {block:5d} {batch:5d} {outside:15.1%} {versus:13.2f}x {milliseconds:8.2f}")
+        rows.append(
+            {"model": folder, "sampler": name, "block": block, "batch": batch}
+            | {"outside_forward": outside, "versus_plain_loop": versus, "ms_per_step": milliseconds}
+        )
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
     path = ROOT / "benchmarks" / "results" / "overhead.json"
     path.parent.mkdir(exist_ok=True)

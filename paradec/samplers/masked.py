@@ -9,6 +9,7 @@ the text. Rows are independent: each has its own block, step and end.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -107,6 +108,7 @@ class MaskedSampler(Sampler):
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
         announces: whether `announce` says what a step will commit before the model is called.
+        targets: whether `announce` says which undecided positions a step reads at all (none: all of them).
         rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
         fuses: whether the method has a logits stage of its own, `fuse`.
         revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
@@ -127,6 +129,7 @@ class MaskedSampler(Sampler):
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"
     announces: ClassVar[bool] = False
+    targets: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
     fuses: ClassVar[bool] = False
     revises: ClassVar[bool] = False
@@ -241,7 +244,7 @@ class MaskedSampler(Sampler):
 
     def query(self, state: MaskedState) -> list[Query]:
         """One query per part of the cache's plan; each wants the logits of its rows' windows."""
-        picks = self.announce(state) if state.cache.evaluates == "picks" else None
+        picks = self.announce(state) if state.cache.evaluates in ("picks", "targets") else None
         return [part_query(state, part) for part in state.cache.plan(state, picks)]
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
@@ -296,7 +299,7 @@ class MaskedSampler(Sampler):
         self, state: MaskedState, logits: Tensor, query: Query, available: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The logits [R, W, V] that tokens are chosen from, and what the shadow, stop rules and `fuse` say."""
-        logits = self._guided(state, logits)
+        logits = self._guided(state, logits, query)
         watched: dict[str, Tensor] = {}
         index = torch.as_tensor(query.index, device=available.device) if self.fuses or self.shadows else None
         if self.shadows:
@@ -311,7 +314,11 @@ class MaskedSampler(Sampler):
         logits, found = self.fuse(logits, Stage(available[index], state.window.positions[index], memory))
         return logits, watched | dict(found)
 
-    def _guided(self, state: MaskedState, logits: Tensor) -> Tensor:
+    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
+        """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
+        return state.request.guidance_scale
+
+    def _guided(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
         """The logits stage up to `fuse`: guidance, and the words that are never proposed."""
         request = state.request
         if request.guidance_scale != 1.0 or request.temperature > 0:
@@ -319,7 +326,7 @@ class MaskedSampler(Sampler):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if request.guidance_scale != 1.0:
             conditional, unconditional = logits.chunk(2)
-            logits = unconditional + request.guidance_scale * (conditional - unconditional)
+            logits = unconditional + self.guidance(state, query.rows) * (conditional - unconditional)
         # in place: the logits are this step's own, and can be large
         logits.select(-1, state.facts.mask_token_id).fill_(-torch.inf)
         if state.suppressed is not None:
@@ -409,13 +416,13 @@ class MaskedSampler(Sampler):
         lingers = None if linger is None else others.pop(0)[:, 0]
         cuts = None if cut is None else others.pop(0)[:, 0]
         committed = np.add.reduce(chosen, 1, dtype=np.int64)
-        if not np.isfinite(np.add.reduce(health, None)):
+        if not math.isfinite(np.add.reduce(health, None)):
             row = int(rows[np.isfinite(health).all(1).argmin()])
             raise FloatingPointError(
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
             )
         # a method that may wait must have filled the block by its last planned step
-        idle = (committed < self._least(state, rows)).any() if self.revises else not committed.all()
+        idle = (committed < self._least(state, rows)).any() if self.revises else 0 in committed.tolist()
         if idle and not self.may_wait or self.may_wait and _overdue(state, rows, committed):
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
@@ -455,6 +462,7 @@ class MaskedSampler(Sampler):
         generator: torch.Generator | None,
     ) -> View:
         """What `select` sees of a proposal, with what the method remembers of its rows."""
+        draw: Callable[[], Tensor] = lambda: self._position_noise(state, generator)
         return View(
             scores=torch.where(proposal.available, proposal.scores, -torch.inf),
             candidates=proposal.available,
@@ -467,7 +475,7 @@ class MaskedSampler(Sampler):
             current=proposal.current,
             editable=_editable(state, proposal) if self.revises else None,
             top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
-            draw=functools.cache(lambda: self._position_noise(state, generator)),
+            draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
             choose=lambda weights, count: self._choose(state, weights, count, generator),
             ends=state.ends,
         )
@@ -508,11 +516,14 @@ class MaskedSampler(Sampler):
         `lingers`: [R] bool, rows that stay in a full block. `moved`: whether a block ends elsewhere than before this
         step.
         """
-        full = (state.remaining if state.window.whole else state.remaining[rows]) == 0
+        left = state.remaining if state.window.whole else state.remaining[rows]
+        if ends is None and not moved and 0 not in left.tolist():
+            return
+        full = left == 0
         if lingers is not None:
             full &= ~lingers
-        if ends is None and not full.any() and not moved:
-            return
+            if ends is None and not moved and not full.any():
+                return
         if ends is not None:
             stopped = ends < NEVER
             full &= ~stopped
