@@ -1,0 +1,429 @@
+"""The device-side step: a masked decoding whose every decision is taken on the accelerator.
+
+The loop of `protocol.decode` keeps blocks, counters and ends on the host, which waits for the device at every step.
+Here all of it lives in tensors of fixed shapes, and one step is a pure function of them: embedding, layers against the
+store, output matrix on the window alone, token statistics, selection, commit, the stop at the end of the text, the next
+block. On CUDA each shape of it is captured in a graph once and replayed; with `capture=False` the same code runs
+uncaptured.
+
+A row is in one of two phases: it evaluates itself whole (always without a cache; a block's first step with one), or its
+window. A step is of one phase and leaves the rows of the other as they are; so a step that no row needs changes nothing
+and is counted nowhere. The host reads one small tensor every `poll_every` steps to see which phase is needed. Graphs
+are kept per phase, number of rows (powers of two: rows of the phase are gathered) and width of the window.
+
+What a row decodes does not depend on any of this: it takes the same steps as in the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.checks import check_bool, check_int
+from paradec.protocol import Query
+from paradec.samplers.dream import DreamSampler
+from paradec.samplers.masked import MaskedSampler, View
+from paradec.samplers.masked_state import MaskedState
+from paradec.samplers.schedules import time_share
+from paradec.samplers.statistics import top_by_rank
+from paradec.samplers.stopping import EndOfText
+
+SAMPLERS = frozenset(
+    "entropy entropy_bound entropy_threshold factor hierarchy localleap low_confidence margin maskgit_plus random "
+    "threshold topk_margin".split()
+)
+"""Methods whose `select` is known to wait for no device and to take counts from tensors."""
+CACHES = frozenset(("none", "prefix", "dual"))
+WIDTHS = 64
+"""Widths of windows are multiples of this where the cache's window shrinks from block to block, so that graphs serve
+again."""
+
+
+def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
+    """Why the device-side step cannot serve a request, in words that follow its names; None where it can."""
+    if sampler.name not in SAMPLERS:
+        return f"sampler {sampler.name!r} keeps something on the host between steps"
+    if not type(sampler).__module__.startswith("paradec."):
+        return f"sampler {sampler.name!r} is a class of your own, {type(sampler).__name__}"
+    if sampler.memory():
+        return f"sampler {sampler.name!r} with these settings remembers something between steps"
+    if state.cache.name not in CACHES:
+        return f"cache {state.cache.name!r} chooses on the host what to evaluate"
+    if model.kind != "decoder" or state.facts.topology != "bidirectional":
+        return f"{state.facts.name} is not a bidirectional transformers decoder"
+    if state.reads_blocks:
+        return f"blocks={state.blocks} end where the host reads it from the logits"
+    if state.attention_state is not None:
+        return "sparse attention keeps its pattern on the host"
+    if state.reuses or state.settled is not None:
+        return "a prefix that is taken over or kept is laid out on the host"
+    if state.branches > 1:
+        return "guidance evaluates two rows for one"
+    if state.generator is not None:
+        return "rng='reference' draws on the host"
+    if state.early_rules or not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
+        return "stop rules other than the end token are asked on the host"
+    if len({parameter.device for parameter in model.module.parameters()}) > 1:
+        return f"{state.facts.name} is spread over several devices"
+    return None
+
+
+def decode(
+    sampler: MaskedSampler, model: Any, state: MaskedState, *, capture: bool = True, poll_every: int = 1
+) -> MaskedState:
+    """Decode a request from its start to its end, as `protocol.decode` does.
+
+    Args:
+        sampler, model, state: of a request that nobody has stepped yet, and that `refusal` has nothing against.
+        capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
+        poll_every: steps between two looks of the host at the device. More than one saves the wait for it, and may
+            replay so many steps less one for nothing at every block's end.
+
+    Raises:
+        ValueError: a request that the device-side step cannot serve, or `capture` without a CUDA device.
+        FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the row at fault has not been written to.
+    """
+    check_bool("capture", capture)
+    check_int("poll_every", poll_every, low=1)
+    if capture and state.canvas.device.type != "cuda":
+        raise ValueError(f"capture=True takes a CUDA device; the model is on {state.canvas.device}")
+    if reason := refusal(sampler, model, state):
+        raise ValueError(f"the device-side step cannot serve this request: {reason}")
+    if state.commits or int(state.counts.sum()):
+        raise ValueError("the device-side step starts a request from its beginning; this state has been stepped")
+    with torch.inference_mode():
+        engine = Engine(sampler, model, state, capture)
+        try:
+            engine.run(poll_every)
+        finally:
+            engine.write_back()
+    return state
+
+
+class Engine:
+    """The state of one request as tensors on the device, and the steps that change it.
+
+    Samplers and caches are asked through the methods that the plain loop calls, with this object in the place of the
+    state: it has the attributes that those of `SAMPLERS` and `CACHES` read, as tensors.
+
+    Shapes: `B` rows, `L` positions, `W` positions of the widest block, `K` blocks of the row that has most.
+    """
+
+    def __init__(self, sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool):
+        self.sampler, self.model, self.state, self.capture = sampler, model, state, capture
+        self.facts, self.request, self.cache = state.facts, state.request, state.cache
+        self.suppressed, self.ends, self.keys, self.store = state.suppressed, state.ends, state.keys, state.store
+        self.batch, self.columns = state.canvas.shape
+        self.device = device = state.canvas.device
+        table, count = block_table(state)
+        self.most = int((table[..., 1] - table[..., 0]).max())
+
+        def put(array: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.as_tensor(array, device=device).to(dtype, copy=True)
+
+        self.blocks, self.block_count = put(table), put(count)
+        """[B, K, 3]: start, end and undecided positions of each row's blocks that have any; [B]: how many."""
+        # one column more takes what is not to be written
+        self.canvas = torch.nn.functional.pad(state.canvas, (0, 1), value=self.facts.fill_token_id)
+        """[B, L + 1] int64."""
+        self.length, self.asked, self.end = put(state.length), put(state.asked), put(state.end)
+        rules = state.stop_rules
+        # where an end token counts from
+        self.first = put(rules[0].first) if rules and rules[0].first is not None else put(np.zeros(self.batch))
+        self.stopped = torch.zeros(self.batch, dtype=torch.bool, device=device)
+        self.running = self.block_count > 0
+        self.block_index, self.block_step, self.row_step, self.decided = (put(np.zeros(self.batch)) for _ in range(4))
+        self.block_start, self.block_end, self.masks_at_open = (self.blocks[:, 0, i].clone() for i in range(3))
+        self.steps_per_block = None if state.steps_per_block is None else put(state.steps_per_block)
+        self.counts = put(np.zeros((4, self.batch)))
+        """[4, B]: as `State.counts`."""
+        self.failed = put(np.full(self.batch, -1))
+        """[B]: the step at which a row's logits were not finite; -1 while they were."""
+        self.stuck = torch.zeros(self.batch, dtype=torch.bool, device=device)
+        """[B] bool: rows of which a step committed nothing where it must."""
+        self.live = torch.ones((), dtype=torch.bool, device=device)
+        """False makes every step one that no row needs: graphs are warmed up and captured so."""
+        self.flags = torch.zeros(4, dtype=torch.int64, device=device)
+        self.remaining = torch.zeros(self.batch, dtype=torch.int64, device=device)
+        self.shares = self._time_shares() if isinstance(sampler, DreamSampler) else None
+        self.window: Any = None
+        self.graphs: dict[tuple[str, int, int], Any] = {}
+        self.pool: Any = None
+        self._made: dict[Any, Any] = {}
+        self._note_flags()
+
+    # ---- on the host ------------------------------------------------------------------------------------------------
+
+    def run(self, poll_every: int) -> None:
+        """Step until every row is done."""
+        while True:
+            whole, part, widest, wrong = self.flags.tolist()  # the one wait for the device
+            if wrong:
+                self._complain()
+            if not whole + part:
+                return
+            if not self.cache.uses_store:
+                for _ in range(poll_every):
+                    self._play("full", self._rounded(whole), self.columns)
+                continue
+            if whole:
+                self._play("full", self._rounded(whole), self.columns)
+            for _ in range(poll_every):
+                self._play("window", self._rounded(whole + part), self._width(widest))
+
+    def _rounded(self, rows: int) -> int:
+        """The power of two that holds so many rows, or all of them."""
+        return min(1 << (rows - 1).bit_length(), self.batch)
+
+    def _width(self, widest: int) -> int:
+        """Columns of a window call of which the widest row needs so many."""
+        if widest <= self.most + self.facts.shift:
+            return min(self.most + self.facts.shift, self.columns)
+        return min(-(-widest // WIDTHS) * WIDTHS, self.columns)
+
+    def _play(self, kind: str, rows: int, width: int) -> None:
+        if not self.capture:
+            self.step(kind, rows, width)
+            return
+        key = (kind, rows, width)
+        if key not in self.graphs:
+            self.graphs[key] = self._captured(*key)
+        self.graphs[key].replay()
+
+    def _captured(self, kind: str, rows: int, width: int) -> Any:
+        """A CUDA graph of one step. Nothing changes meanwhile."""
+        self.live.fill_(False)
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # what libraries set up, and compile, at first use
+                self.step(kind, rows, width)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self.step(kind, rows, width)
+        self.live.fill_(True)
+        return graph
+
+    def _complain(self) -> None:
+        failed = self.failed.tolist()
+        for row, step in enumerate(failed):
+            if step >= 0:
+                raise FloatingPointError(f"the model returned NaN or infinite logits for row {row} at its step {step}")
+        raise RuntimeError(f"sampler {self.sampler.name!r} committed nothing for row {self.stuck.tolist().index(True)}")
+
+    def write_back(self) -> None:
+        """Give the request's state what was decoded, finished or not."""
+        state = self.state
+        state.canvas.copy_(self.canvas[:, : self.columns])
+        flags = (self.stopped.long(), self.running.long())
+        host = torch.stack((self.end, self.row_step, self.decided, *flags)).cpu().numpy()
+        state.end[:], state.row_step[:], state.decided[:], state.stopped[:] = host[0], host[1], host[2], host[3] > 0
+        state.commits = int(host[1].max())
+        state.add_counts(self.counts.cpu().numpy())
+        state.finish(np.flatnonzero(host[4] == 0))
+        state.open_blocks(np.empty(0, np.int64))  # makes the window of the rows that are left
+
+    # ---- what samplers and caches read ------------------------------------------------------------------------------
+
+    def planned_steps(self, rows: Tensor) -> Tensor:
+        """[n] int64, as `MaskedState.planned_steps`."""
+        return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
+
+    def while_rows_stand(self, key: Any, make: Callable[[], Any]) -> Any:
+        """A value that is made once for each number of rows, which is part of the key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _time_shares(self) -> Tensor:
+        """[P + 1, P] float32: `time_share` for each number of planned steps and each step before the last."""
+        steps = self.most if self.steps_per_block is None else int(self.steps_per_block.max())
+        planned, step = np.divmod(np.arange((steps + 1) * steps), steps)
+        share = time_share(step, planned, self.sampler.eps).reshape(steps + 1, steps)
+        return torch.as_tensor(share, device=self.device)
+
+    def _quota(self, rows: Tensor) -> Any:
+        """Tokens that the schedule grants, as the sampler's `quota` has it."""
+        if self.shares is None:
+            return self.sampler.quota(self, rows)
+        planned, step, left = self.planned_steps(rows), self.block_step[rows], self.remaining[rows]
+        share = self.shares[planned, step.clamp(max=self.shares.shape[1] - 1)]
+        return torch.where(step >= planned - 1, left, (left.float() * share).long())
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self, kind: str, count: int, width: int) -> None:
+        """Take one step of the rows in the phase `kind`, at most `count` of them, over `width` columns each."""
+        mine = self.running & self.live
+        if self.cache.uses_store:
+            fresh = self.block_step == 0
+            mine = mine & (fresh if kind == "full" else ~fresh)
+        every = torch.arange(self.batch, device=self.device)
+        rows = every if count == self.batch else (~mine).int().argsort(stable=True)[:count]
+        active = mine[rows]  # [n]
+        length = self.length[rows]
+        window, valid = self._window(rows)
+        current = self.canvas[rows].gather(1, window.positions)  # [n, W]
+        undecided = (current == self.facts.mask_token_id) & valid & active.unsqueeze(1)
+        self.remaining.index_copy_(0, rows, undecided.sum(1))
+        query, evaluated = self._query(kind, rows, active, length, width)
+
+        logits = self.model(query) if self.store is None else self.model(query, self.store)
+        sampler = self.sampler
+        logits = sampler._guided(self, logits, query)
+        tokens, quantities = sampler._read(self, logits, query, None)
+        scores = sampler._ranked(self, tokens, quantities)
+        view = View(
+            scores=torch.where(undecided, scores, -torch.inf),
+            candidates=undecided,
+            tokens=tokens,
+            positions=window.positions,
+            quantities=quantities,
+            quota=self._quota(rows),
+            memory={},
+            updates={},
+            current=current,
+            editable=None,
+            top=top_by_rank,
+            draw=lambda: sampler._position_noise(self, None),
+            choose=lambda weights, number: sampler._choose(self, weights, number, None),
+            ends=self.ends,
+        )
+        selected = sampler.select(view) & undecided
+
+        healthy = (quantities["confidence"].isfinite() | ~valid).all(1)
+        idle = ~selected.any(1)
+        if sampler.may_wait:
+            idle = idle & (self.block_step[rows] + 1 >= self.planned_steps(rows))
+        failed, stuck = active & ~healthy, active & healthy & idle
+        self.failed.index_copy_(0, rows, torch.where(failed, self.row_step[rows], self.failed[rows]))
+        self.stuck.index_copy_(0, rows, self.stuck[rows] | stuck)
+        active = active & ~failed & ~stuck
+        written = torch.where(selected & active.unsqueeze(1), tokens, current)
+        flat = rows.unsqueeze(1) * (self.columns + 1)
+        flat = flat + torch.where(valid & active.unsqueeze(1), window.positions, self.columns)
+        self.canvas.view(-1).scatter_(0, flat.view(-1), written.view(-1))
+        self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
+        self._count(kind, rows, active, evaluated)
+        ended = self._end_rows(rows, active, window, valid, written) if self.state.stop_rules else None
+        full = active & ~((written == self.facts.mask_token_id) & valid).any(1)
+        self._open_blocks(rows, full, ended, failed | stuck)
+        self._note_flags()
+
+    def _window(self, rows: Tensor) -> tuple[Any, Tensor]:
+        """The open blocks of the rows, with the names of `masked_state.Window`; and which of it is real: [n, W]."""
+        start = self.block_start[rows].unsqueeze(1)
+        positions = start + torch.arange(self.most, device=self.device)
+        valid = positions < self.block_end[rows].unsqueeze(1)
+        # padding wraps around: a row's positions stay distinct
+        self.window = SimpleNamespace(rows=rows, row_index=rows.unsqueeze(1), positions=positions % self.columns)
+        return self.window, valid
+
+    def _query(self, kind: str, rows: Tensor, active: Tensor, length: Tensor, width: int) -> tuple[Query, Tensor]:
+        """The model call, and how many positions of each row it evaluates [n]."""
+        shift = self.facts.shift
+        if kind == "full":
+            first, stop = torch.zeros_like(rows), length
+        else:
+            first, stop = self.cache.range(self, rows)
+            first, stop = (first - shift).clamp(min=0), stop.minimum(length)
+        column = torch.arange(width, device=self.device)
+        positions = first.unsqueeze(1) + column  # [n, Q]
+        inside = positions < stop.unsqueeze(1)
+        positions = positions.clamp(max=self.columns - 1)
+        wanted = (self.window.positions - shift).clamp(min=0) - first.unsqueeze(1)
+        query = Query(
+            rows=rows,
+            tokens=self.canvas[rows].gather(1, positions),
+            positions=positions,
+            wanted=wanted.clamp(0, width - 1),
+            valid=None if self.state.level and self.store is None else inside,
+            index=torch.arange(len(rows), device=self.device),
+            kind=kind,
+        )
+        if self.store is not None:
+            query.store_rows = rows
+            query.slots = torch.where(inside & active.unsqueeze(1), positions, -1)
+            query.reach = self.columns
+            if len(rows) == self.batch:  # then the rows are all rows in order, and the host knows it
+                query.store_index = np.arange(self.batch)
+                query.forwarded = self.state.length
+        return query, stop - first
+
+    def _count(self, kind: str, rows: Tensor, active: Tensor, evaluated: Tensor) -> None:
+        took = active.long()
+        whole = took if kind == "full" else torch.zeros_like(took)
+        self.counts.index_add_(1, rows, torch.stack((took, took, took * evaluated, whole)))
+        self.row_step.index_add_(0, rows, took)
+        self.block_step.index_add_(0, rows, took)
+
+    def _end_rows(self, rows: Tensor, active: Tensor, window: Any, valid: Tensor, written: Tensor) -> Tensor:
+        """End the rows that `EndOfText` ends: [n] bool. written: [n, W], the window after the write."""
+        is_end = torch.isin(written, self.ends) & valid & (window.positions >= self.first[rows].unsqueeze(1))
+        column = (is_end | (written == self.facts.mask_token_id)).int().argmax(1, keepdim=True)  # the first of either
+        ended = is_end.gather(1, column).squeeze(1) & active
+        limit = window.positions.gather(1, column).squeeze(1) + 1
+        self.end.index_copy_(0, rows, torch.where(ended, limit.minimum(self.end[rows]), self.end[rows]))
+        self.stopped.index_copy_(0, rows, self.stopped[rows] | ended & (limit <= self.asked[rows]))
+        limit = torch.where(ended, limit, self.columns + 1)
+        tail = torch.arange(self.columns + 1, device=self.device) >= limit.unsqueeze(1)
+        self.canvas.index_copy_(0, rows, self.canvas[rows].masked_fill(tail, self.facts.fill_token_id))
+        return ended
+
+    def _open_blocks(self, rows: Tensor, full: Tensor, ended: Tensor | None, wrong: Tensor) -> None:
+        """Move rows with a full block to their next one; take out those that have none, have ended or went wrong."""
+        index = self.block_index[rows] + full.long()
+        running = self.running[rows] & (index < self.block_count[rows]) & ~wrong
+        if ended is not None:
+            running = running & ~ended
+        self.running.index_copy_(0, rows, running)
+        index = index.clamp(max=self.blocks.shape[1] - 1)
+        self.block_index.index_copy_(0, rows, index)
+        block = self.blocks[rows, index]  # [n, 3]
+        for at, tensor in enumerate((self.block_start, self.block_end, self.masks_at_open)):
+            tensor.index_copy_(0, rows, block[:, at])
+        self.block_step.index_copy_(0, rows, torch.where(full, 0, self.block_step[rows]))
+
+    def _note_flags(self) -> None:
+        """What the host reads: rows to evaluate whole, rows to evaluate in part, columns of the widest window that may
+        come, and whether something went wrong."""
+        whole, part, widest = self.running, torch.zeros_like(self.running), torch.zeros_like(self.block_start)
+        if self.cache.uses_store:
+            whole, part = self.running & (self.block_step == 0), self.running & (self.block_step > 0)
+            every = torch.arange(self.batch, device=self.device)
+            first, stop = self.cache.range(self, every)
+            widest = torch.where(self.running, stop.minimum(self.length) - (first - self.facts.shift).clamp(min=0), 0)
+        wrong = (self.failed >= 0).any() | self.stuck.any()
+        self.flags.copy_(torch.stack((whole.sum(), part.sum(), widest.max(), wrong.long())))
+
+
+def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks that a request's rows will open, as `MaskedState.open_blocks` opens them one by one.
+
+    Returns:
+        [B, K, 3] int64: start, end, and undecided positions of each; zeros behind a row's last. [B] int64: how many.
+    """
+    masks_before = np.zeros((state.batch, state.canvas.shape[1] + 1), np.int64)
+    masks_before[:, 1:] = state.undecided.cpu().numpy().cumsum(1)
+    start = state.prompt_length.copy()
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(state.batch)]
+    while len(rows := np.flatnonzero(start < state.length)):
+        end = state.blocks.open(start[rows], state.prompt_length[rows], state.length[rows])
+        masks = masks_before[rows, end] - masks_before[rows, start[rows]]
+        for row, block in zip(rows.tolist(), zip(start[rows].tolist(), end.tolist(), masks.tolist())):
+            if block[2]:
+                found[row].append(block)
+        start[rows] = end
+    count = np.array([len(blocks) for blocks in found], np.int64)
+    table = np.zeros((state.batch, max(1, int(count.max())), 3), np.int64)
+    for row, blocks in enumerate(found):
+        table[row, : len(blocks)] = blocks if blocks else np.empty((0, 3))
+    return table, count

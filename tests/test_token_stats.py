@@ -1,0 +1,411 @@
+"""Token statistics: every path against formulas written out here, and against the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paradec import rng
+from paradec.kernels import token_stats as module
+from paradec.kernels.token_stats import FIELDS, IN_ONE_READ, Draws, TokenStats, path_for, token_stats
+from paradec.samplers.statistics import QUANTITIES, best_with_probability, token_statistics
+
+VOCABULARY = 9001
+"""Beyond SMALL_VOCABULARY, and no multiple of any tile."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WITHOUT_TRITON = pytest.mark.skipif(
+    not HAS_TRITON or DEVICE == "cpu" and not module.interpreting(),
+    reason="needs triton, and TRITON_INTERPRET=1 where there is no GPU (conftest.py sets it)",
+)
+
+
+def runs_kernel(test: Callable[..., None]) -> Callable[..., None]:
+    # numpy warns of -inf - -inf, which the kernel does not use
+    return WITHOUT_TRITON(pytest.mark.filterwarnings("ignore:invalid value encountered")(test))
+
+
+def kernel(
+    logits: Tensor,
+    temperature: float = 1.0,
+    ids: Tensor | None = None,
+    draws: Draws | None = None,
+    block: int = 64,
+    splits: int = 1,
+) -> TokenStats:
+    """The kernel on the GPU, or interpreted; its findings on the CPU."""
+    if draws is not None:
+        draws = Draws(draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature)
+    ids = None if ids is None else ids.to(DEVICE)
+    # strides outlive a move of the whole storage only
+    storage = logits if logits._base is None else logits._base
+    moved = storage.to(DEVICE).as_strided(logits.shape, logits.stride(), logits.storage_offset())
+    found = module._triton_stats(moved, IN_ONE_READ, temperature, ids, draws, block=block, splits=splits)
+    return TokenStats(*(None if field is None else field.cpu() for field in found))
+
+
+def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Random logits of very different sharpness from row to row, some words excluded, the two best tied in row 0."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*lead, vocabulary, generator=generator)
+    flat = logits.view(-1, vocabulary)
+    flat *= torch.linspace(0.1, 12, len(flat)).unsqueeze(1)
+    if vocabulary > 8:
+        flat[:, 3] = -torch.inf
+        flat[-1, : vocabulary // 2] = -torch.inf
+        flat[0, [vocabulary // 3, vocabulary - 1]] = flat[0].max() + 1
+    return logits.to(dtype)
+
+
+def written_out(logits: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
+    """The fields of `TokenStats` by their definitions, in float64 and by no shortcut."""
+    z = logits.double() / temperature
+    p = z.softmax(-1)
+    ordered = p.sort(-1, descending=True).values
+    two = logits.double().sort(-1, descending=True).values
+    return {
+        "token": p.argmax(-1),
+        "prob": ordered[..., 0],
+        "second_prob": ordered[..., 1],
+        "margin": ordered[..., 0] - ordered[..., 1],
+        "entropy": torch.special.entr(p).sum(-1),
+        "smoothed_entropy": -(p * (p + 1e-10).log()).sum(-1),
+        "logsumexp": z.logsumexp(-1),
+        "gap": two[..., 0] - two[..., 1],
+        "nonfinite": torch.zeros(p.shape[:-1], dtype=torch.bool),
+    }
+
+
+def assert_close(found: TokenStats, expected: dict[str, Tensor], names: frozenset[str] | tuple[str, ...], rel: float):
+    for name in names:
+        got, wanted = getattr(found, name), expected[name]
+        assert got.shape == wanted.shape, name
+        if wanted.dtype.is_floating_point:
+            assert got.dtype == torch.float64
+            torch.testing.assert_close(got, wanted, rtol=rel, atol=rel, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert torch.equal(got, wanted), name
+
+
+def draws_for(rows: int, width: int, temperature: float = 0.7) -> Draws:
+    generator = torch.Generator().manual_seed(7)
+    return Draws(
+        keys=torch.randint(2**32, (rows, 2), generator=generator),
+        steps=torch.randint(1000, (rows,), generator=generator),
+        positions=torch.randint(5000, (rows, width), generator=generator),
+        temperature=temperature,
+    )
+
+
+# ---- the PyTorch paths ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("path", "dtype"),
+    [(path, dtype) for path in ("float64", "chunked") for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    + [("float64", torch.float64)],
+)
+def test_every_field_is_what_it_says(path: str, dtype: torch.dtype, temperature: float) -> None:
+    logits = logits_of(5, 4, dtype=dtype)
+    found = token_stats(logits, temperature=temperature, path=path)
+    # a temperature rounds every logit to float32 once more
+    rel = 1e-12 if path == "float64" else 1e-6 if temperature == 1 else 1e-5
+    assert_close(found, written_out(logits, temperature), FIELDS, rel)
+    assert found.token[0, 0] == VOCABULARY // 3, "the lower of two tied words"
+    assert found.ids_prob is None and found.sample is None
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
+def test_odd_vocabularies(vocabulary: int) -> None:
+    logits = logits_of(6, vocabulary=vocabulary)
+    found = token_stats(logits, path="chunked")
+    if vocabulary == 1:
+        assert found.prob.eq(1).all() and found.entropy.eq(0).all() and found.gap.isinf().all()
+        assert found.second_prob.eq(0).all() and not found.nonfinite.any()
+        return
+    assert_close(found, written_out(logits), FIELDS, 1e-6)
+
+
+def test_sure_words_keep_their_order_and_doubt() -> None:
+    # float32 probabilities tie at 1 where the next word is 17 below; these differ from 20 to 30 below
+    logits = torch.full((11, VOCABULARY), -torch.inf)
+    logits[:, 10] = 5.0
+    logits[:, 20] = 5.0 - torch.arange(20.0, 31.0)
+    found = token_stats(logits, path="chunked")
+    assert logits.softmax(-1)[:, 10].eq(1).all()
+    assert (found.prob.diff() > 0).all()
+    doubt = torch.arange(20.0, 31.0, dtype=torch.float64).neg().exp()
+    torch.testing.assert_close(1 - found.prob, doubt / (1 + doubt), rtol=1e-2, atol=0)
+    entropy = doubt.log1p() + torch.arange(20.0, 31.0) * doubt / (1 + doubt)
+    torch.testing.assert_close(found.entropy, entropy, rtol=1e-6, atol=0)
+    far = logits.clone()
+    far[:, 20] = -80.0
+    second = token_stats(far, path="chunked").second_prob
+    torch.testing.assert_close(second, torch.full_like(second, math.exp(-85.0)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("path", ["float64", "chunked"])
+def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
+    logits = logits_of(6)
+    good = token_stats(logits[:3], path=path)
+    logits[3, 77] = torch.nan
+    logits[4, 77] = torch.inf
+    logits[5] = -torch.inf
+    found = token_stats(logits, path=path)
+    assert found.nonfinite.tolist() == [False] * 3 + [True] * 3
+    for name in ("prob", "margin", "entropy", "logsumexp"):
+        assert getattr(found, name)[3:].isnan().all(), name
+        assert torch.equal(getattr(found, name)[:3], getattr(good, name)), name
+
+
+@pytest.mark.parametrize("path", ["float64", "chunked"])
+def test_rows_may_be_strided_and_named_words_have_their_probabilities(path: str) -> None:
+    whole = logits_of(3, 7)
+    view = whole[:, 1:5]
+    assert not view.is_contiguous()
+    ids = torch.randint(VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(1))
+    found = token_stats(view, ids=ids, path=path)
+    again = token_stats(view.contiguous(), path=path)
+    for name in FIELDS:
+        assert torch.equal(getattr(found, name), getattr(again, name)), name
+    expected = view.double().softmax(-1).gather(-1, ids)
+    torch.testing.assert_close(found.ids_prob, expected, rtol=1e-5, atol=0)
+    one = token_stats(view, ids=ids[..., 2], path=path).ids_prob
+    assert torch.equal(one, found.ids_prob[..., 2])
+
+
+def test_only_what_is_wanted_is_computed() -> None:
+    logits = logits_of(2, vocabulary=50)
+    found = token_stats(logits, fields=("margin",))
+    assert found.entropy is None and found.logsumexp is None
+    assert torch.equal(found.margin, token_stats(logits).margin)
+    assert token_stats(logits[:0]).prob.shape == (0,)
+
+
+def test_the_path_depends_on_the_words_alone() -> None:
+    big = torch.zeros(1, 2**13 + 1)
+    assert path_for(big) == path_for(big.expand(99, -1)) == "chunked"
+    assert path_for(big.bfloat16()) == "chunked"
+    assert path_for(big.double()) == path_for(big[:, 1:]) == "float64"
+
+
+def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for made in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(made, Tensor) and made.untyped_storage().data_ptr() != given:
+                    self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+            return out
+
+    logits = logits_of(40, vocabulary=40_000)
+    given = logits.untyped_storage().data_ptr()
+    with Largest() as largest:
+        token_stats(logits, path="chunked")
+    assert 0 < largest.nbytes <= 4 * module.CPU_CHUNK < logits.nbytes
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["float64", "chunked"])
+def test_a_sample_depends_on_its_row_alone(path: str) -> None:
+    logits, draws = logits_of(3, 4), draws_for(3, 4)
+    found = token_stats(logits, draws=draws, path=path)
+    noise = rng.gumbel(rng.uniform(draws.keys, draws.steps, draws.positions, VOCABULARY, rng.TOKEN_STREAM))
+    assert torch.equal(found.sample, (logits.double() / 0.7 + noise).argmax(-1))
+    expected = logits.double().softmax(-1).gather(-1, found.sample.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(found.sample_prob, expected, rtol=1e-5, atol=0)
+    alone = Draws(draws.keys[1:2], draws.steps[1:2], draws.positions[1:2, 2], 0.7)
+    one = token_stats(logits[1, 2].unsqueeze(0), draws=alone, path=path)
+    assert one.sample == found.sample[1, 2] and torch.allclose(one.sample_prob, found.sample_prob[1, 2])
+
+
+def law(temperature: float, read: Callable[..., TokenStats], draws: int) -> float:
+    """The p-value of so many samples of a small distribution."""
+    logits = torch.tensor([1.0, 0.0, -torch.inf, 2.0, -1.0, 0.5])
+    positions = torch.arange(draws).unsqueeze(0)
+    keys = torch.tensor([[12345, 67890]])
+    wanted = Draws(keys, torch.tensor([4]), positions, temperature)
+    sample = read(logits.repeat(1, draws, 1), draws=wanted).sample
+    counts = sample.view(-1).bincount(minlength=6)
+    assert counts[2] == 0
+    expected = (logits / temperature).softmax(0) * draws
+    kept = [0, 1, 3, 4, 5]
+    expected = expected[kept].double()
+    return float(chisquare(counts[kept], expected * draws / expected.sum()).pvalue)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_samples_follow_the_law(temperature: float) -> None:
+    assert law(temperature, token_stats, 20_000) > 1e-3
+
+
+# ---- what samplers see ----------------------------------------------------------------------------------------------
+
+
+def test_samplers_read_the_same_numbers_on_every_path() -> None:
+    logits = logits_of(2, 3)
+    chosen = torch.randint(VOCABULARY, (2, 3), generator=torch.Generator().manual_seed(2))
+    for tokens in (None, chosen):
+        small, exact = (
+            token_statistics(logits, QUANTITIES, tokens),
+            token_statistics(logits.double(), QUANTITIES, tokens),
+        )
+        assert torch.equal(small[0], exact[0]) and set(small[1]) == set(exact[1]) == set(QUANTITIES)
+        for name in QUANTITIES:
+            torch.testing.assert_close(small[1][name], exact[1][name], rtol=1e-6, atol=1e-6)
+    p = logits.double().softmax(-1)
+    torch.testing.assert_close(exact[1]["minus_entropy"], (p * p.log()).nan_to_num().sum(-1), rtol=1e-9, atol=1e-12)
+    best, prob = best_with_probability(logits)
+    assert torch.equal(best, p.argmax(-1))
+    torch.testing.assert_close(prob.double(), p.amax(-1), rtol=1e-6, atol=0)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"logits": torch.zeros(2, 3, dtype=torch.int64)},
+            TypeError,
+            "logits must be a float tensor .* not torch.int64",
+        ),
+        ({"logits": [0.0]}, TypeError, "logits must be a float tensor"),
+        ({"logits": torch.zeros(2, 0)}, ValueError, r"logits of shape \(2, 0\) have no words"),
+        ({"fields": ("probability",)}, ValueError, "unknown fields: 'probability'; allowed: .*prob"),
+        ({"temperature": 0}, ValueError, "temperature=0 must be a number"),
+        ({"temperature": math.nan}, ValueError, "temperature=nan must be a number"),
+        ({"path": "cuda"}, ValueError, "unknown path: 'cuda'; allowed: .*float64"),
+        ({"ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"ids must be int64 of shape \(2,\) or"),
+        ({"ids": torch.zeros(2)}, ValueError, "ids must be int64 .* not torch.float32"),
+        ({"ids": torch.tensor([0, 5])}, ValueError, "ids from 0 to 5 must be from 0 to 4"),
+        ({"draws": draws_for(3, 1)}, ValueError, r"draws.keys must be int64 \(2, 2\), not"),
+        (
+            {"draws": Draws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
+            ValueError,
+            "draws.temperature=0 draws nothing",
+        ),
+        ({"path": "triton"}, ValueError, "path='triton' has no smoothed_entropy"),
+    ],
+)
+def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
+    arguments = {"logits": torch.zeros(2, 5)} | change
+    with pytest.raises(error, match=message):
+        token_stats(arguments.pop("logits"), **arguments)
+
+
+def test_importing_the_kernel_imports_no_triton() -> None:
+    # some builds of torch import triton by themselves
+    code = """
+import sys, torch
+before = "triton" in sys.modules
+import paradec.kernels.token_stats
+print(before, "triton" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() in (["False", "False"], ["True", "True"])
+
+
+# ---- the Triton kernel, interpreted ---------------------------------------------------------------------------------
+
+ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
+
+
+@runs_kernel
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
+    logits = logits_of(2, 2, vocabulary=301, dtype=dtype)
+    ids = torch.randint(301, (2, 2, 3), generator=torch.Generator().manual_seed(1))
+    draws = draws_for(2, 2)
+    found = kernel(logits, 1.0, ids, draws, block=64, splits=splits)
+    exact = token_stats(logits, ids=ids, draws=draws, path="float64")
+    assert_close(found, exact._asdict(), (*ONE_READ, "ids_prob", "sample", "sample_prob"), 1e-6)
+    assert found.smoothed_entropy is None
+    assert found.token[0, 0] == 100, "the lower of two tied words"
+
+
+@runs_kernel
+def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
+    whole = logits_of(3, 4, vocabulary=70)
+    view = whole[1:, 1:3]
+    found = kernel(view, 0.8, block=32, splits=2)
+    assert_close(found, written_out(view, 0.8), ONE_READ, 1e-5)
+    flat = whole.view(12, 70)[::3]
+    assert_close(kernel(flat), written_out(flat), ONE_READ, 1e-6)
+    asked = token_stats(flat.to(DEVICE), fields=ONE_READ, path="triton")
+    assert torch.equal(asked.token.cpu(), kernel(flat).token)
+
+
+@runs_kernel
+@pytest.mark.parametrize("splits", [1, 4])
+def test_kernel_in_the_corners(splits: int) -> None:
+    # ties across tiles and parts, one word, everything in the last part, doubt beyond float32
+    logits = torch.full((9, 128), -torch.inf)
+    logits[0, [5, 40, 100]] = 2.0
+    logits[1, 127] = -3.0
+    logits[2, :] = 0.0
+    logits[3, [64, 3]] = torch.tensor([40.0, 0.0])
+    logits[4, [33, 34]] = torch.tensor([0.0, 9.0])
+    logits[5, 0], logits[5, 90] = 1.0, torch.nan
+    logits[6, 10], logits[6, 20] = torch.inf, 1.0
+    logits[8, 0] = torch.nan
+    found = kernel(logits, block=32, splits=splits)
+    assert found.nonfinite.tolist() == [False] * 5 + [True] * 4
+    assert found.token[:5].tolist() == [5, 127, 0, 64, 34]
+    good = token_stats(logits[:5], path="float64")
+    for name in ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap"):
+        assert getattr(found, name)[5:].isnan().all(), name
+        torch.testing.assert_close(getattr(found, name)[:5], getattr(good, name), rtol=2e-6, atol=1e-30)
+    assert found.margin[0] == 0 and found.gap[1] == torch.inf and found.entropy[1] == 0
+
+
+@runs_kernel
+def test_kernel_samples_follow_the_law() -> None:
+    assert law(0.8, kernel, 60) > 1e-3
+
+
+AHEAD_OF_TIME = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paradec.kernels import token_stats as module
+
+triton = module._triton()
+WORDS = {"width", "row_stride", "column_stride", "words", "span", "count", "splits", "many"}
+FLOATS, CONSTANTS = {"scale", "temperature"}, {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4}
+POINTERS = {"logits": "*bf16", "keys": "*i64", "steps": "*i64", "positions": "*i64", "tokens": "*i64", "ids": "*i64"}
+for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
+    signature, constants = {}, {}
+    for name in kernel.arg_names:
+        kind = "i32" if name in WORDS else "fp32" if name in FLOATS else POINTERS.get(name, "*fp64")
+        signature[name] = "*i1" if name == "nonfinite" else kind
+        if name in CONSTANTS:
+            signature[name], constants[name] = "constexpr", CONSTANTS[name]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(len(made.asm["cubin"]) > 0)
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_kernels_compile_for_an_h100() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
