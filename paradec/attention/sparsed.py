@@ -1,0 +1,351 @@
+"""SparseD: full attention in the first steps, then only over the blocks of keys that each head attended to most.
+
+Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Which blocks of keys a head
+attends to hardly changes from step to step, but differs from head to head, and the first steps suffer most from leaving
+keys out. So every layer finds the lists of each head once, in the last dense step, and reads nothing else after that.
+The kernels are in `paradec.kernels.sparsed`; here is what a request decides: which rows do what at which step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.checks import check_choice, check_int, check_number
+
+DENSE, ESTIMATE, SPARSE = range(3)
+"""What a call does for a row: attend to everything; that, and find its lists; attend to what they hold."""
+BACKENDS = ("auto", "torch", "triton")
+SELECTIONS = ("isolated", "reference")
+
+
+@dataclass(frozen=True)
+class SparseD:
+    """Settings of SparseD; the defaults are the paper's for long prompts, preset "short" has those for short ones.
+
+    The paper's code counts T steps of a fixed schedule and is dense for int(T * skip) + 2 of them, the last of which
+    finds the lists. Here T is `steps`, or the number of masks, for samplers with a schedule; the others have no T, and
+    rows are dense until int(masks * skip) + 1 tokens are decided: for one token a step, the same. Rows count each for
+    themselves.
+
+    Over a cache, lists are found when a step evaluates the whole row; steps that evaluate a part of it use the lists of
+    that part's blocks. A row that its sampler cuts off finds new lists.
+
+    Args:
+        select: the share of key blocks that every block of queries keeps, of the prompt's and of the answer's alike, in
+            (0, 1]; max(1, int(n * select) + 1) of n, so that 1 keeps all.
+        skip: the share of the steps that are dense.
+        block_size: positions per block, from 1 to 4096.
+        dense_steps: how many steps are dense, whatever `skip` says.
+        refresh_pattern_every: find the lists anew, in a dense step, once so many steps have passed; None never does.
+        selection: "isolated" ranks the prompt's key blocks among themselves and the answer's among themselves (the
+            paper); "reference" ranks the prompt's among all, so that fewer may be kept (the public code).
+        backend: "triton" or "torch" for the kernels; "auto" takes Triton on NVIDIA GPUs.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    select: float = 0.3
+    skip: float = 0.2
+    block_size: int = 128
+    dense_steps: int | None = None
+    refresh_pattern_every: int | None = None
+    selection: str = "isolated"
+    backend: str = "auto"
+
+    name: ClassVar[str] = "sparsed"
+    family: ClassVar[str] = "attention"
+    paper: ClassVar[str] = "SparseD"
+    arxiv: ClassVar[str] = "2509.24014"
+    summary: ClassVar[str] = "dense at first, then only the blocks of keys that each head attended to most"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"short": {"select": 0.5, "block_size": 32}}
+
+    def __post_init__(self) -> None:
+        check_number("select", self.select, low=0, high=1, open_low=True)
+        check_number("skip", self.skip, low=0, high=1)
+        check_int("block_size", self.block_size, low=1, high=4096)
+        check_int("dense_steps", self.dense_steps, low=1, none=True)
+        check_int("refresh_pattern_every", self.refresh_pattern_every, low=1, none=True)
+        check_choice("selection", self.selection, SELECTIONS)
+        check_choice("backend", self.backend, BACKENDS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The method as plain data."""
+        return {"attention": self.name} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def refusal(self, sampler: Any, model: Any) -> str | None:
+        """Why this cannot be combined with a sampler and a model, or None."""
+        facts = model.facts
+        if getattr(model, "kind", None) != "decoder":
+            return f"its lists are for transformers decoders, and {facts.name} is not one"
+        if facts.topology != "bidirectional":
+            return f"its lists are for full attention, and {facts.name} is {facts.topology.replace('_', '-')}"
+        if sampler.shadows:
+            return "the sampler evaluates masks that the rest of the row does not see, and lists hold no masks"
+        if sampler.drafts:
+            return "the sampler promises the result of single steps, and what a step attends to depends on how many"
+        return None
+
+    def begin(self, state: Any, scheduled: bool) -> SparseDState:
+        """What a request keeps; `scheduled`: whether its sampler plans how many steps there are."""
+        return SparseDState(self, state, scheduled)
+
+
+class SparseDState:
+    """Lists of every row, branch of guidance and layer, and what each row's calls did. `B` rows."""
+
+    def __init__(self, settings: SparseD, state: Any, scheduled: bool):
+        self.settings = settings
+        self.found_at = np.full(state.batch, -1)
+        """[B] int64: the row's step that found its lists; -1 where there are none."""
+        self.length = state.length.copy()
+        """[B] int64: positions when the lists were found."""
+        self.prompt_length = state.prompt_length.copy()
+        self.calls = np.zeros((3, state.batch), np.int64)
+        """[3, B] int64: calls that a row took part in, by what they did."""
+        self.layers: dict[int, Any] = {}
+        """Per layer: the `BlockIndex` of branches * B rows."""
+        self.peak_bytes = 0
+        self._density: np.ndarray | None = None
+        masks = state.total
+        if not scheduled:
+            self._dense_until = (masks * settings.skip).astype(np.int64) + 1
+        else:
+            steps = masks if state.request.steps is None else np.full(state.batch, state.request.steps)
+            self._dense_until = (steps * settings.skip).astype(np.int64) + 1
+        if settings.dense_steps is not None:
+            scheduled, self._dense_until = True, np.full(state.batch, settings.dense_steps - 1)
+        self._scheduled = scheduled
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def modes(self, state: Any, rows: np.ndarray, whole: bool) -> np.ndarray:
+        """[N] int64: DENSE, ESTIMATE or SPARSE for the state's `rows` [N] in a call that evaluates all of them or, with
+        `whole` False, a part."""
+        step, every = state.row_step[rows], self.settings.refresh_pattern_every
+        has = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
+        due = ~has & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
+        if every is not None:
+            due |= has & (step - self.found_at[rows] >= every)
+        if not whole:
+            return np.where(has, SPARSE, DENSE)
+        return np.where(due, ESTIMATE, np.where(has, SPARSE, DENSE))
+
+    def plan(self, state: Any, part: Any) -> SparsePlan | None:
+        """What the attention of one part of the cache's plan does; None attends to everything."""
+        rows = state.window.rows[part.index]
+        modes = self.modes(state, rows, part.kind == "full")
+        if not modes.any():
+            return None
+        if not part.lasts:
+            return SparsePlan(self, state, part, rows, modes)
+        key = ("sparsed", part.kind, part.index.tobytes(), part.positions.tobytes(), modes.tobytes())
+        return state.while_blocks_stand(key, lambda: SparsePlan(self, state, part, rows, modes))
+
+    def committed(self, state: Any, queries: list[Any]) -> None:
+        """Called by a commit before steps are counted: `queries` were answered, and what they did holds."""
+        for query in queries:
+            plan, rows = query.attention, query.rows
+            modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
+            self.calls[modes, rows] += 1
+            found = rows[modes == ESTIMATE]
+            self.found_at[found], self.length[found] = state.row_step[found], state.length[found]
+
+    # ---- lists -----------------------------------------------------------------------------------------------------
+
+    def keep(self, layer: int, rows: np.ndarray, found: Any, branches: int) -> None:
+        """Keep the lists `found` of `rows` [R], which count the branches of guidance."""
+        if layer not in self.layers:
+            self.layers[layer] = self._empty(found, branches)
+            self.peak_bytes = sum(index.nbytes for index in self.layers.values())
+        kept, at = self.layers[layer], torch.as_tensor(rows, device=found.count.device)
+        count, blocks = kept.count[at].zero_(), kept.blocks[at].zero_()
+        count[:, :, : found.count.shape[2]] = found.count
+        blocks[:, :, : found.blocks.shape[2], : found.blocks.shape[3]] = found.blocks
+        kept.count[at], kept.blocks[at] = count, blocks
+
+    def _empty(self, found: Any, branches: int) -> Any:
+        """Lists for every row, as wide as any row's can become."""
+        from paradec.kernels.sparsed import BlockIndex, budget, generation_block
+
+        size, select = self.settings.block_size, self.settings.select
+        blocks = -(-self.length // size)
+        first = generation_block(self.length, self.length - self.prompt_length, size)
+        prompt = budget(first if self.settings.selection == "isolated" else blocks, select)
+        most = int((np.minimum(prompt, first) + budget(blocks - first, select)).max())
+        shape = (branches * len(self.length), found.count.shape[1], int(blocks.max()))
+        with torch.inference_mode(False):  # else only inference mode could write to it later
+            return BlockIndex(found.count.new_zeros(shape), found.blocks.new_zeros((*shape, most)), size)
+
+    def release(self) -> None:
+        """Give the lists' memory back; what they held is remembered for `report`."""
+        if self.layers:
+            self._density = self._share()
+        self.layers = {}
+
+    def _share(self) -> np.ndarray:
+        """[B] float64: the share of all pairs of blocks that the lists hold, mean over layers, heads and branches."""
+        listed = torch.stack([index.count.double().sum(2).mean(1).cpu() for index in self.layers.values()]).mean(0)
+        blocks = -(-self.length // self.settings.block_size)
+        return listed.view(-1, len(self.length)).mean(0).numpy() / blocks**2
+
+    def report(self) -> AttentionCost:
+        """What was computed."""
+        share = self._share() if self.layers else self._density
+        found = self.found_at >= 0
+        return AttentionCost(
+            attention=self.settings.name,
+            dense_calls=self.calls[DENSE].tolist(),
+            pattern_calls=self.calls[ESTIMATE].tolist(),
+            sparse_calls=self.calls[SPARSE].tolist(),
+            density=[float(share[row]) if found[row] and share is not None else None for row in range(len(found))],
+            pattern_bytes=self.peak_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """What the calls of a request attended to. Lists have one entry per row."""
+
+    attention: str
+    dense_calls: list[int]
+    """Calls in which the row attended to everything."""
+    pattern_calls: list[int]
+    """Of the same kind, and its lists were found."""
+    sparse_calls: list[int]
+    """Calls in which it attended to what its lists hold."""
+    density: list[float | None]
+    """The share of all pairs of blocks that its lists hold, mean over layers and heads; None where it has none."""
+    pattern_bytes: int
+    """Bytes of all lists."""
+
+
+class SparsePlan:
+    """What the attention of one model call does, given to it as `Query.attention`; the same for every layer.
+
+    Shapes: `N` rows, `R` rows of the call (branches * N).
+    """
+
+    def __init__(self, owner: SparseDState, state: Any, part: Any, rows: np.ndarray, modes: np.ndarray):
+        self.owner, self.branches = owner, state.branches
+        self.modes = np.tile(modes, state.branches)
+        """[R] int64."""
+        self.rows = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+        """[R] int64: rows of the lists."""
+        self.lengths = np.tile(state.length[rows], state.branches)
+        self.prompts = np.tile(state.prompt_length[rows], state.branches)
+        # [n] int64 each: the call's rows by mode
+        self.dense, self.due, self.sparse = (np.flatnonzero(self.modes == mode) for mode in range(3))
+        self.tiles: Any = None
+        if len(self.sparse):
+            from paradec.kernels.sparsed import QueryTiles
+
+            positions, valid = np.tile(part.positions, (state.branches, 1))[self.sparse], None
+            if part.valid is not None:
+                valid = np.tile(part.valid, (state.branches, 1))[self.sparse]
+            self.tiles = QueryTiles.of(positions, valid, owner.settings.block_size, state.canvas.device)
+        self.attended = False
+        """Whether a model call has followed this plan."""
+
+    def attend(
+        self,
+        dense: Callable[..., Tensor],
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """The attention of one layer.
+
+        Args:
+            dense: (query, key, value, mask) -> [R, Q, H, D], full attention.
+            query: [R, H, Q, D]. key, value: [R, G, K, D], of the positions from 0 on.
+            mask: [R, 1, 1, K] bool, True where a key is real; None where all are.
+            scale: of the scores; None is D ** -0.5.
+
+        Returns:
+            [R, Q, H, D].
+        """
+        self.attended = True
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        parts = []
+        if len(self.dense):
+            parts.append(dense(*_rows(self.dense, query, key, value, mask)))
+        if len(self.due):
+            parts.append(self._find(dense, layer, *_rows(self.due, query, key, value, mask), scale=scale))
+        if len(self.sparse):
+            parts.append(self._sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
+        if len(parts) == 1:
+            return parts[0]
+        order = np.argsort(np.concatenate((self.dense, self.due, self.sparse)))
+        return torch.cat(parts).index_select(0, torch.as_tensor(order, device=query.device))
+
+    def _sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+        from paradec.kernels.sparsed import sparse_attention
+
+        return sparse_attention(
+            query,
+            key,
+            value,
+            self.owner.layers[layer],
+            tiles=self.tiles.to(query.device),
+            lengths=self.lengths[self.sparse],
+            rows=self.rows[self.sparse],
+            scale=scale,
+            backend=self.owner.settings.backend,
+        ).transpose(1, 2)
+
+    def _find(
+        self,
+        dense: Callable[..., Tensor],
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+    ) -> Tensor:
+        """Full attention of the rows that are due, and their lists."""
+        from paradec.kernels import sparsed as kernels
+
+        settings, lengths = self.owner.settings, self.lengths[self.due]
+        first = kernels.generation_block(lengths, lengths - self.prompts[self.due], settings.block_size)
+        longest, sums = int(lengths.max()), None
+        shared: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": settings.backend}
+        if kernels.runs_on(settings.backend, query, settings.block_size) == "triton":
+            # the dense step finds the sums that the first pass of `block_means` is for
+            out, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
+            out, sums = out.transpose(1, 2), sums[:, :, :longest]
+        else:
+            out = dense(query, key, value, mask)
+        query, key = query[:, :, :longest], key[:, :, :longest]
+        means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=sums, **shared)
+        joint = None
+        if settings.selection == "reference":
+            joint = kernels.block_means(query, key, settings.block_size, logsumexp=sums, **shared)
+        found = kernels.select_blocks(
+            means, settings.select, settings.block_size, lengths=lengths, first=first, joint=joint
+        )
+        self.owner.keep(layer, self.rows[self.due], found, self.branches)
+        return out
+
+
+def _rows(chosen: np.ndarray, *tensors: Tensor | None) -> list[Any]:
+    """The `chosen` rows of each tensor [R, ...], without a copy where that is all of them."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if tensor is None or len(tensor) == len(chosen) or len(tensor) == 1:
+            found.append(tensor)
+        else:
+            found.append(tensor.index_select(0, torch.as_tensor(chosen, device=tensor.device)))
+    return found
