@@ -1,0 +1,328 @@
+"""Do the samplers that judge drafts keep the model's law? Chi-square tests against full enumeration.
+
+    python benchmarks/exactness.py [--rows 100000] [--resume] [--only TEXT] [--out benchmarks/results/exactness.json]
+
+The model looks up the logits of the next word by the two words before it, through the same key/value store, masks and
+queries as any other model, so that all answers of a few words can be enumerated and rows are cheap: every row of a
+batch is one answer. Batches are ragged: prompts of two lengths alternate, each tested by itself. Lossy methods (GSD,
+LANTERN) get
+their total variation distance instead, beside an upper bound: the share of rows in which any draft was judged
+otherwise than the exact rule would have with the same random number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+import paradec
+from paradec.caches.store import KeyValueStore
+from paradec.models.facts import ModelFacts
+from paradec.models.grid import Grid
+from paradec.prompts import Prompts
+from paradec.protocol import Commit, Proposal, Query, decode
+from paradec.samplers.draft_verify import probability, token_law
+from paradec.samplers.jacobi import JacobiSampler, JacobiState
+from paradec.samplers.request import Request
+
+PROMPTS = ([2, 0], [4, 1, 3, 3])
+NEGATIVE = ([1], [3, 2, 1])
+FEWEST = 8
+"""Expected answers below which cells are pooled."""
+
+
+class TableModel:
+    """A causal model of order two: the logits of the next word depend on the last two words alone.
+
+    Args:
+        table: [V + 1, V, V]: by the word before the last (V: none), the last, the next.
+        embedding: [V, d], for methods that compare words.
+    """
+
+    tokenizer, default_max_new_tokens, default_block_length = None, 4, None
+    pads = supports_store = supports_visibility = True
+
+    def __init__(self, table: Tensor, embedding: Tensor | None = None):
+        self.table, self.embedding = table, embedding
+        self.facts = ModelFacts(table.shape[-1], topology="causal", prediction="shifted", name="table")
+        self.device, self.dtype = table.device, table.dtype
+
+    @classmethod
+    def random(cls, vocab: int, seed: int, sharpness: float = 1.0, near: TableModel | None = None) -> TableModel:
+        """Normal logits; with `near`, half of them are another model's, so that the two agree as drafters do."""
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.randn(vocab + 1, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
+        embedding = torch.rand(vocab, 3, generator=generator, dtype=torch.float64)
+        return cls(table if near is None else (table + near.table) / 2, embedding)
+
+    def token_embeddings(self) -> Tensor | None:
+        """[V, d]."""
+        return self.embedding
+
+    codebook = token_embeddings
+
+    def make_store(self, rows: int, length: int) -> KeyValueStore:
+        """A store that keeps words; nothing else is read of it."""
+        return KeyValueStore(rows, length, self.device)
+
+    def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
+        """Logits [R, W, V] of the wanted columns."""
+        if store is None:
+            words, keys = query.tokens, query.positions
+            mask = torch.ones(1, 1, 1, words.shape[1], dtype=torch.bool) if query.valid is None else query.valid
+            mask = mask.view(len(mask), 1, 1, -1)
+        else:
+            mask, keys = store.bind(query).visible(query)
+            words = store.token_at_write[query.store_rows, : min(query.reach, store.length)]
+            if query.visible is not None:
+                words = torch.cat((words, query.tokens), 1)
+        sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - 1).expand(-1, -1, words.shape[1])
+        if mask is not None:
+            sees = sees & mask.squeeze(1)
+        if query.valid is not None:
+            sees = sees & query.valid.unsqueeze(-1)
+        if (sees.sum(-1) > 1).any():
+            raise RuntimeError("a column sees two words before it")
+        before = torch.where(sees, words.unsqueeze(1), -1).amax(-1)
+        logits = self.table[torch.where(before < 0, len(self.table) - 1, before), query.tokens]
+        return logits.take_along_dim(query.wanted.unsqueeze(-1), 1)
+
+
+def exact_law(
+    model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
+) -> tuple[Tensor, Tensor]:
+    """All answers [N, L] int64 and their probabilities [N]."""
+    vocab = model.facts.vocab_size
+    layout = [-1] * new if grid is None else grid.layout.tolist()
+    cells = range(vocab) if grid is None else grid.cells
+    every = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
+    laws = torch.ones(len(every), dtype=torch.float64)
+    branches = [prompt] if request.guidance_scale == 1 else [prompt, negative]
+    for at in (i for i, forced in enumerate(layout) if forced < 0):
+        logits = []
+        for start in branches:
+            words = torch.cat((torch.tensor(start).expand(len(every), -1), every), 1)[:, : len(start) + at]
+            before = words[:, -2] if words.shape[1] > 1 else torch.full((len(every),), vocab)
+            logits.append(model.table[before, words[:, -1]])
+        mixed = logits[0]
+        if len(branches) == 2:
+            mixed = logits[1] + request.guidance_scale * (logits[0] - logits[1])
+        allowed = None if grid is None else grid.allowed(vocab)
+        laws *= probability(token_law(mixed, request, allowed), every[:, at])
+    return every, laws
+
+
+def sample(
+    sampler: JacobiSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
+) -> tuple[Tensor, JacobiState]:
+    """Answers of rows whose prompts alternate: [rows, L] int64, and the final state."""
+    prompts = [list(PROMPTS[i % 2]) for i in range(rows)]
+    if request.get("guidance_scale", 1) != 1:
+        request["negative_prompt"] = Prompts([list(NEGATIVE[i % 2]) for i in range(rows)], False, [0] * rows)
+    grid = request.get("grid")
+    request |= {} if grid is not None else {"max_new_tokens": new}
+    state = sampler.start(model, Prompts(prompts, False, [0] * rows), seed=seed, **request)
+    decode(sampler, model, state)
+    column = torch.as_tensor(state.prompt_length)[:, None] + torch.arange(new if grid is None else grid.length)
+    return state.canvas.gather(1, column), state
+
+
+def counted(answers: Tensor, every: Tensor, base: int) -> np.ndarray:
+    """[N]: how often each of `every` [N, L] is among answers [n, L]; raises for an answer that is none of them."""
+    digits = base ** torch.arange(every.shape[1])
+    known, order = (every * digits).sum(1).sort()
+    found = (answers * digits).sum(1)
+    at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
+    if (known[at] != found).any():
+        raise AssertionError("an answer that no law allows")
+    return np.bincount(order[at].numpy(), minlength=len(every))
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Chi-square test; cells that expect fewer than `FEWEST` are pooled, and those of no probability must be empty."""
+    expected = law * counts.sum()
+    if counts[law == 0].any():
+        return 0.0
+    small = expected < FEWEST
+    cells = [np.append(values[~small], values[small].sum()) for values in (counts, expected)]
+    if cells[1][-1] < FEWEST:  # the pool itself is too small: into the smallest cell
+        at = cells[1][:-1].argmin()
+        for values in cells:
+            values[at] += values[-1]
+        cells = [values[:-1] for values in cells]
+    return float(stats.chisquare(*cells).pvalue) if len(cells[0]) > 1 else 1.0
+
+
+def test_case(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 0, **request: Any) -> dict[str, Any]:
+    """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer."""
+    new = request.pop("new", 4)
+    answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
+    grid, settings = request.get("grid"), {key: value for key, value in request.items() if key != "grid"}
+    found: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
+    for first in range(2):
+        every, law = exact_law(
+            model, PROMPTS[first], new, Request(**{"temperature": 1.0} | settings), NEGATIVE[first], grid
+        )
+        counts = counted(answers[first::2], every, model.facts.vocab_size)
+        found["p_values"].append(p_value(counts, law.numpy()))
+        found["total_variation"].append(float(np.abs(counts / counts.sum() - law.numpy()).sum() / 2))
+    return found
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "temperature 1": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "top-k 3": {"top_k": 3},
+    "top-p 0.8": {"top_p": 0.8},
+    "guidance 2": {"guidance_scale": 2.0},
+    "all": {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5},
+}
+GRID = Grid(2, 2, cells=(0, 1, 2, 3), row_end=4, tail=(5,))
+INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
+TREES: dict[str, Any] = {
+    "recursive": (2, 2),
+    "without_replacement": (3, 1, 1),
+    "k_seq": (2, 2),
+    "naive": ((0,), (1,), (0, 0), (0, 1), (0, 0, 0)),
+    "greedy": (3, 2),
+}
+
+
+def samplers(drafter: TableModel) -> dict[str, JacobiSampler]:
+    """Every exact method with the settings that change its steps."""
+    create = paradec.samplers.create
+    found = {"token by token": create("sjd", window=1)}
+    for window in (2, 4):
+        found[f"sjd, window {window}"] = create("sjd", window=window)
+    found["sjd, one-hot q"] = create("sjd", window=4, random_law="one_hot")
+    found["sjd, keep"] = create("sjd", window=4, refresh="keep")
+    found["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
+    found["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
+    for coupling in ("gumbel", "maximal"):
+        found[f"scd, {coupling}"] = create("scd", window=4, refresh=coupling)
+    found["jacobi"] = create("jacobi", window=4)
+    for window in (2, 4):
+        found[f"speculative, window {window}"] = create("speculative", window=window, drafter=drafter)
+    for rule, tree in TREES.items():
+        found[f"speculative, {rule} tree"] = create("speculative", drafter=drafter, tree=tree, rule=rule)
+    return found
+
+
+def cases() -> Iterator[tuple[str, JacobiSampler, TableModel, dict[str, Any]]]:
+    """(name, sampler, model, request) of the whole grid."""
+    model = TableModel.random(5, seed=0)
+    drafter = TableModel.random(5, seed=1, near=model)
+    for (name, sampler), (what, request) in itertools.product(samplers(drafter).items(), REQUESTS.items()):
+        yield f"{name}; {what}", sampler, model, request
+    image = TableModel.random(6, seed=2)
+    small = TableModel.random(6, seed=3, near=image)
+    for init, what in itertools.product(INITS, ("temperature 1", "guidance 2")):
+        sampler = paradec.samplers.create("sjd", window=4, init=init)
+        yield f"sjd, {init}; image, {what}", sampler, image, REQUESTS[what] | {"grid": GRID}
+    for name in ("scd, gumbel", "speculative, window 4", "speculative, without_replacement tree"):
+        yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
+
+
+def watched(sampler: JacobiSampler) -> tuple[JacobiSampler, list[np.ndarray]]:
+    """The sampler, and a list that gets the rows of every step in which a draft was judged otherwise than by p / q."""
+    deviating: list[np.ndarray] = []
+
+    class Watched(type(sampler)):  # type: ignore[misc]
+        def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+            law, drafts = proposal.quantities["law"], self._drafts(state, proposal.rows)
+            drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
+            noise = proposal.quantities["uniform"][..., 0]
+            own = noise < self.accept(law, drafts, proposal.values, state.latents)
+            exact = noise < JacobiSampler.accept(self, law, drafts, proposal.values, None)
+            judged = (own & drafted).long().cumprod(1).roll(1, 1)
+            judged[:, 0] = 1  # a draft is judged when all before it stood
+            deviating.append(proposal.rows[((own != exact) & drafted & judged.bool()).any(1).numpy()])
+            return super().commit(state, proposal)
+
+    return Watched(**{key: getattr(sampler, key) for key in sampler.settings()}), deviating
+
+
+def lossy() -> Iterator[tuple[str, JacobiSampler, TableModel]]:
+    """(name, sampler, model) of the methods that trade exactness for steps."""
+    model = TableModel.random(5, seed=0)
+    create = paradec.samplers.create
+    yield "gsd, half width 1", create("gsd", window=4, group_half_width=1), model
+    yield "gsd, half width 2", create("gsd", window=4, group_half_width=2), model
+    yield "gsd, half width 2, uniform q", create("gsd", window=4, group_half_width=2, random_law="uniform"), model
+    for law in ("one_hot", "uniform"):
+        for delta in (0.0, 0.02, 0.1):
+            sampler = create("lantern", window=4, k=2, delta=delta, random_law=law)
+            yield f"lantern, {law} q, delta {delta}", sampler, model
+        for lam in (1.0, 1.5, 5.0):
+            sampler = create("lantern++", window=4, k=2, lam=lam, random_law=law)
+            yield f"lantern++, {law} q, lambda {lam}", sampler, model
+
+
+def bias(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
+    """Total variation of a lossy method's answers, and the bound."""
+    method, deviating = watched(sampler)
+    found = test_case(method, model, rows, seed)
+    share = len(np.unique(np.concatenate(deviating))) / (2 * rows)
+    return found | {"total_variation_bound": share}
+
+
+def summary(exact: dict[str, Any]) -> dict[str, Any]:
+    """The smallest p-value, corrected for how many there are (Bonferroni), and whether all together are uniform."""
+    p_values = [p for case in exact.values() for p in case["p_values"]]
+    return {
+        "tests": len(p_values),
+        "cases": f"{len(exact)} of {sum(1 for _ in cases())}",
+        "fewest_answers_per_test": min((case["answers_per_test"] for case in exact.values()), default=None),
+        "smallest_p": min(p_values, default=None),
+        "smallest_p_corrected": min(1.0, min(p_values, default=1.0) * max(1, len(p_values))),
+        "kolmogorov_smirnov_p": float(stats.kstest(p_values, "uniform").pvalue) if p_values else None,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    """Run the grid and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=100_000, help="answers per prompt and case")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exactness.json")
+    parser.add_argument("--only", default="", help="cases whose name holds this text; the others are left as they are")
+    parser.add_argument("--resume", action="store_true", help="go on with the cases that the file does not have")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = json.loads(options.out.read_text()) if (options.resume or options.only) and options.out.exists() else {}
+    exact, biased = (dict(kept.get(kind, {})) for kind in ("exact", "lossy"))
+
+    def wanted(name: str, found: dict[str, Any]) -> bool:
+        same = found.get(name, {}).get("answers_per_test") == options.rows
+        return options.only in name and not (options.resume and same)
+
+    def note(name: str, found: dict[str, Any], case: dict[str, Any]) -> None:
+        found[name] = case | {"answers_per_test": options.rows}
+        print(name, found[name], flush=True)
+        text = json.dumps({"summary": summary(exact), "exact": exact, "lossy": biased}, indent=1)
+        options.out.write_text(text + "\n")  # after every case: a run may be cut short
+
+    for number, (name, sampler, model, request) in enumerate(cases()):
+        if wanted(name, exact):
+            note(name, exact, test_case(sampler, model, options.rows, seed=number, **request))
+    for name, sampler, model in lossy():
+        if wanted(name, biased):
+            note(name, biased, bias(sampler, model, options.rows))
+    print(json.dumps(summary(exact), indent=1))
+    if summary(exact)["smallest_p_corrected"] < 0.01:
+        raise SystemExit("a sampler that should be exact is not")
+
+
+if __name__ == "__main__":
+    main()

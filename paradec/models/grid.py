@@ -1,0 +1,100 @@
+"""Where the tokens of an image stand: what samplers must know of an image model's sequence beside its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paradec.checks import check_int, shown
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The layout of everything that follows the prompt: `head`, then `height` rows of `width` image tokens, each row
+    closed by `row_end` where the family has such a token, then `tail`.
+
+    Offsets count from the end of the prompt. Tokens of `head`, row ends and `tail` are no choice of the model's:
+    samplers write them as they are.
+
+    Args:
+        height, width: rows and columns of image tokens.
+        cells: ids that may stand in the image, in the order of the codebook: `cells[c]` is the id of code c.
+        row_end: id after every row, or None.
+        head, tail: ids before the first row and after the last.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    height: int
+    width: int
+    cells: Sequence[int]
+    row_end: int | None = None
+    head: tuple[int, ...] = ()
+    tail: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width"):
+            check_int(name, getattr(self, name), low=1)
+        check_int("row_end", self.row_end, low=0, none=True)
+        object.__setattr__(self, "cells", self.cells if isinstance(self.cells, range) else tuple(self.cells))
+        if len(self.cells) == 0:
+            raise ValueError("cells is empty; give the ids of the image tokens")
+        for name in ("cells", "head", "tail"):
+            given = getattr(self, name)
+            for entry in (min(given), max(given)) if isinstance(given, range) else given:
+                check_int(name, entry, low=0)
+        if len(set(self.cells)) != len(self.cells):
+            raise ValueError(f"cells={shown(self.cells)} names an id twice")
+
+    @property
+    def stride(self) -> int:
+        """Tokens from one image token to the one below it."""
+        return self.width + (self.row_end is not None)
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return len(self.head) + self.height * self.stride + len(self.tail)
+
+    @cached_property
+    def layout(self) -> Tensor:
+        """[length] int64: the id that must stand at each offset, -1 where an image token does."""
+        row = [-1] * self.width + ([] if self.row_end is None else [self.row_end])
+        return torch.tensor([*self.head, *row * self.height, *self.tail])
+
+    @cached_property
+    def cell_offsets(self) -> Tensor:
+        """[height * width] int64: offsets of the image tokens, row by row."""
+        return (self.layout < 0).nonzero().squeeze(1)
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """[V] bool: ids that may stand in the image.
+
+        Raises:
+            ValueError: ids outside the vocabulary.
+        """
+        ids = [*self.cells, *self.head, *self.tail] + ([] if self.row_end is None else [self.row_end])
+        if max(ids) >= vocab_size:
+            raise ValueError(f"the grid holds id {max(ids)}, outside the vocabulary (0 to {vocab_size - 1})")
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[torch.tensor(self.cells)] = True
+        return mask
+
+    def codes(self, tokens: Tensor) -> Tensor:
+        """Codebook indices [B, height, width] int64 of sequences [B, length] (what follows the prompt).
+
+        Raises:
+            ValueError: a token in the image that is none of `cells`.
+        """
+        cells = torch.tensor(self.cells, device=tokens.device)
+        order = cells.argsort()
+        found = tokens[:, self.cell_offsets.to(tokens.device)]
+        at = torch.searchsorted(cells[order], found).clamp(max=len(cells) - 1)
+        if (cells[order][at] != found).any():
+            raise ValueError("a token in the image is none of the grid's cells")
+        return order[at].unflatten(1, (self.height, self.width))

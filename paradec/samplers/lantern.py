@@ -1,0 +1,156 @@
+"""LANTERN: a draft also stands for the image tokens that lie next to it in the codebook.
+
+LANTERN, arXiv 2410.03355, section 4; LANTERN++, arXiv 2502.06352. Tokens whose code vectors are close are exchangeable
+in a picture, so that the model's probability of a draft may count that of its neighbours too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.checks import check_int, check_number
+from paradec.samplers.draft_verify import DraftLaws, probability
+from paradec.samplers.jacobi import JacobiSampler
+from paradec.samplers.multi_draft import Sequential, normalized, without
+
+
+def neighbours(latents: Tensor, words: Tensor, count: int) -> Tensor:
+    """The `count` nearest other words of words [...] by Euclidean distance: [..., count] int64, nearest first; -1 where
+    there are no more. latents: [V, d], NaN rows for words that have no code."""
+    distance = torch.cdist(latents[words.reshape(-1)], latents).nan_to_num(nan=torch.inf)
+    distance.scatter_(1, words.reshape(-1, 1), torch.inf)
+    near = distance.topk(min(count, len(latents) - 1), largest=False)
+    return near.indices.masked_fill(near.values.isinf(), -1).unflatten(0, words.shape)
+
+
+def relaxed(law: Tensor, words: Tensor, near: Tensor, additive: bool, bound: float) -> tuple[Tensor, Tensor]:
+    """A word's probability with that of its neighbours, nearest first, as long as they do not exceed a limit together.
+
+    Args:
+        law: [..., V]. words: [...]. near: [..., K], -1 where there is none.
+        additive: the limit is `bound`; else (bound - 1) times the word's own probability.
+
+    Returns:
+        [...], and whether any neighbour was taken in [...].
+    """
+    own = probability(law, words)
+    share = law.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
+    limit = torch.full_like(own, bound) if additive else (bound - 1) * own
+    within = (near >= 0) & (share <= limit.unsqueeze(-1))  # the shares grow, so these come first
+    return own + share.masked_fill(~within, 0).amax(-1), within.any(-1)
+
+
+@dataclass(frozen=True)
+class Lantern(JacobiSampler):
+    """A draft x stands with probability min(1, m(x) / q(x)), m(x) = p(x) and that of as many of the `k` codes nearest
+    to x as stay within `delta` together. One that falls is redrawn from norm(max(0, p - q)).
+
+    Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
+    variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD.
+
+    The public code needs a trained drafter and walks a tree (`NodeRule` is its rule, checked against it); here the
+    drafts are SJD's own.
+
+    Args:
+        k: neighbours looked at.
+        delta: the most probability that they may add.
+        random_law: "one_hot" lets a random guess stand with m(x). Under the uniform law nearly every guess would, since
+            `delta` is far above one word's share.
+        window, init, refresh: see `paradec.samplers.jacobi.JacobiSampler`.
+    """
+
+    random_law: str = "one_hot"
+    k: int = 1000
+    delta: float = 0.1
+
+    name = "lantern"
+    paper = "LANTERN"
+    arxiv = "2410.03355"
+    summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
+    lossless = False
+    reads = "codebook"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("k", self.k, low=1)
+        check_number("delta", self.delta, low=0, high=1)
+
+    @property
+    def bound(self) -> tuple[bool, float]:
+        """Whether the limit is additive, and its number."""
+        return True, self.delta
+
+    def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
+        near = neighbours(latents, drafts.tokens, self.k)
+        return (relaxed(law, drafts.tokens, near, *self.bound)[0] / drafts.of_drafts()).clamp(max=1)
+
+
+@dataclass(frozen=True)
+class LanternPlusPlus(Lantern):
+    """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x), so that
+    m(x) <= lam p(x) and an unlikely draft is not carried by likely neighbours. Not lossless; lam=1 is SJD.
+
+    Args:
+        k: neighbours looked at.
+        lam: the paper's lambda.
+        delta: takes no part.
+        random_law: see `Lantern`. window, init, refresh: see `paradec.samplers.jacobi.JacobiSampler`.
+    """
+
+    k: int = 10
+    lam: float = 5.0
+
+    name = "lantern++"
+    paper = "LANTERN++"
+    arxiv = "2502.06352"
+    summary = "LANTERN whose neighbours count in proportion to the draft's own probability; not lossless"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("lam", self.lam, low=1)
+
+    @property
+    def bound(self) -> tuple[bool, float]:
+        return False, self.lam
+
+
+class NodeRule(Sequential):
+    """The public code's rule for a node of a tree (`paradec.samplers.multi_draft.Rule`). Not exact.
+
+    Drafts that were taken, not drawn (dynamic trees), stand with m(x); those drawn without replacement (static trees)
+    with m(x) / q(x), q being what is left of the drafter's law. A draft that falls takes its neighbours along, one
+    more than `k` of them, as that code has it. Where nothing is left it goes on with a uniform law; here only the
+    draft is taken out.
+
+    Args:
+        latents: [V, d]. k: neighbours. additive, bound: see `relaxed`. drawn: whether the drafts were drawn.
+    """
+
+    distinct = True
+
+    def __init__(self, latents: Tensor, k: int, additive: bool, bound: float, drawn: bool):
+        self.latents, self.k, self.additive, self.bound, self.drawn = latents, k, additive, bound, drawn
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        near = neighbours(self.latents, x, self.k + 1)
+        mass, any_near = relaxed(p, x, near[..., : self.k], self.additive, self.bound)
+        gone = torch.where(any_near.unsqueeze(1), near, -1)
+        alone = without(p, x.unsqueeze(1))
+        if not self.drawn:
+            rest = without(alone, gone)
+            return mass, _normalized(rest, alone, p), q
+        left = without(q, x.unsqueeze(1))
+        rest = (p - without(q, gone)).clamp(min=0)
+        return mass / probability(q, x), _normalized(rest, alone, p), normalized(left)
+
+
+def _normalized(*weights: Any) -> Tensor:
+    """The first [R, V] with anything in it, row by row, of sum 1."""
+    found = weights[-1]
+    for other in reversed(weights[:-1]):
+        found = torch.where((other > 0).any(-1, keepdim=True), other, found)
+    return normalized(found)
