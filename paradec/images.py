@@ -1,0 +1,331 @@
+"""`generate_images`: from prompts or class labels to pictures, with any sampler that fits the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import samplers
+from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.models.grid import Grid
+from paradec.models.image import ImageModel
+from paradec.models.masked_image import MaskedImageModel
+from paradec.protocol import Commit, Interrupted, Sampler, State, decode
+from paradec.trace import Trace
+
+OUTPUT_TYPES = ("pil", "pt", "latent")
+
+
+@dataclass
+class ImageOutput:
+    """What `generate_images` returns. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included)."""
+
+    images: Any
+    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes again ("latent");
+    None after an interrupt, when some picture is not whole."""
+    codes: Tensor | None
+    """[B, h, w] int64: indices into the codebook, row by row; None after an interrupt."""
+    tokens: Tensor
+    """[B, N] int64: the answers as the model writes them."""
+    grid: Grid
+    row_nfe: list[int]
+    """Forward calls that each row took part in."""
+    row_forwards: int
+    """Rows evaluated, all calls together (a guidance pair counts 2)."""
+    forwarded_tokens: int
+    """Positions evaluated, all rows together, padding excluded."""
+    accepted: np.ndarray
+    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended."""
+    seconds: float
+    """Wall time of the decoding loop, without the VQ decoder."""
+    prompt_lengths: list[int]
+    trace: Trace | None = None
+
+    @property
+    def nfe(self) -> int:
+        """Number of function evaluations: forward calls of the row that took part in most."""
+        return max(self.row_nfe)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens per forward call, mean over all rows' calls."""
+        return self.tokens.numel() / max(1, sum(self.row_nfe))
+
+    @property
+    def steps(self) -> np.ndarray:
+        """[B, h, w] int64: the step, from 0, at which each image token became final; -1 where none did.
+
+        Read from the trace where there is one, else from `accepted`, as if each row was written in order (all samplers
+        but `zipar` do).
+        """
+        offsets = self.grid.cell_offsets.numpy()
+        if self.trace is None:
+            ends = self.accepted.cumsum(0)  # [steps, B]
+            steps = np.stack([np.searchsorted(row, offsets, side="right") for row in ends.T])
+            steps[steps == len(ends)] = -1
+        else:
+            written = np.full((len(self.prompt_lengths), max(self.prompt_lengths) + self.grid.length), -1)
+            for index, step in enumerate(self.trace.steps):
+                for row, position, _, _ in step.commits:
+                    written[row, position] = index
+            steps = np.stack([row[first + offsets] for row, first in zip(written, self.prompt_lengths)])
+        return steps.reshape(-1, self.grid.height, self.grid.width)
+
+
+def generate_images(
+    model: ImageModel | MaskedImageModel,
+    prompts: Any = None,
+    *,
+    class_labels: Any = None,
+    sampler: str | Sampler | None = None,
+    steps: int | None = None,
+    cache: Any = None,
+    guidance_scale: float | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    num_images: int = 1,
+    negative_prompt: Any = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    callback: Callable[[State, Commit], bool | None] | None = None,
+    trace: bool = False,
+    output_type: str = "pil",
+) -> ImageOutput:
+    """Make pictures with an autoregressive or a masked image model.
+
+    >>> model = paradec.load("digits-ar")                                        # doctest: +SKIP
+    >>> paradec.generate_images(model, class_labels=range(10)).images[3]         # doctest: +SKIP
+    >>> model = paradec.load("digits-maskgit")                                   # doctest: +SKIP
+    >>> paradec.generate_images(model, class_labels=3, sampler="recap", steps=8) # doctest: +SKIP
+
+    Args:
+        model: an image model from `paradec.load` or of `paradec.models`.
+        prompts: texts, one or several (for LlamaGen also features of captions).
+        class_labels: for class-conditional models instead: an int or several.
+        sampler: a name or a sampler of the draft-and-verify family, by default `sjd`; with window=1 it makes one token
+            per forward. For masked models one that `paradec.generate` takes, by default `maskgit`.
+        steps, cache: for masked models alone: forwards planned for a picture, by default the model's own, for samplers
+            with a schedule; and the cache, by default "recap" with the sampler `recap`, none with others.
+        guidance_scale: s in uncond + s (cond - uncond); 1 is off. By default what the model's authors use, as are
+            `temperature`, `top_k` and `top_p`; top_k=0 takes all tokens, temperature=0 the likeliest one.
+        height, width: of a picture in pixels; by default the model's own.
+        num_images: pictures for each prompt or label, side by side in the output.
+        negative_prompt: for models with text prompts: what guidance leads away from.
+        seed: one for all rows or one per row. A row's numbers depend on its seed and prompt, not on its neighbours.
+        generator: a torch.Generator instead, from which a seed is drawn.
+        callback: `callback(state, commit)` after every step; returning True ends the decoding.
+        trace: record every step in `ImageOutput.trace`; always done for masked models.
+        output_type: "pil" (needs pillow), "pt" or "latent", as in diffusers.
+
+    Returns:
+        An `ImageOutput`.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
+        ImportError: output_type="pil" without pillow.
+        FloatingPointError: the model returned NaN or infinite logits.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens until then.
+    """
+    if isinstance(model, MaskedImageModel):
+        from paradec.masked_images import generate_masked_images
+
+        for name, value in (("prompts", prompts), ("negative_prompt", negative_prompt)):
+            if value is not None:
+                raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on class_labels")
+        return generate_masked_images(
+            model,
+            class_labels,
+            sampler=sampler,
+            cache=cache,
+            height=height,
+            width=width,
+            num_images=num_images,
+            output_type=output_type,
+            trace=trace,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            generator=generator,
+            callback=callback,
+        )
+    if not isinstance(model, ImageModel):
+        raise TypeError(f"model={shown(model)} must be an image model: from paradec.load, or one of paradec.models")
+    for name, value in (("steps", steps), ("cache", cache)):
+        if value is not None:
+            raise ValueError(f"{name}={shown(value)} is for masked image models; {model.facts.name} is none")
+    sampler = "sjd" if sampler is None else sampler
+    method = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    if not isinstance(method, Sampler):
+        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+    if method.family != "draft_verify":
+        raise ValueError(
+            f"sampler {method.name!r} is of family {method.family!r}; generate_images takes the 'draft_verify' family"
+        )
+    given = {"prompts": prompts, "class_labels": class_labels}
+    for name, value in given.items():
+        if value is not None and name != model.conditions:
+            raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")
+    if given[model.conditions] is None:
+        raise ValueError(f"{model.facts.name} needs {model.conditions}")
+    check_choice("output_type", output_type, OUTPUT_TYPES)
+    check_int("num_images", num_images, low=1)
+    check_bool("trace", trace)
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback={shown(callback)} must be callable")
+    law = _law(model, guidance_scale, temperature, top_k, top_p)
+    if output_type == "pil":
+        pillow()
+    if output_type != "latent":
+        model.check_decodes()
+    grid = model.grid(height, width)
+    request = model.request(given[model.conditions], grid, num_images, negative_prompt)
+    drafter = getattr(method, "drafter", None)
+    if isinstance(drafter, ImageModel):  # it reads the same conditions
+        own = drafter.request(given[model.conditions], grid, num_images, negative_prompt).model
+        method = replace(method, drafter=own)
+    guided = {} if law["guidance_scale"] == 1 else {"negative_prompt": request.unconditional}
+    state = method.start(
+        request.model, request.prompts, grid=grid, seed=seed, generator=generator, trace=trace, **law, **guided
+    )
+    begin = time.perf_counter()
+    try:
+        decode(method, request.model, state, callback)
+    except KeyboardInterrupt as interrupt:
+        stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
+        stopped.output = _output(state, grid, time.perf_counter() - begin)
+        raise stopped from interrupt
+    if state.canvas.is_cuda:
+        torch.cuda.synchronize(state.canvas.device)
+    output = _output(state, grid, time.perf_counter() - begin)
+    if output.codes is not None:
+        output.images = output.codes
+        if output_type != "latent":
+            images = model.decode(output.tokens, grid)
+            output.images = to_pil(images) if output_type == "pil" else images.cpu()
+    return output
+
+
+def _law(model: ImageModel, guidance: Any, temperature: Any, top_k: Any, top_p: Any) -> dict[str, Any]:
+    """The model's own settings where the request has none."""
+    given = {"guidance_scale": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    law = {name: model.defaults[name] if value is None else value for name, value in given.items()}
+    check_number("guidance_scale", law["guidance_scale"], low=0, high=1e6)
+    check_temperature("temperature", law["temperature"])
+    check_int("top_k", law["top_k"], low=0, none=True)
+    check_number("top_p", law["top_p"], low=0, high=1, none=True, open_low=True)
+    law["top_k"] = None if not law["top_k"] or law["top_k"] >= model.facts.vocab_size else law["top_k"]
+    return law
+
+
+def _output(state: Any, grid: Grid, seconds: float) -> ImageOutput:
+    first = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
+    tokens = state.canvas.gather(1, first + torch.arange(grid.length, device=state.canvas.device)).cpu()
+    nfe, row_forwards, forwarded, _ = state.counts
+    return ImageOutput(
+        images=None,
+        codes=grid.codes(tokens) if state.done else None,
+        tokens=tokens,
+        grid=grid,
+        row_nfe=nfe.tolist(),
+        row_forwards=int(row_forwards.sum()),
+        forwarded_tokens=int(forwarded.sum()),
+        accepted=np.array(state.accepted, np.int64).reshape(-1, state.batch),
+        seconds=seconds,
+        prompt_lengths=[int(length) for length in state.prompt_length],
+        trace=state.trace,
+    )
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def pillow() -> Any:
+    """The library's `Image`, or an ImportError that says what to do."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "pictures need pillow: pip install pillow (output_type='pt' gives tensors without it)"
+        ) from error
+    return Image
+
+
+def to_pil(images: Tensor) -> list[Any]:
+    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB".
+
+    Raises:
+        ImportError: pillow is missing.
+    """
+    library = pillow()
+    pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
+
+
+def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 2, enlarge: int = 1) -> Any:
+    """One PIL image with all of them, row by row on white.
+
+    Args:
+        images: PIL images of one size.
+        columns: pictures in a row; by default about as many as rows.
+        gap: pixels between them.
+        enlarge: pixels that a pixel becomes, along each side.
+
+    Raises:
+        ValueError: no images, or an argument out of its range.
+    """
+    if not images:
+        raise ValueError("images is empty; give at least one")
+    columns = int(np.ceil(len(images) ** 0.5)) if columns is None else columns
+    for name, value, low in (("columns", columns, 1), ("gap", gap, 0), ("enlarge", enlarge, 1)):
+        check_int(name, value, low=low)
+    library = pillow()
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    width, height = (side * enlarge for side in images[0].size)
+    mode = images[0].mode
+    size = (columns * (width + gap) - gap, rows * (height + gap) - gap)
+    sheet = library.new(mode, size, 255 if mode == "L" else (255, 255, 255))
+    for index, image in enumerate(images):
+        place = (index % columns * (width + gap), index // columns * (height + gap))
+        sheet.paste(image.resize((width, height), library.Resampling.NEAREST), place)
+    return sheet
+
+
+RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+"""Dark blue to yellow, evenly bright steps apart."""
+
+
+def step_pictures(output: ImageOutput, pixels: int = 8) -> list[Any]:
+    """For every picture, which step made which token final: dark first, yellow last, black what no step did.
+
+    Tokens of one colour were committed together.
+
+    Args:
+        pixels: along the side of a token.
+
+    Returns:
+        B PIL images of [w * pixels, h * pixels].
+    """
+    check_int("pixels", pixels, low=1)
+    library = pillow()
+    steps = output.steps
+    last = max(1, int(steps.max()))
+    share = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)
+    low = np.clip(share.astype(int), 0, len(RAMP) - 2)
+    ramp = np.array(RAMP, float)
+    colours = ramp[low[..., 0]] + (share - low) * (ramp[low[..., 0] + 1] - ramp[low[..., 0]])
+    colours[steps < 0] = 0
+    pictures = colours.round().astype(np.uint8).repeat(pixels, 1).repeat(pixels, 2)
+    return [library.fromarray(picture) for picture in pictures]

@@ -1,0 +1,366 @@
+"""Convolutional VQ autoencoders: code ids to images, and back.
+
+Esser et al., "Taming Transformers for High-Resolution Image Synthesis", arXiv 2012.09841; with the normalised codebook
+of Yu et al., "Vector-quantized Image Modeling with Improved VQGAN", arXiv 2110.04627, as LlamaGen (2406.06525) has
+it. Modules carry the parameter names of LlamaGen's checkpoints; those of taming-transformers (Chameleon's `vqgan.ckpt`)
+differ in the names of a few levels, which `from_taming` renames.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_dot_product_attention, silu
+
+from paradec.checks import check_bool, check_int, shown
+from paradec.models.checkpoint import CheckpointError, listed
+from paradec.registry import unknown
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """Sizes of a VQ autoencoder; the defaults are LlamaGen's `vq_ds16`.
+
+    Args:
+        codebook_size, codebook_embed_dim: codes, and numbers in each.
+        l2_norm: codes and latents are compared on the unit sphere, and codes normalised when looked up.
+        channels: feature maps at full resolution; each level has `channel_mult` times that. The first level is full
+            resolution, and every other halves it.
+        res_blocks: of an encoder's level; a decoder's level has one more.
+        attention: whether the lowest resolution has attention beside each block (the middle always has).
+        z_channels: feature maps between the codebook's projection and the convolutions.
+        image_channels: 3, or 1 for grey images.
+        norm_groups: of every group norm; divides all widths.
+        encoder: whether there is one; decoding needs none.
+    """
+
+    codebook_size: int = 16384
+    codebook_embed_dim: int = 8
+    l2_norm: bool = True
+    channels: int = 128
+    channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    res_blocks: int = 2
+    attention: bool = True
+    z_channels: int = 256
+    image_channels: int = 3
+    norm_groups: int = 32
+    encoder: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("l2_norm", "attention", "encoder"):
+                check_bool(field.name, value)
+            elif field.name != "channel_mult":
+                check_int(field.name, value, low=1)
+        if not isinstance(self.channel_mult, (tuple, list)) or not self.channel_mult:
+            raise ValueError(f"channel_mult={shown(self.channel_mult)} must be a tuple with a factor for every level")
+        object.__setattr__(self, "channel_mult", tuple(self.channel_mult))
+        for factor in self.channel_mult:
+            check_int("channel_mult", factor, low=1)
+            if self.channels * factor % self.norm_groups:
+                raise ValueError(
+                    f"norm_groups={self.norm_groups} must divide channels={self.channels} times {factor} (channel_mult)"
+                )
+
+    @property
+    def scale(self) -> int:
+        """Pixels along one side of a code."""
+        return 2 ** (len(self.channel_mult) - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold."""
+        return asdict(self) | {"channel_mult": list(self.channel_mult)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> VQConfig:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field that there is not, or one out of its range.
+        """
+        for name in data:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(unknown("field of a VQ configuration", name, cls.__dataclass_fields__))
+        return cls(**data)
+
+
+PUBLISHED = {
+    "vq_ds16": VQConfig(),
+    "vq_ds8": VQConfig(channel_mult=(1, 2, 2, 4)),
+    "chameleon": VQConfig(codebook_size=8192, codebook_embed_dim=256, l2_norm=False, attention=False),
+}
+"""LlamaGen's tokenizers (vq_ds16_c2i.pt, vq_ds16_t2i.pt, vq_ds8_c2i.pt) and Chameleon's (vqgan.ckpt; of Anole and
+Lumina-mGPT too)."""
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int, out: int, groups: int):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, width, eps=1e-6)
+        self.conv1 = nn.Conv2d(width, out, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, out, eps=1e-6)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        if width != out:
+            self.nin_shortcut = nn.Conv2d(width, out, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv2(silu(self.norm2(self.conv1(silu(self.norm1(x))))))
+        return h + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+
+
+class AttentionBlock(nn.Module):
+    """One head over all places of a feature map."""
+
+    def __init__(self, width: int, groups: int):
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, width, eps=1e-6)
+        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(width, width, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (part(h).flatten(2).transpose(1, 2).unsqueeze(1) for part in (self.q, self.k, self.v))
+        h = scaled_dot_product_attention(q, k, v)  # [B, 1, H * W, width]
+        return x + self.proj_out(h.squeeze(1).transpose(1, 2).reshape(x.shape))
+
+
+class Upsample(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Downsample(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(pad(x, (0, 1, 0, 1)))
+
+
+class Level(nn.Module):
+    """Blocks at one resolution, then the way to the next."""
+
+    def __init__(self, width: int, out: int, blocks: int, attention: bool, groups: int):
+        super().__init__()
+        widths = [width, *[out] * blocks]
+        self.res = nn.ModuleList(ResidualBlock(a, b, groups) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.attn = nn.ModuleList(AttentionBlock(out, groups) for _ in range(blocks if attention else 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.res):
+            x = block(x)
+            if len(self.attn):
+                x = self.attn[index](x)
+        for resample in ("upsample", "downsample"):
+            if hasattr(self, resample):
+                x = getattr(self, resample)(x)
+        return x
+
+
+def _middle(width: int, groups: int) -> nn.ModuleList:
+    return nn.ModuleList(
+        (ResidualBlock(width, width, groups), AttentionBlock(width, groups), ResidualBlock(width, width, groups))
+    )
+
+
+class Decoder(nn.Module):
+    """Latents [B, z, h, w] -> images [B, C, h * scale, w * scale]; `conv_blocks` begin at the lowest resolution."""
+
+    def __init__(self, config: VQConfig):
+        super().__init__()
+        groups = config.norm_groups
+        widths = [config.channels * factor for factor in reversed(config.channel_mult)]
+        self.conv_in = nn.Conv2d(config.z_channels, widths[0], 3, padding=1)
+        self.mid = _middle(widths[0], groups)
+        self.conv_blocks = nn.ModuleList()
+        for index, (width, out) in enumerate(zip([widths[0], *widths[:-1]], widths, strict=True)):
+            level = Level(width, out, config.res_blocks + 1, config.attention and index == 0, groups)
+            if index < len(widths) - 1:
+                level.upsample = Upsample(out)
+            self.conv_blocks.append(level)
+        self.norm_out = nn.GroupNorm(groups, widths[-1], eps=1e-6)
+        self.conv_out = nn.Conv2d(widths[-1], config.image_channels, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.conv_in(z)
+        for block in (*self.mid, *self.conv_blocks):
+            x = block(x)
+        return self.conv_out(silu(self.norm_out(x)))
+
+
+class Encoder(nn.Module):
+    """Images [B, C, H, W] -> latents [B, z, H / scale, W / scale]; `conv_blocks` begin at full resolution."""
+
+    def __init__(self, config: VQConfig):
+        super().__init__()
+        groups = config.norm_groups
+        widths = [config.channels * factor for factor in config.channel_mult]
+        self.conv_in = nn.Conv2d(config.image_channels, config.channels, 3, padding=1)
+        self.conv_blocks = nn.ModuleList()
+        for index, (width, out) in enumerate(zip([config.channels, *widths[:-1]], widths, strict=True)):
+            level = Level(width, out, config.res_blocks, config.attention and index == len(widths) - 1, groups)
+            if index < len(widths) - 1:
+                level.downsample = Downsample(out)
+            self.conv_blocks.append(level)
+        self.mid = _middle(widths[-1], groups)
+        self.norm_out = nn.GroupNorm(groups, widths[-1], eps=1e-6)
+        self.conv_out = nn.Conv2d(widths[-1], config.z_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in (*self.conv_blocks, *self.mid):
+            x = block(x)
+        return self.conv_out(silu(self.norm_out(x)))
+
+
+class Codebook(nn.Module):
+    """`embedding.weight` [codebook_size, codebook_embed_dim]: the codes as stored."""
+
+    def __init__(self, size: int, dim: int, l2_norm: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(size, dim)
+        self.l2_norm = l2_norm
+
+    @property
+    def codes(self) -> Tensor:
+        """[codebook_size, codebook_embed_dim]: the codes as they are used."""
+        return normalize(self.embedding.weight, dim=-1) if self.l2_norm else self.embedding.weight
+
+    def nearest(self, latents: Tensor) -> Tensor:
+        """Latents [..., dim] -> ids [...] int64 of the codes that are closest."""
+        latents = normalize(latents, dim=-1) if self.l2_norm else latents
+        return torch.cdist(latents.flatten(0, -2), self.codes).argmin(-1).view(latents.shape[:-1])
+
+
+class VQModel(nn.Module):
+    """A VQ autoencoder, or its decoding half (`config.encoder=False`).
+
+    Args:
+        config: its sizes.
+    """
+
+    def __init__(self, config: VQConfig):
+        super().__init__()
+        self.config = config
+        self.quantize = Codebook(config.codebook_size, config.codebook_embed_dim, config.l2_norm)
+        self.post_quant_conv = nn.Conv2d(config.codebook_embed_dim, config.z_channels, 1)
+        self.decoder = Decoder(config)
+        if config.encoder:
+            self.encoder = Encoder(config)
+            self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1].
+
+        Raises:
+            ValueError: another shape, or ids that the codebook does not have.
+        """
+        if codes.ndim != 3:
+            raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
+            raise ValueError(
+                f"codes reach from {int(codes.min())} to {int(codes.max())}; the codebook has "
+                f"{self.config.codebook_size} entries"
+            )
+        return self.decoder(self.post_quant_conv(self.quantize.codes[codes].permute(0, 3, 1, 2)))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64.
+
+        Raises:
+            ValueError: this autoencoder was made without an encoder.
+        """
+        if not self.config.encoder:
+            raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
+        return self.quantize.nearest(self.latents(images))
+
+    def latents(self, images: Tensor) -> Tensor:
+        """Images [B, C, H, W] -> what the codebook is compared with, [B, H / scale, W / scale, dim]."""
+        return self.quant_conv(self.encoder(images)).permute(0, 2, 3, 1)
+
+    def forward(self, images: Tensor, commitment: float = 0.25) -> tuple[Tensor, Tensor, Tensor]:
+        """For training: (reconstructions, codebook loss, ids [B, h, w]); gradients pass straight through the codes."""
+        latents = self.latents(images)
+        if self.config.l2_norm:
+            latents = normalize(latents, dim=-1)
+        ids = self.quantize.nearest(latents.detach())
+        codes = self.quantize.codes[ids]
+        loss = mse_loss(codes, latents.detach()) + commitment * mse_loss(latents, codes.detach())
+        codes = latents + (codes - latents).detach()
+        return self.decoder(self.post_quant_conv(codes.permute(0, 3, 1, 2))), loss, ids
+
+
+def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict in taming-transformers' names in those of `VQModel`; one in ours already is returned as it is.
+
+    There, `decoder.up.0` is the level of full resolution (here `conv_blocks` begin at the lowest), blocks are called
+    `block`, and the middle's three have names of their own.
+    """
+    levels = 1 + max((int(m[1]) for m in (re.match(r"decoder\.up\.(\d+)\.", name) for name in state) if m), default=-1)
+    middle = {"block_1": "0", "attn_1": "1", "block_2": "2"}
+    renamed = {}
+    for name, tensor in state.items():
+        name = re.sub(r"\.mid\.(block_1|attn_1|block_2)\.", lambda m: f".mid.{middle[m[1]]}.", name)
+        name = re.sub(r"^decoder\.up\.(\d+)\.", lambda m: f"decoder.conv_blocks.{levels - 1 - int(m[1])}.", name)
+        name = re.sub(r"^encoder\.down\.", "encoder.conv_blocks.", name)
+        renamed[re.sub(r"(conv_blocks\.\d+)\.block\.", r"\1.res.", name)] = tensor
+    return renamed
+
+
+UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
+"""What checkpoints hold besides: the training's own, and the encoder where only decoding was asked for."""
+
+
+def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None) -> VQModel:
+    """Read a VQ autoencoder from a file.
+
+    Args:
+        source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
+        config: sizes, or a name of `PUBLISHED`; None takes those in a safetensors file's metadata, or else "vq_ds16".
+
+    Raises:
+        CheckpointError: no such file, one that holds anything but tensors, or weights that do not fit.
+        ValueError: an unknown name.
+    """
+    from paradec.models.weights import read_weights
+
+    state, metadata = read_weights(source)
+    if config is None:
+        config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
+    elif isinstance(config, str):
+        if config not in PUBLISHED:
+            raise ValueError(unknown("VQ configuration", config, PUBLISHED))
+        config = PUBLISHED[config]
+    state = from_taming(state)
+    model = VQModel(config)
+    needed = model.state_dict()
+    book = state.get("quantize.embedding.weight")
+    if book is not None and tuple(book.shape) != (config.codebook_size, config.codebook_embed_dim):
+        raise CheckpointError(
+            f"the codebook of {os.fspath(source)!r} has shape {list(book.shape)}; this configuration has "
+            f"[{config.codebook_size}, {config.codebook_embed_dim}]"
+        )
+    wrong = {
+        "missing": [name for name in needed if name not in state],
+        "unexpected": [name for name in state if name not in needed and not name.startswith(UNUSED)],
+        "mismatched": [
+            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
+            for name, tensor in state.items()
+            if name in needed and tensor.shape != needed[name].shape
+        ],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the weights of {os.fspath(source)!r} do not fit: {listed(wrong)}")
+    model.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
+    return model.eval().requires_grad_(False)

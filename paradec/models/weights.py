@@ -1,0 +1,73 @@
+"""Tensors from single files: safetensors, and pickles of which nothing but tensors is read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.models.checkpoint import CheckpointError
+
+PICKLES = (".pt", ".pth", ".ckpt", ".bin")
+NESTED = ("model", "module", "state_dict")
+"""Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
+
+
+def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle).
+
+    A pickle is read with `weights_only=True`: code in it is not run.
+
+    Raises:
+        CheckpointError: no such file, one of another kind, corrupt, or one that holds other objects than tensors.
+    """
+    path = Path(source)
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {str(path)!r}")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix not in PICKLES:
+        raise CheckpointError(f"{str(path)!r} must be a .safetensors file, or one of {', '.join(PICKLES)}")
+    try:
+        # training scripts leave their arguments beside the weights; a Namespace holds data alone
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            data = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch each raise their own kinds
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
+        ) from error
+    for key in NESTED:
+        if isinstance(data, dict) and isinstance(data.get(key), dict):
+            data = data[key]
+            break
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(data).__name__}, not weights by name")
+    weights = {name: tensor for name, tensor in data.items() if isinstance(tensor, Tensor)}
+    if not weights:
+        raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {sorted(map(str, data))[:5]}")
+    return weights, {}
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error
+    decoded: dict[str, Any] = {}
+    for name, text in metadata.items():
+        try:
+            decoded[name] = json.loads(text)
+        except ValueError:
+            decoded[name] = text
+    return weights, decoded

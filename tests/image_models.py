@@ -1,0 +1,145 @@
+"""Small random image models in float64, one of each family, and plain greedy decoding to compare with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    Emu3Config,
+    Emu3ForConditionalGeneration,
+    JanusConfig,
+    JanusForConditionalGeneration,
+)
+
+from paradec.models.chameleon import ChameleonLayout, ChameleonModel
+from paradec.models.emu3 import Emu3Model
+from paradec.models.grid import Grid
+from paradec.models.image import ImageRequest
+from paradec.models.janus import JanusModel
+from paradec.models.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.vq import VQConfig, VQModel
+from paradec.protocol import Query
+
+CODES = 32
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # the default scale makes all laws alike, and mistakes invisible
+    "initializer_range": 0.5,
+}
+TINY_VQ = VQConfig(
+    codebook_size=CODES,
+    codebook_embed_dim=4,
+    channels=8,
+    channel_mult=(1, 2),
+    res_blocks=1,
+    z_channels=8,
+    norm_groups=4,
+)
+
+
+def tiny_vq(**changes: object) -> VQModel:
+    torch.manual_seed(1)
+    return VQModel(VQConfig(**{**TINY_VQ.to_dict(), **changes})).double().eval()
+
+
+def tiny_llamagen(condition: str = "c2i", vq: bool = True, grid: int = 4, seed: int = 0) -> LlamaGenModel:
+    torch.manual_seed(seed)
+    config = LlamaGenConfig(
+        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, condition=condition,
+        num_classes=10, caption_dim=16, caption_length=6,
+    )  # fmt: skip
+    network = LlamaGen(config).double()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.3)
+    return LlamaGenModel(network, tiny_vq() if vq else None)
+
+
+def tiny_emu3() -> Emu3Model:
+    words = {"<|extra_200|>": 5, "<image>": 6, "<|extra_201|>": 7, "<|image end|>": 8}
+    words |= {f"<|visual token {code:06d}|>": 20 + code for code in range(CODES)}
+    vq = {
+        "codebook_size": CODES, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "hidden_size": 32,
+        "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [],
+        "temporal_downsample_factor": 1,
+    }  # fmt: skip
+    text = TEXT | {"num_key_value_heads": 2, "attention_dropout": 0.0}
+    torch.manual_seed(0)
+    config = Emu3Config(text_config=text, vq_config=vq, vocabulary_map=words)
+    return Emu3Model(Emu3ForConditionalGeneration(config).double())
+
+
+def tiny_chameleon(layout: ChameleonLayout, vq: bool = True) -> ChameleonModel:
+    letters = {str(digit): chr(ord("A") + digit) for digit in range(10)}
+    words = {"<image>": 3}
+    # codes and ids in another order: the map decides
+    words |= {f"IMGIMG{''.join(letters[d] for d in str(code))}Z": 4 + (code * 5 + 3) % CODES for code in range(CODES)}
+    sizes = {
+        "embed_dim": 4, "num_embeddings": CODES, "latent_channels": 8, "resolution": 16, "base_channels": 32,
+        "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = ChameleonConfig(**TEXT, num_key_value_heads=4, vq_config=sizes, vocabulary_map=words)
+    module = ChameleonForConditionalGeneration(config).double()
+    return ChameleonModel(module, layout, tiny_vq(l2_norm=False, channel_mult=[1, 1, 1, 1]) if vq else None)
+
+
+def tiny_janus() -> JanusModel:
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
+        "num_image_tokens": 16, "projection_dim": 32, "mlp_ratio": 2.0,
+    }  # fmt: skip
+    vq = {
+        "embed_dim": 8, "num_embeddings": CODES, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1,
+        "channel_multiplier": [1, 1], "projection_dim": 32, "image_token_embed_dim": 32, "num_patches": 4,
+    }  # fmt: skip
+    text = TEXT | {"model_type": "llama", "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    module = JanusForConditionalGeneration(
+        JanusConfig(text_config=text, vision_config=vision, vq_config=vq, image_token_id=7)
+    )
+    for name in ("generation_embeddings", "generation_head", "generation_aligner"):
+        for parameter in getattr(module.model, name).parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(std=0.5)
+    module.generation_config.generation_kwargs = {"boi_token_id": 9}
+    module.generation_config.bos_token_id, module.generation_config.pad_token_id = 1, 0
+    return JanusModel(module.double())
+
+
+def greedy(request: ImageRequest, grid: Grid, scale: float) -> Tensor:
+    """Token by token, row by row, every forward from nothing: [B, grid.length] int64."""
+    model, answers = request.model, []
+    allowed = grid.allowed(model.facts.vocab_size)
+    for row, prompts in enumerate(zip(request.prompts.rows, request.unconditional.rows, strict=True)):
+        answer: list[int] = []
+        for forced in grid.layout.tolist():
+            if forced < 0:
+                logits = [last_logits(model, row, prompt + answer, branch) for branch, prompt in enumerate(prompts)]
+                guided = logits[1] + scale * (logits[0] - logits[1])
+                forced = int(guided.masked_fill(~allowed, -torch.inf).argmax())
+            answer.append(forced)
+        answers.append(answer)
+    return torch.tensor(answers)
+
+
+def last_logits(model: object, row: int, tokens: list[int], branch: int = 0) -> Tensor:
+    """[V]: what follows the tokens, in a branch of a request's row."""
+    ids = torch.tensor([tokens])
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    if branch == 0:
+        return model(Query(rows=np.array([row]), tokens=ids, positions=positions))[0, -1]
+    # the guidance branch is the second half of a call; the first is not looked at
+    query = Query(rows=np.array([row]), tokens=ids.repeat(2, 1), positions=positions.repeat(2, 1), branches=2)
+    return model(query)[1, -1]

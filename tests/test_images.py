@@ -1,0 +1,309 @@
+"""`generate_images`, its pictures, and `paradec image`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import greedy, tiny_llamagen
+from PIL import Image
+from typer.testing import CliRunner
+
+import paradec
+from paradec import images
+from paradec.cli import app
+from paradec.evaluation.digits import frechet_distance, load_classifier, moments
+from paradec.images import ImageOutput, contact_sheet, step_pictures
+from paradec.models.llamagen import LlamaGenModel
+from paradec.samplers.sjd import SJD
+
+RUNNER = CliRunner()
+DATA = Path(paradec.__file__).parent / "data"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LlamaGenModel:
+    return tiny_llamagen()
+
+
+def make(model: LlamaGenModel, **request: Any) -> ImageOutput:
+    settings = {"class_labels": [1, 2, 3], "seed": 0, "output_type": "latent", "sampler": SJD(window=4)}
+    return paradec.generate_images(model, **(settings | request))
+
+
+def test_output_types(tiny: LlamaGenModel) -> None:
+    latent, pt, pil = (make(tiny, output_type=kind) for kind in ("latent", "pt", "pil"))
+    assert torch.equal(latent.images, latent.codes) and latent.codes.shape == (3, 4, 4)
+    assert pt.images.shape == (3, 3, 8, 8) and pt.images.dtype == torch.float32
+    assert 0 <= pt.images.min() and pt.images.max() <= 1
+    assert torch.equal(pt.images, tiny.decode(latent.tokens, latent.grid))
+    assert [image.size for image in pil.images] == [(8, 8)] * 3 and pil.images[0].mode == "RGB"
+    assert np.abs(np.asarray(pil.images[1]) / 255 - pt.images[1].permute(1, 2, 0).numpy()).max() <= 0.5 / 255 + 1e-6
+
+
+def test_counts(tiny: LlamaGenModel) -> None:
+    guided, plain = make(tiny), make(tiny, guidance_scale=1)
+    for out, branches in ((guided, 2), (plain, 1)):
+        assert out.accepted.shape[1] == 3 and (out.accepted.sum(0) == 16).all()
+        assert out.row_nfe == (out.accepted > 0).sum(0).tolist() and out.nfe == max(out.row_nfe) == len(out.accepted)
+        assert out.row_forwards == branches * sum(out.row_nfe)
+        assert out.tokens_per_forward == 48 / sum(out.row_nfe) > 1
+    one_by_one = make(tiny, sampler=SJD(window=1))
+    assert one_by_one.row_nfe == [16] * 3 and one_by_one.forwarded_tokens == 2 * 3 * 16
+
+
+def test_rows_are_independent(tiny: LlamaGenModel) -> None:
+    together = make(tiny)
+    for row, label in enumerate([1, 2, 3]):
+        assert torch.equal(make(tiny, class_labels=label).tokens[0], together.tokens[row])
+
+
+def test_several_pictures_of_one_class_differ(tiny: LlamaGenModel) -> None:
+    out = make(tiny, class_labels=[5, 6], num_images=3)
+    assert len({tuple(row) for row in out.tokens.tolist()}) == 6
+    assert torch.equal(out.tokens, make(tiny, class_labels=[5, 5, 5, 6, 6, 6]).tokens)
+
+
+def test_defaults_are_the_models(tiny: LlamaGenModel) -> None:
+    assert torch.equal(make(tiny).tokens, make(tiny, guidance_scale=4.0, temperature=1.0, top_k=0).tokens)
+    cold = make(tiny, top_k=1)
+    labels = tiny.request([1, 2, 3], tiny.grid())
+    assert torch.equal(cold.tokens, greedy(labels, tiny.grid(), 4.0))
+
+
+def test_steps_agree_with_the_trace(tiny: LlamaGenModel) -> None:
+    out = make(tiny, trace=True)
+    from_trace = out.steps
+    out.trace = None
+    assert np.array_equal(out.steps, from_trace)
+    for row in range(3):
+        assert np.array_equal(np.bincount(from_trace[row].ravel()), out.accepted[: out.row_nfe[row], row])
+    assert (np.diff(from_trace.reshape(3, -1)) >= 0).all()
+
+
+def test_pictures_of_steps(tiny: LlamaGenModel) -> None:
+    out = make(tiny)
+    for steps, picture in zip(out.steps, step_pictures(out, pixels=3), strict=True):
+        assert picture.size == (12, 12)
+        pixels = np.asarray(picture).reshape(4, 3, 4, 3, 3)
+        assert (pixels == pixels[:, :1, :, :1]).all()
+        colours = {int(step): tuple(pixels[y, 0, x, 0]) for (y, x), step in np.ndenumerate(steps)}
+        assert len(set(colours.values())) == len(colours) == len(np.unique(steps))
+        assert colours[0] == images.RAMP[0] and (max(colours) < out.nfe - 1 or colours[out.nfe - 1] == images.RAMP[-1])
+
+
+def test_contact_sheet() -> None:
+    pictures = [Image.new("L", (4, 3), shade) for shade in (10, 20, 30)]
+    sheet = np.asarray(contact_sheet(pictures, columns=2, gap=1, enlarge=2))
+    assert sheet.shape == (2 * 6 + 1, 2 * 8 + 1)
+    assert (sheet[:6, :8] == 10).all() and (sheet[:6, 9:] == 20).all() and (sheet[7:, :8] == 30).all()
+    assert (sheet[6] == 255).all() and (sheet[7:, 9:] == 255).all()
+    with pytest.raises(ValueError, match="images is empty"):
+        contact_sheet([])
+    with pytest.raises(ValueError, match="columns=0 must be an integer of at least 1"):
+        contact_sheet(pictures, columns=0)
+
+
+def test_a_callback_ends_it(tiny: LlamaGenModel) -> None:
+    out = make(tiny, callback=lambda state, commit: state.commits == 2)
+    assert out.images is None and out.codes is None and len(out.accepted) == 2
+    assert ((out.steps >= 0).sum((1, 2)) == out.accepted.sum(0)).all()
+
+
+def test_an_interrupt_keeps_what_there_is(tiny: LlamaGenModel) -> None:
+    def callback(state: Any, commit: Any) -> None:
+        if state.commits == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        make(tiny, callback=callback)
+    out, whole = caught.value.output, make(tiny)
+    assert out.images is None and len(out.accepted) == 3
+    for row, count in enumerate(out.accepted.sum(0)):
+        assert torch.equal(out.tokens[row, :count], whole.tokens[row, :count])
+
+
+def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(ImportError, match="pip install pillow"):
+        make(tiny, output_type="pil", callback=lambda *_: pytest.fail("decoding began"))
+    assert make(tiny, output_type="pt").images.shape == (3, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        ({"class_labels": 10}, ValueError, "class_labels=10 must be an integer from 0 to 9"),
+        ({"class_labels": []}, ValueError, "class_labels is empty"),
+        ({"class_labels": [1.5]}, ValueError, "class_labels=1.5 must be an integer"),
+        ({"prompts": "a cat", "class_labels": None}, ValueError, "LlamaGen does not take prompts; .* on class_labels"),
+        ({"class_labels": None}, ValueError, "LlamaGen needs class_labels"),
+        ({"sampler": "threshold"}, ValueError, "'threshold' is of family 'masked'; .* takes the 'draft_verify' family"),
+        ({"sampler": "sdj"}, ValueError, "unknown sampler: 'sdj' .*did you mean 'sjd'"),
+        ({"sampler": 3}, TypeError, "sampler=3 must be a name"),
+        ({"height": 16}, ValueError, "height=16 is not what LlamaGen makes"),
+        ({"height": True}, ValueError, "height=True must be an integer"),
+        ({"guidance_scale": -1}, ValueError, r"guidance_scale=-1 must be a number in \[0"),
+        ({"guidance_scale": float("nan")}, ValueError, "guidance_scale=nan"),
+        ({"temperature": -1}, ValueError, "temperature=-1"),
+        ({"top_k": -1}, ValueError, "top_k=-1 must be an integer of at least 0"),
+        ({"top_p": 0}, ValueError, r"top_p=0 must be a number in \(0, 1\]"),
+        ({"num_images": 0}, ValueError, "num_images=0 must be an integer of at least 1"),
+        ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
+        ({"negative_prompt": "x"}, ValueError, "negative_prompt: LlamaGen was trained with an unconditional input"),
+        ({"seed": [1, 2]}, ValueError, "seed has 2 entries for 3 rows"),
+        ({"callback": 3}, TypeError, "callback=3 must be callable"),
+    ],
+)  # fmt: skip
+def test_bad_requests(tiny: LlamaGenModel, request_: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(tiny, **request_)
+
+
+def test_window_0() -> None:
+    with pytest.raises(ValueError, match="window=0 must be an integer of at least 1"):
+        paradec.samplers.create("sjd", window=0)
+
+
+def test_another_model_is_refused(llada: Any) -> None:
+    with pytest.raises(TypeError, match="must be an image model"):
+        paradec.generate_images(llada, "a cat")
+
+
+def test_pictures_are_not_text(tiny: LlamaGenModel) -> None:
+    with pytest.raises(TypeError, match="LlamaGen makes pictures: give it to paradec.generate_images"):
+        paradec.generate(tiny, [[33]], sampler="sjd")
+
+
+def test_nan_logits() -> None:
+    model = tiny_llamagen()
+    model.module.output.weight.data[3, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+        make(model)
+
+
+def test_no_decoder() -> None:
+    model = tiny_llamagen(vq=False)
+    with pytest.raises(ValueError, match=r"loaded without its VQ decoder; give load\(..., vq=...\)"):
+        make(model, output_type="pt")
+    assert make(model).images.shape == (3, 4, 4)
+
+
+# ---- every sampler of the family ------------------------------------------------------------------------------------
+
+
+def draft_and_verify() -> list[str]:
+    names = paradec.samplers.names()
+    return [name for name in names if paradec.samplers.get(name).family == "draft_verify" and name != "speculative"]
+
+
+@pytest.mark.parametrize("name", draft_and_verify())
+def test_every_sampler_makes_pictures(tiny: LlamaGenModel, name: str) -> None:
+    sampler = paradec.samplers.create(name)
+    out = make(tiny, sampler=sampler, trace=True)
+    assert 0 <= out.codes.min() and out.codes.max() < 32 and (out.steps >= 0).all()
+    assert (out.accepted.sum(0) == 16).all()
+    if sampler.lossless:
+        expected = greedy(tiny.request([1, 2, 3], tiny.grid()), tiny.grid(), 4.0)
+        assert torch.equal(make(tiny, sampler=sampler, temperature=0).tokens, expected)
+
+
+@pytest.mark.parametrize("condition", ["c2i", "t2i"])
+def test_a_smaller_model_drafts(condition: str) -> None:
+    model, drafter = tiny_llamagen(condition), tiny_llamagen(condition, seed=5)
+    given = {"class_labels": [1, 2, 3]}
+    if condition == "t2i":
+        torch.manual_seed(2)
+        given = {"prompts": [torch.randn(length, 16) for length in (3, 6)], "class_labels": None}
+    sampler = paradec.samplers.create("speculative", drafter=drafter)
+    found = make(model, sampler=sampler, temperature=0, **given)
+    assert torch.equal(found.tokens, make(model, sampler=SJD(window=1), temperature=0, **given).tokens)
+    assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **given).nfe < 8
+
+
+# ---- the packaged model ---------------------------------------------------------------------------------------------
+
+
+def test_packaged_files_are_small() -> None:
+    files = [file for folder in ("digits", "digits-ar") for file in (DATA / folder).iterdir()]
+    assert {file.name for file in files} >= {"vq.safetensors", "classifier.safetensors", "model.safetensors"}
+    assert sum(file.stat().st_size for file in files) < 3_000_000
+    assert (DATA / "digits" / "classifier.safetensors").stat().st_size < 300_000
+
+
+def test_packaged_model_draws_what_is_asked_for() -> None:
+    model, classifier = paradec.load("digits-ar"), load_classifier()
+    assert model.vq.config.codebook_size >= 256 and model.vq.config.encoder
+    labels = [*range(10)] * 8
+    out = paradec.generate_images(model, class_labels=labels, seed=0, output_type="pt")
+    assert out.images.shape == (80, 1, 28, 28) and out.tokens_per_forward > 1.5
+    with torch.inference_mode():
+        features = classifier.features(out.images)
+        right = classifier.output(features).argmax(-1) == torch.tensor(labels)
+        back = model.decode(model.vq.encode(out.images * 2 - 1).flatten(1), out.grid)
+    assert right.float().mean() > 0.6
+    # its pictures survive its own codes, and lie nearer to real digits than noise does
+    assert (back - out.images).abs().mean() < 0.05
+    real = (classifier.held_out_mean, classifier.held_out_covariance)
+    noise = classifier.features(torch.rand(80, 1, 28, 28, generator=torch.Generator().manual_seed(0)))
+    assert frechet_distance(moments(features), real) < 0.5 * frechet_distance(moments(noise.detach()), real)
+
+
+def test_frechet_distance_in_closed_form() -> None:
+    mean, root = torch.zeros(3).double(), torch.tensor([[2.0, 0, 0], [1, 1, 0], [0, 1, 3]]).double()
+    covariance = root @ root.T
+    assert frechet_distance((mean, covariance), (mean, covariance)) == pytest.approx(0, abs=1e-9)
+    assert frechet_distance((mean, covariance), (mean + 2, covariance)) == pytest.approx(12)
+    assert frechet_distance((mean, covariance), (mean, 4 * covariance)) == pytest.approx(float(covariance.trace()))
+    with pytest.raises(ValueError, match="at least 2 images, not 1"):
+        moments(torch.zeros(1, 3))
+
+
+def test_command(tmp_path: Path) -> None:
+    sheet, trace = tmp_path / "grid.png", tmp_path / "steps.png"
+    arguments = ["image", "--class", "0-2,7", "-n", "2", "--seed", "3", "--out", str(sheet), "--trace", str(trace)]
+    done = RUNNER.invoke(app, [*arguments, "--set", "window=8", "--columns", "4", "--enlarge", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["class_labels"] == [0, 1, 2, 7] and len(found["codes"]) == 8 and found["sampler"]["window"] == 8
+    assert Image.open(sheet).size == (4 * 56 + 3 * 2, 2 * 56 + 2)
+    assert Image.open(trace).size == (4 * 154 + 3 * 2, 2 * 154 + 2)
+    assert sum(found["accepted"][0]) == 49 and found["nfe"] == max(found["row_nfe"]) < 49
+    again = RUNNER.invoke(app, ["image", "--class", "0,1,2,7", "-n", "2", "--seed", "3", "--out", str(sheet)])
+    assert again.exit_code == 0 and "8 pictures of 7 x 7 tokens" in again.stdout and "forwards" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a cat"], "digits-ar does not take prompts"),
+        (["--class", "three"], "--class 'three' must be numbers and ranges"),
+        (["--class", "7-3"], "--class '7-3': the range 7-3 is empty"),
+        (["--class", "12"], "class_labels=12 must be an integer from 0 to 9"),
+        ([], "give either --prompt or --class"),
+        (["--class", "1", "--prompt", "x"], "not both"),
+        (["--class", "1", "--sampler", "threshold"], "is of family 'masked'"),
+        (["--class", "1", "--set", "window=0"], "window=0 must be an integer of at least 1"),
+        (["--class", "1", "--height", "56"], "height=56 is not what digits-ar makes"),
+        (["--class", "1", "--model", "nowhere/at/all"], "nowhere/at/all"),
+    ],
+)
+def test_bad_commands(tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "grid.png"), *arguments])
+    assert done.exit_code == 2 and len(done.stderr.strip().splitlines()) == 1
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert not (tmp_path / "grid.png").exists()
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    for file, message in (
+        (tmp_path / "no" / "grid.png", "not a file in an existing folder"),
+        (tmp_path / "g.txt", ".png"),
+    ):
+        done = RUNNER.invoke(app, ["image", "--class", "1", "--out", str(file)])
+        assert done.exit_code == 2 and message in done.stderr
