@@ -1,9 +1,10 @@
-"""TaylorSeer on the model's output: the plain solver at interval 1; the public code's schedules, states, forecasts."""
+"""TaylorSeer: the public codes' schedules and forecasts; what bases and rules promise; the loop over outputs."""
 
 from __future__ import annotations
 
 import copy
 import json
+from itertools import combinations
 from math import factorial
 from pathlib import Path
 
@@ -25,16 +26,19 @@ from torch import Tensor
 import paradec
 from paradec.models.diffusion import DiffusionModel
 from paradec.protocol import decode
+from paradec.samplers.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
+from paradec.samplers.block_schedule import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast import ForecastState
-from paradec.samplers.taylorseer import TaylorSeer, differences, expand
+from paradec.samplers.refresh import AccumulatedChange, Course, Verification
+from paradec.samplers.taylorseer import TaylorSeer
 
-GOLDEN = Path(__file__).parent / "golden" / "taylorseer"
+GOLDEN = Path(__file__).parent / "golden" / "diffusion"
 LABELS = [1, 2, 7]
 
 
 def tiny_dit(dtype: torch.dtype = torch.float32) -> DiTTransformer2DModel:
-    module = DiTTransformer2DModel(**json.loads((GOLDEN / "tiny_dit.json").read_text())["transformer"])
-    module.load_state_dict(load_file(GOLDEN / "tiny_dit.safetensors"))
+    module = DiTTransformer2DModel(**json.loads((GOLDEN / "golden_latents.json").read_text())["dit"]["transformer"])
+    module.load_state_dict(load_file(GOLDEN / "golden_tiny_dit.safetensors"))
     return module.to(dtype).eval()
 
 
@@ -74,35 +78,209 @@ def plain(
 
 def test_schedules() -> None:
     cases = json.loads((GOLDEN / "schedules.json").read_text())
-    assert len(cases) == 32
+    assert len(cases) == 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"}
     for case in cases:
-        sampler = TaylorSeer(interval=case["N"], first_enhance=case["first_enhance"])
+        first = case["first_enhance"] if case["scheme"] == "reference" else case["before"]
+        settings = {"interval": case["N"], "first_enhance": first, "style": case["scheme"]}
+        sampler = TaylorSeer(**settings, full_after=case.get("after"))
         assert [i for i in range(case["T"]) if sampler.is_full(i)] == case["full"]
+
+
+def replay(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[History, dict, Tensor | None]]:
+    """(history, record, forecast) at every step of a case."""
+    features, history, seen = torch.tensor(case["features"], dtype=dtype), None, []
+    for record in case["records"]:
+        index, forecast = record["index"], None
+        if record["type"] == "full":
+            assert index in case["full_steps"]
+            history = basis.update(history, features[index : index + 1], index)
+        else:
+            forecast = basis.forecast(history, index)
+            history = basis.roll(history, forecast)
+        seen.append((history, record, forecast))
+    return seen
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("taylor-*.json")), ids=lambda path: path.stem)
 def test_states_and_forecasts(path: Path) -> None:
     case = json.loads(path.read_text())
     dtype = getattr(torch, case["dtype"])
-    features = torch.tensor(case["features"], dtype=dtype)
-    factors = torch.zeros(1, case["max_order"] + 1, *features.shape[1:], dtype=dtype)
-    orders, last = torch.zeros(1, dtype=torch.int64), -1
-    for record in case["records"]:
-        index = record["index"]
-        if record["type"] == "full":
-            assert index in case["full_steps"]
-            if index <= case["first_enhance"] - 2:
-                orders = torch.zeros_like(orders)
-            factors, orders = differences(features[index : index + 1], factors, orders, index - last)
-            last = index
-            expected = torch.tensor(record["factors"], dtype=dtype)
-            if case["variant"] == "dit":  # the public code for DiT counts steps down: odd orders change their sign
-                expected[1::2] *= -1
-            assert orders.tolist() == [len(expected)] and not factors[0, len(expected) :].any()
-            assert torch.equal(factors[0, : len(expected)], expected)
-        else:
-            expected = torch.tensor(record["prediction"], dtype=dtype)
-            assert torch.equal(expand(factors, index - last)[0], expected)
+    basis = Taylor(case["max_order"], guard=case["first_enhance"] - 2)
+    for history, record, forecast in replay(basis, case, dtype):
+        if forecast is not None:
+            assert torch.equal(forecast[0], torch.tensor(record["prediction"], dtype=dtype))
+            continue
+        expected = torch.tensor(record["factors"], dtype=dtype)
+        if case["variant"] == "dit":  # the public code for DiT counts steps down: odd orders change their sign
+            expected[1::2] *= -1
+        assert torch.equal(torch.cat(history.tensors), expected)
+
+
+VARIANTS = {  # case -> (basis, tolerance)
+    "variant-00": (Taylor(1), 0),
+    "variant-02": (Taylor(2, guard=1), 0),  # cache-dit takes differences behind step 1 only
+    "variant-04": (Hermite(2, sigma=0.5), 0),
+    "variant-06": (FoCa(), 0),
+    "variant-08": (DMD(1, window=6), 1e-6),  # eigenvectors: the public code rounds to single precision somewhere
+}
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("variant-*.json")), ids=lambda path: path.stem)
+def test_variants(path: Path) -> None:
+    case = json.loads(path.read_text())
+    basis, tolerance = VARIANTS[path.stem]
+    for history, record, forecast in replay(basis, case, torch.float64):
+        if forecast is not None:
+            expected = torch.tensor(record["prediction"], dtype=torch.float64)
+            torch.testing.assert_close(forecast[0], expected, rtol=tolerance, atol=tolerance)
+        elif "factors" in record:
+            assert torch.equal(torch.cat(history.tensors), torch.tensor(record["factors"], dtype=torch.float64))
+
+
+# ---- what the bases promise -----------------------------------------------------------------------------------------
+
+
+def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
+    """The largest error of forecasts behind the last of these evaluations, for a random polynomial."""
+    coefficients = torch.randn(degree + 1, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def feature(step: int) -> Tensor:
+        return sum(c * (step / 10) ** i for i, c in enumerate(coefficients)).to(dtype)
+
+    history = None
+    for node in nodes:
+        history = basis.update(history, feature(node), node)
+    errors = []
+    for step in range(nodes[-1] + 1, nodes[-1] + 6):
+        forecast = basis.forecast(history, step)
+        assert forecast.dtype == dtype
+        errors.append(float((forecast.double() - feature(step).double()).abs().max()))
+    return max(errors)
+
+
+def test_polynomials_that_a_basis_forecasts_exactly() -> None:
+    even, odd = [0, 1, 2, 7, 12], [0, 1, 3, 4, 9]
+    for nodes in (even, odd):
+        assert worst_error(Taylor(1), 1, nodes) < 1e-12
+        assert worst_error(Newton(2), 2, nodes) < 1e-12 and worst_error(Newton(4), 4, nodes) < 1e-11
+        assert worst_error(Taylor(2), 2, nodes) > 1e-2 and worst_error(Newton(2), 3, nodes) > 1e-3
+        assert worst_error(Hermite(1, sigma=0.5**0.5), 1, nodes) < 1e-12
+        for basis in (Taylor(0), Newton(0), Reuse(5)):
+            assert worst_error(basis, 0, nodes) == 0
+    assert worst_error(DMD(1, window=6), 1, [0, 4, 8, 12, 16]) < 1e-6  # a line is a mode of DMD
+
+
+def test_history_is_kept_in_the_derivative_dtype() -> None:
+    for name, basis in BASES.items():
+        history = None
+        for step in (0, 1, 2, 3):
+            history = basis(order=2, dtype=torch.float32).update(
+                history, torch.full((2, 4), 1.0 + step).bfloat16(), step
+            )
+        assert {tensor.dtype for tensor in history.tensors} == {torch.float32}, name
+        assert len(history.tensors) <= basis(order=2).slots and history.nbytes == 32 * len(history.tensors)
+        assert basis(order=2).forecast(history, 4).dtype == torch.bfloat16
+    # what is kept narrowly is rounded, what is kept widely is not
+    narrow, wide = (
+        worst_error(Taylor(1, dtype), 1, [0, 3], torch.float32) for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert wide < 1e-5 < 1e-3 < narrow
+
+
+def test_a_feature_of_another_shape_starts_anew() -> None:
+    basis = Taylor(2)
+    history = basis.update(basis.update(None, torch.ones(2, 3), 0), torch.ones(2, 5), 1)
+    assert len(history.tensors) == 1 and history.tensors[0].shape == (2, 5)
+
+
+# ---- when -----------------------------------------------------------------------------------------------------------
+
+
+def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
+    """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
+    course, full = Course(total), []
+    for index in range(total):
+        course.change += sampler.refresh.rescale(change) if isinstance(sampler.refresh, AccumulatedChange) else 0
+        evaluated = sampler.evaluates(course)
+        if not evaluated:
+            course.error = error
+        course.finished(evaluated)
+        full += [index] * evaluated
+    return full
+
+
+def test_refresh_by_accumulated_change() -> None:
+    rule = AccumulatedChange(threshold=0.3)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 10, change=0.125) == [0, 3, 6, 9]
+    assert walk(TaylorSeer(refresh=rule, first_enhance=3), 10, change=0.125) == [0, 1, 2, 5, 8]
+    doubled = AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0))
+    assert walk(TaylorSeer(refresh=doubled, first_enhance=1), 8, change=0.125) == [0, 2, 4, 6]
+    bounded = AccumulatedChange(threshold=9, max_forecasts=2)
+    assert walk(TaylorSeer(refresh=bounded, first_enhance=1), 8, change=0.1) == [0, 3, 6]
+
+
+def test_refresh_by_verification() -> None:
+    rule = Verification(base_threshold=0.5, decay_rate=0.1, min_forecasts=2, max_forecasts=4)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.01) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.6) == [0, 3, 6, 9]
+    # what is allowed falls along the run, but not below 0.1; after an evaluation comes a forecast
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
+    assert walk(TaylorSeer(refresh=rule, first_enhance=4), 12, error=0.09) == [0, 2, 7]
+
+
+def test_rules_survive_plain_data() -> None:
+    for rule in (Verification(base_threshold=0.2), AccumulatedChange(coefficients=(1, 2, 3)), "verification"):
+        sampler = TaylorSeer(refresh=rule)
+        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+    schedule = BlockSchedule(4, (("a.attn", (0, 2)), ("a.ff", (0,))))
+    sampler = TaylorSeer(schedule=schedule, basis="reuse", full_after=3, max_memory="1.5GB")
+    assert sampler.max_memory == 1_500_000_000
+    assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+
+
+# ---- BAC ------------------------------------------------------------------------------------------------------------
+
+
+def test_adaptive_schedule_is_the_best_of_all() -> None:
+    rng = np.random.default_rng(0)
+    for total in range(1, 8):
+        for updates in range(1, total + 1):
+            scores = rng.random((total, total))
+
+            def worth(steps: list[int], scores: np.ndarray = scores, total: int = total) -> float:
+                ends = [*steps[1:], total]
+                return sum(scores[a, t] for a, end in zip(steps, ends) for t in range(a, end))
+
+            every = [worth([0, *rest]) for rest in combinations(range(1, total), updates - 1)]
+            for maximise, best in ((True, max(every)), (False, min(every))):
+                steps = adaptive_schedule(scores, updates, maximise)
+                assert len(steps) == updates and steps[0] == 0 and steps == sorted(set(steps))
+                assert worth(steps) == pytest.approx(best, abs=1e-12)
+    assert adaptive_schedule(np.ones((6, 6)), 3) == [0, 1, 2]  # of equals, the earliest
+    with pytest.raises(ValueError, match="updates=7"):
+        adaptive_schedule(np.ones((6, 6)), 7)
+
+
+def test_bubbling_union_only_adds() -> None:
+    steps = {"0.attn": [0, 3], "0.ff": [0, 4], "1.attn": [0, 5], "1.ff": [0, 6]}
+    errors = {"0.attn": 1.0, "0.ff": 2.0, "1.attn": 4.0, "1.ff": 3.0}
+    united = bubbling_union(steps, errors, ["0.ff", "1.ff"], 3)
+    assert united == {"0.attn": [0, 3], "0.ff": [0, 4, 6], "1.attn": [0, 5, 6], "1.ff": [0, 6]}
+    everything = bubbling_union(steps, errors, ["0.ff", "1.ff"], 4)
+    assert everything["0.attn"] == [0, 3, 4, 6]
+    assert bubbling_union(steps, errors, ["0.ff", "1.ff"], 1) == steps
+
+
+def test_block_schedule_files(tmp_path: Path) -> None:
+    schedule = BlockSchedule(8, (("a.attn", (0, 2)), ("a.ff", (0, 5))))
+    schedule.save(tmp_path / "bac.json")
+    assert BlockSchedule.load(tmp_path / "bac.json") == schedule
+    assert TaylorSeer(schedule=str(tmp_path / "bac.json")).schedule == schedule
+    for data in ({"steps": 8}, {"steps": 8, "modules": {"a": [1, 2]}}, {"steps": 2, "modules": {"a": [0, 2]}}, [1]):
+        with pytest.raises(ValueError, match="schedule|step"):
+            BlockSchedule.from_dict(data)
+    with pytest.raises(ValueError, match="nowhere"):
+        BlockSchedule.load(tmp_path / "nowhere.json")
 
 
 # ---- the solver's loop ----------------------------------------------------------------------------------------------
@@ -115,7 +293,7 @@ def test_states_and_forecasts(path: Path) -> None:
 def test_interval_one_is_the_plain_loop(scheduler: object, scale: float) -> None:
     module, latent = tiny_dit(), noise(3)
     state = decoded(
-        TaylorSeer(interval=1, max_order=2),
+        TaylorSeer(interval=1, order=2),
         DiffusionModel(module),
         latent,
         scheduler=scheduler,
@@ -150,11 +328,11 @@ def test_interval_one_is_the_diffusers_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "max_order", "first_enhance"), [(3, 1, 2), (3, 1, 3), (4, 2, 1), (5, 4, 3), (2, 0, 1)]
+    ("interval", "order", "first_enhance"), [(3, 1, 2), (3, 1, 3), (4, 2, 1), (5, 4, 3), (2, 0, 1)]
 )
-def test_equals_a_naive_loop(interval: int, max_order: int, first_enhance: int) -> None:
+def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> None:
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
-    sampler = TaylorSeer(interval=interval, max_order=max_order, first_enhance=first_enhance)
+    sampler = TaylorSeer(interval=interval, order=order, first_enhance=first_enhance)
     state = decoded(sampler, DiffusionModel(module), latent, class_labels=LABELS, trace=True)
 
     scheduler, sample, counter, known, last, kinds = DDIMScheduler(), latent, 0, [], 0, []
@@ -165,9 +343,9 @@ def test_equals_a_naive_loop(interval: int, max_order: int, first_enhance: int) 
                 counter = 0
                 output = module(sample, timestep=t.expand(3), class_labels=torch.tensor(LABELS)).sample[:, :4]
                 new = [output]
-                for order in range(max_order):
-                    if order < len(known) and step > first_enhance - 2:
-                        new.append((new[order] - known[order]) / (step - last))
+                for i in range(order):
+                    if i < len(known) and step > first_enhance - 2:
+                        new.append((new[i] - known[i]) / (step - last))
                 known, last = new, step
                 kinds.append("full")
             else:
@@ -181,6 +359,47 @@ def test_equals_a_naive_loop(interval: int, max_order: int, first_enhance: int) 
     assert full == sum(map(sampler.is_full, range(20))) == first_enhance + (20 - first_enhance) // interval
     assert state.nfe.tolist() == [full] * 3 and state.progress == (20, 20)
     assert [step.forwarded for step in state.trace.steps] == [[16] * 3 if kind == "full" else [0] * 3 for kind in kinds]
+
+
+@pytest.mark.parametrize("basis", list(BASES))
+def test_every_basis_in_the_loop(basis: str) -> None:
+    """The loop's stacked memory holds what a history by itself would."""
+    module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
+    sampler = TaylorSeer(interval=3, first_enhance=2, order=2, basis=basis)
+    state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
+    scheduler, history, forecaster = DDIMScheduler(), None, sampler.forecaster
+    scheduler.set_timesteps(20)
+    with torch.inference_mode():
+        for step, t in enumerate(scheduler.timesteps):
+            if sampler.is_full(step):
+                output = module(latent, timestep=t.expand(2), class_labels=torch.tensor([1, 2])).sample[:, :4]
+                history = forecaster.update(history, output, step)
+            else:
+                output = forecaster.forecast(history, step)
+                history = forecaster.roll(history, output)
+            latent = scheduler.step(output, t, latent).prev_sample
+    assert torch.equal(state.latent, latent)
+
+
+def test_order_zero_is_reuse_and_explicit_steps_are_taken() -> None:
+    model, latent = DiffusionModel(tiny_dit()), noise(2)
+    ends = [
+        decoded(TaylorSeer(full_steps=[0, 1, 5, 9], **how), model, latent, class_labels=[1, 2], trace=True)
+        for how in ({"order": 0}, {"basis": "reuse", "order": 3}, {"order": 0, "basis": "newton"})
+    ]
+    assert all(torch.equal(ends[0].latent, end.latent) for end in ends[1:])
+    assert [i for i, step in enumerate(ends[0].trace.steps) if step.kind == "full"] == [0, 1, 5, 9]
+    assert ends[0].nfe.tolist() == [4, 4]
+
+
+def test_the_loop_refreshes_by_accumulated_change() -> None:
+    model, latent = DiffusionModel(tiny_dit()), noise(2)
+    ends = [
+        decoded(TaylorSeer(refresh=AccumulatedChange(threshold)), model, latent, class_labels=[1, 2])
+        for threshold in (1e-6, 0.05, 1e6)
+    ]
+    assert ends[0].nfe.tolist() == [20, 20] and ends[2].nfe.tolist() == [3, 3]
+    assert 3 < ends[1].nfe[0] < 20
 
 
 def test_a_linear_output_is_forecast_exactly() -> None:
@@ -198,7 +417,7 @@ def test_a_linear_output_is_forecast_exactly() -> None:
         def __call__(self, query: object) -> Tensor:
             return torch.full_like(query.latent, 2.0 + 0.25 * float(query.timestep))
 
-    sampler = {n: TaylorSeer(interval=n, max_order=1) for n in (1, 4)}
+    sampler = {n: TaylorSeer(interval=n, order=1) for n in (1, 4)}
     ends = [
         decoded(sampler[n], Linear(), noise(2, torch.float64), scheduler=FlowMatchEulerDiscreteScheduler()).latent
         for n in (1, 4)
@@ -211,7 +430,7 @@ def test_a_linear_output_is_forecast_exactly() -> None:
 
 @pytest.mark.parametrize("scheduler", [DDIMScheduler(), EulerDiscreteScheduler(), DPMSolverMultistepScheduler()])
 def test_a_step_repeated_equals_the_step(scheduler: object) -> None:
-    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, max_order=2)
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, order=2)
     before = dict(vars(scheduler))
     latent = noise(3)
     state = sampler.start(model, latent, scheduler=scheduler, num_inference_steps=9, class_labels=LABELS)
@@ -244,7 +463,7 @@ def _same(first: object, second: object) -> bool:
 @pytest.mark.parametrize("scheduler", [DDIMScheduler(), DDPMScheduler()])
 def test_rows_are_independent(scheduler: object) -> None:
     model, latent = DiffusionModel(tiny_dit(torch.float64)), noise(3, torch.float64)
-    sampler = TaylorSeer(interval=3, max_order=1)
+    sampler = TaylorSeer(interval=3, order=1)
     request = {"scheduler": scheduler, "guidance_scale": 2.0, "seed": 5}
     together = decoded(sampler, model, latent, class_labels=LABELS, **request).latent
     for row, label in enumerate(LABELS):
@@ -265,13 +484,13 @@ def test_stochastic_schedulers_draw_from_the_seed() -> None:
 
 
 def test_memory_can_be_gathered_and_reset() -> None:
-    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, max_order=2)
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, order=2)
     state = decoded(sampler, model, noise(3), class_labels=LABELS)
-    assert state.memory["factors"].shape == (3, 3, 4, 8, 8) and state.memory["orders"].tolist() == [3, 3, 3]
-    assert torch.equal(state.memory.gather(torch.tensor([2]))["factors"][0], state.memory["factors"][2])
-    assert state.memory.fork(2)["factors"].shape[0] == 6
+    assert state.memory["history"].shape == (3, 3, 4, 8, 8) and state.notes["count"] == 3
+    assert torch.equal(state.memory.gather(torch.tensor([2]))["history"][0], state.memory["history"][2])
+    assert state.memory.fork(2)["history"].shape[0] == 6
     state.memory.reset(np.array([1]), "sequence")
-    assert state.memory["orders"].tolist() == [3, 0, 3] and not state.memory["factors"][1].any()
+    assert state.memory["history"][[0, 2]].any() and not state.memory["history"][1].any()
 
 
 def test_nan_outputs_are_refused() -> None:
@@ -285,14 +504,52 @@ def test_nan_outputs_are_refused() -> None:
 
 
 def test_settings_are_checked() -> None:
-    sampler = paradec.samplers.create("taylorseer", preset="dit", max_order=2)
-    assert (sampler.interval, sampler.max_order, sampler.first_enhance) == (4, 2, 2)
+    sampler = paradec.samplers.create("taylorseer", preset="dit", order=2)
+    assert (sampler.interval, sampler.order, sampler.first_enhance) == (4, 2, 2)
     assert type(sampler).from_dict(sampler.to_dict()) == sampler
     for preset in TaylorSeer.presets:
         paradec.samplers.create("taylorseer", preset=preset)
-    for settings in ({"interval": 0}, {"max_order": -1}, {"first_enhance": 0}):
+    wrong = {
+        "interval": [0, 2.5, True],
+        "order": [-1, "1"],
+        "first_enhance": [0],
+        "style": ["paper", None],
+        "full_after": [0],
+        "full_steps": [[1, 2], [0, 2, 1], [0, 0], [0, 1.5], "0", []],
+        "refresh": ["sometimes", 3, {"refresh": "verification", "base": 1}, {"threshold": 1}],
+        "schedule": [3, {"a": [0]}, "nowhere.json"],
+        "basis": ["tailor", 2],
+        "sigma": [0],
+        "window": [3],
+        "target": ["layers", 1],
+        "modules": ["(", [], 5],
+        "derivative_dtype": ["int8", 16],
+        "max_memory": [0, "many", "2XB", 1.5],
+    }
+    for setting, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=setting):
+                TaylorSeer(**{setting: value})
+    for settings in (
+        {"skip": "a"},
+        {"full_steps": [0], "refresh": "verification"},
+        {"modules": "a", "target": "output"},
+    ):
         with pytest.raises(ValueError, match=next(iter(settings))):
             TaylorSeer(**settings)
+    for rule, settings in (
+        (Verification, {"base_threshold": 0}),
+        (Verification, {"decay_rate": 2}),
+        (Verification, {"min_forecasts": 5, "max_forecasts": 4}),
+        (AccumulatedChange, {"threshold": -1}),
+        (AccumulatedChange, {"coefficients": ()}),
+        (AccumulatedChange, {"coefficients": (1, "2")}),
+    ):
+        with pytest.raises(ValueError, match=list(settings)[-1]):
+            rule(**settings)
+    for settings in ({"target": "block"}, {"refresh": "verification"}, {"modules": "a"}, {"max_memory": 1000}):
+        with pytest.raises(ValueError, match=f"{next(iter(settings))}.*paradec.accelerate"):
+            decoded(TaylorSeer(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
     model = DiffusionModel(tiny_dit())
     good = {"latent": noise(2), "scheduler": DDIMScheduler(), "class_labels": [1, 2]}
     wrong = {

@@ -1,7 +1,7 @@
 """The forecast family: continuous models, whose output at some solver steps is forecast instead of evaluated.
 
-A method of this family is one decision, `refresh`: evaluate or forecast this time; and, beside it, what it remembers of
-the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
+A method of this family is one decision, `refreshes`: evaluate or forecast this time; and, beside it, what it remembers
+of the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
 The solver is a diffusers scheduler. All rows stand at the same solver step.
 """
 
@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_int, check_number
 from paradec.protocol import Commit, Cost, LatentQuery, Memory, MemorySpec, Proposal, Sampler, State
+from paradec.samplers.refresh import Course
 from paradec.trace import Trace
 
 
@@ -38,15 +39,25 @@ class ForecastState(State):
     """Where a stochastic scheduler draws its noise: one generator per row, or the caller's."""
     positions: int
     """Positions (patches) that one evaluation costs per row."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the method keeps on the host beside its memory, for all rows; only `commit` replaces it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rows = np.arange(self.batch)
-        self.index = 0
-        """The solver step that comes next."""
-        self.last_full = -1
-        """The latest solver step that was evaluated."""
+        self.course = Course(total=self.total)
+        """Which step comes next, and what the refresh rules read."""
         self.input = self._model_input()
+
+    @property
+    def index(self) -> int:
+        """The solver step that comes next."""
+        return self.course.index
+
+    @property
+    def last_full(self) -> int:
+        """The latest solver step that was evaluated."""
+        return self.course.last_full
 
     @property
     def total(self) -> int:
@@ -61,12 +72,12 @@ class ForecastState(State):
     def progress(self) -> tuple[int, int]:
         return self.index, self.total
 
-    def advance(self, output: Tensor) -> None:
-        """Take one solver step with the model's output, or with its forecast."""
+    def advance(self, output: Tensor, full: bool) -> None:
+        """Take one solver step with the model's output, or (not `full`) with its forecast."""
         options = {} if self.generator is None else {"generator": self.generator}
         timestep = self.scheduler.timesteps[self.index]
         self.latent = self.scheduler.step(output, timestep, self.latent, return_dict=False, **options)[0]
-        self.index += 1
+        self.course.finished(full)
         self.input = self._model_input()
 
     def _model_input(self) -> Tensor:
@@ -78,13 +89,13 @@ class ForecastState(State):
 
 @dataclass(frozen=True)
 class ForecastSampler(Sampler):
-    """Base of the family. A subclass implements `refresh`, `memory`, `remember` and `forecast`."""
+    """Base of the family. A subclass implements `refreshes`, `memory`, `remember` and `forecast`."""
 
     family: ClassVar[str] = "forecast"
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
-    def refresh(self, state: ForecastState) -> bool:
+    def refreshes(self, state: ForecastState) -> bool:
         """Whether the model is evaluated at `state.index`. It must be at index 0."""
         raise NotImplementedError
 
@@ -92,9 +103,18 @@ class ForecastSampler(Sampler):
         """Tensors that the method keeps between steps, for outputs [B, *shape] of a dtype."""
         raise NotImplementedError
 
-    def remember(self, state: ForecastState, output: Tensor) -> Mapping[str, Tensor]:
-        """New values of the memory after an evaluation at `state.index`. output: [B, ...]."""
+    def remember(
+        self, state: ForecastState, output: Tensor, full: bool
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        """New values of the memory and the notes after `state.index`, which was evaluated or (not `full`) forecast.
+
+        output: [B, ...]. Both are left as they are where the mapping is empty.
+        """
         raise NotImplementedError
+
+    def watched_change(self, state: ForecastState, before: Tensor) -> float:
+        """What the step added to `course.change`; `before` was the model's input, `state.input` is the next one."""
+        return 0.0
 
     def forecast(self, state: ForecastState) -> Tensor:
         """The output [B, ...] at `state.index`, from the memory. Changes nothing."""
@@ -169,7 +189,7 @@ class ForecastSampler(Sampler):
 
     def query(self, state: ForecastState) -> list[LatentQuery]:
         """The whole model on all rows, or nothing where the output is forecast."""
-        if not self.refresh(state):
+        if not self.refreshes(state):
             return []
         branches = 1 if state.guidance_scale == 1.0 else 2
         return [
@@ -206,7 +226,6 @@ class ForecastSampler(Sampler):
         if proposal.made_at != state.commits:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
         full = proposal.kind != "forecast"
-        remembered: Mapping[str, Tensor] = {}
         if full:
             finite = proposal.values.flatten(1).isfinite().all(1).cpu()
             if not finite.all():
@@ -214,13 +233,14 @@ class ForecastSampler(Sampler):
                 raise FloatingPointError(
                     f"the model returned NaN or infinite values for row {row} at step {state.index}"
                 )
-            remembered = self.remember(state, proposal.values)
-        index = state.index
-        state.advance(proposal.values)  # first: a scheduler that raises leaves the memory as it was
+        remembered, notes = self.remember(state, proposal.values, full)
+        before = state.input
+        state.advance(proposal.values, full)  # first: a scheduler that raises leaves the memory as it was
         for name, value in remembered.items():
             state.memory[name] = value
-        if full:
-            state.last_full = index
+        state.notes = notes or state.notes
+        if not state.done:
+            state.course.change += self.watched_change(state, before)
         state.count(proposal.cost)
         state.commits += 1
         return Commit(proposal.rows, state.latent, kind=proposal.kind)

@@ -1,0 +1,1 @@
+"""What attaches to other people's pipelines and comes off again."""

@@ -1,0 +1,180 @@
+"""Where a transformer's residual blocks and their branches are: read off the module tree, and a table of exceptions.
+
+A block is an entry of a `ModuleList` right under the transformer that holds attention or feed-forward modules.
+Embedders and refiners that sit deeper always run, as in TaylorSeer's public code.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Kind = Literal["forecast", "residual", "skip", "output"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module that is hooked, and what becomes of it at a forecast step.
+
+    Args:
+        name: within the transformer; "" is the transformer.
+        kind: "forecast" (its output is forecast), "residual" (what it adds to its input is), "skip" (it is left out:
+            what it feeds is forecast), or "output" (as "forecast", for the whole transformer).
+        block: the name of the block that it is in.
+        sink: of a skipped module, the name of the one whose forecast replaces what it feeds; None if unknown.
+        narrow: whether an output of width 0 does as its stand-in.
+    """
+
+    name: str
+    kind: Kind
+    block: str
+    sink: str | None = None
+    narrow: bool = False
+
+
+ATTENTION = re.compile(r"(\w+_)?(attn|attention)\d*(_\w+)?")
+FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward)\d*(_\w+)?")
+NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
+"""Children whose names say attention or feed-forward but which are norms, modulations or parts of a branch."""
+
+FUSED = ("attn", "proj_mlp", "proj_out")
+"""Children of single-stream blocks where one matrix sums attention and feed-forward (FLUX, HunyuanVideo, Chroma): its
+output is the branch, and what feeds it is left out."""
+
+NARROW = (
+    "FluxSingleTransformerBlock",
+    "HunyuanVideoSingleTransformerBlock",
+    "HunyuanVideoTokenReplaceSingleTransformerBlock",
+    "HunyuanImageSingleTransformerBlock",
+    "ChromaSingleTransformerBlock",
+)
+"""Classes of such blocks that only join what the left-out modules return, so that it may have no width at all."""
+
+ENCODER_FIRST = ("encoder_hidden_states", "hidden_states")
+RETURNS: dict[str, tuple[str, ...]] = {
+    name: ENCODER_FIRST
+    for name in (
+        "FluxTransformerBlock",
+        "FluxSingleTransformerBlock",
+        "Flux2TransformerBlock",
+        "QwenImageTransformerBlock",
+        "JointTransformerBlock",
+        "AuraFlowJointTransformerBlock",
+        "BriaTransformerBlock",
+        "ChromaTransformerBlock",
+    )
+}
+"""Arguments that the returned tensors continue, by class, where shapes may not tell. Others: hidden states first."""
+
+
+def residual_blocks(transformer: nn.Module) -> dict[str, nn.Module]:
+    """The blocks by name, in the order of the module tree."""
+    found = {}
+    for list_name, child in transformer.named_children():
+        if isinstance(child, nn.ModuleList):
+            entries = {f"{list_name}.{i}": block for i, block in enumerate(child)}
+            if any(branches(block) for block in entries.values()):
+                found |= entries
+    return found
+
+
+def branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
+    """Names of a block's branches, each "attention", "feed_forward", "fused" or "feeder" (of the fused one)."""
+    children = dict(block.named_children())
+    if all(name in children for name in FUSED):
+        return {prefix + "attn": "feeder", prefix + "proj_mlp": "feeder", prefix + "proj_out": "fused"}
+    found = {}
+    for name in children:
+        if NO_BRANCH.fullmatch(name):
+            continue
+        if ATTENTION.fullmatch(name):
+            found[prefix + name] = "attention"
+        elif FEED_FORWARD.fullmatch(name):
+            found[prefix + name] = "feed_forward"
+    if not found and len(children) == 1:  # a wrapper around the block proper
+        (name,) = children
+        return branches(children[name], f"{prefix}{name}.")
+    return found
+
+
+def places(transformer: nn.Module, target: str) -> list[Place]:
+    """What is hooked for a target, in the order of the module tree.
+
+    Raises:
+        ValueError: the transformer has no such blocks, or one of them has no branch that could be told.
+    """
+    if target == "output":
+        return [Place("", "output", "")]
+    blocks = residual_blocks(transformer)
+    kind = type(transformer).__name__
+    if not blocks:
+        raise ValueError(
+            f"target={target!r}: {kind} has no list of blocks with attention or feed-forward modules; it has "
+            f"{', '.join(name for name, _ in transformer.named_children())}. Use target='output', or name modules=[...]"
+        )
+    if target == "block":
+        return [Place(name, "residual", name) for name in blocks]
+    found = []
+    for name, block in blocks.items():
+        kinds = branches(block, f"{name}.")
+        if not kinds:
+            raise ValueError(
+                f"target='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
+                "module that could be told by its name; use target='block', or name modules=[...]"
+            )
+        sink = next((branch for branch, role in kinds.items() if role == "fused"), None)
+        for branch, role in kinds.items():
+            if role == "feeder":
+                found.append(Place(branch, "skip", name, sink, type(block).__name__ in NARROW))
+            else:
+                found.append(Place(branch, "forecast", name))
+    return found
+
+
+def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
+    """What is hooked where the user names modules by patterns.
+
+    Raises:
+        ValueError: a pattern matches nothing, one module matches both kinds, a module inside a matched one, or no
+            forecast stands behind a skipped module.
+    """
+    # lists of modules are never called
+    listed = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    names = [name for name, module in transformer.named_modules() if name and not isinstance(module, listed)]
+    chosen: dict[str, Kind] = {}
+    for setting, patterns, kind in (("modules", modules, "forecast"), ("skip", skip, "skip")):
+        for pattern in patterns:
+            hits = [name for name in names if re.fullmatch(pattern, name)]
+            if not hits:
+                known = [place.name for place in _known(transformer)][:6]
+                raise ValueError(
+                    f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
+                    f"names look like {', '.join(known or names[:6])}"
+                )
+            for name in hits:
+                if chosen.get(name, kind) != kind:
+                    raise ValueError(f"modules and skip both match {name!r}; a module is forecast or skipped")
+                chosen[name] = kind
+    found = [name for name in names if name in chosen]
+    for name in found:
+        parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in chosen]
+        if parents:
+            raise ValueError(f"modules or skip match {name!r} and {parents[0]!r}, which holds it; leave one out")
+    last = max(index for index, name in enumerate(found) if chosen[name] == "forecast")
+    loose = found[last + 1 :]
+    if loose:
+        raise ValueError(
+            f"skip: no forecast stands behind {', '.join(loose)}, so that what they feed would be garbage; "
+            f"the last forecast is {found[last]!r}. Add one to modules=..., or do not skip them"
+        )
+    return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in found]
+
+
+def _known(transformer: nn.Module) -> list[Place]:
+    try:
+        return places(transformer, "module")
+    except ValueError:
+        return []

@@ -1,0 +1,200 @@
+"""A tap sits around one module and decides, call by call, whether it is evaluated, forecast, or left out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from paradec.hooks.blocks import RETURNS, Place
+from paradec.samplers.bases import History
+from paradec.samplers.refresh import relative_error
+
+if TYPE_CHECKING:
+    from paradec.hooks.session import Transformer
+
+
+@dataclass
+class Kept:
+    """What a tap remembers of one branch: of every tensor that its module returned."""
+
+    leaves: list[Any]
+    """The output, flattened: None where a history stands, else the value itself (None, numbers)."""
+    histories: list[History | None]
+    spec: Any
+    """How the output is put together again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all histories."""
+        return sum(history.nbytes for history in self.histories if history is not None)
+
+
+class Patch:
+    """Stands between a module's `__call__` and all that it would do, and gives the place back.
+
+    That is outside of `forward`, which accelerate and diffusers replace to move weights, and put back between runs; and
+    outside of the code of a block that `torch.compile` compiled in place, which is called through another attribute.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[..., Any]):
+        self.module = module
+        self.slot = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+        if hasattr(module, "_orig_mod"):  # what torch.compile returns hands other attributes on to what it compiled
+            self.slot = "forward"
+        self.had = self.slot in vars(module)
+        self.inner = getattr(module, self.slot)
+        self.active = True
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return around(*args, **kwargs) if self.active else self.inner(*args, **kwargs)
+
+        self.patched = torch.compiler.disable(functools.wraps(self.inner)(patched))
+        setattr(module, self.slot, self.patched)
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether the module was compiled with the patch inside."""
+        return self.slot == "_call_impl" and self.module._compiled_call_impl is not None
+
+    def remove(self) -> None:
+        """Leave the module as it was; if someone stands on top of the patch, it stays and passes calls through."""
+        self.active = False
+        if vars(self.module).get(self.slot) is self.patched:
+            if self.had:
+                setattr(self.module, self.slot, self.inner)
+            else:
+                delattr(self.module, self.slot)
+
+
+class Tap:
+    """One hooked module of a transformer."""
+
+    def __init__(self, owner: Transformer, place: Place, module: nn.Module, verified: bool = False):
+        self.owner, self.place, self.module = owner, place, module
+        self.verified = verified
+        """Whether it is evaluated at forecast steps too, to measure the error."""
+        self.parameters = parameters_of(module)
+        self.patch = Patch(module, self.call) if place.name else None
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for the module's call."""
+        assert self.patch is not None
+        if not self.owner.inside:  # used by itself
+            return self.patch.inner(*args, **kwargs)
+        return self.answer(self.patch.inner, args, kwargs)
+
+    def answer(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The module's output: evaluated, forecast, or a stand-in."""
+        again = self.owner.again(self.place.name)
+        kept = self.owner.histories.get(self.place.name + again)
+        full = self.owner.decide(self.place, args, kwargs)
+        replaced = self.owner.histories.get((self.place.sink or self.place.name) + again)
+        if full or kept is None or replaced is None or (self.verified and self.place.kind == "skip"):
+            output = inner(*args, **kwargs)
+            self.owner.histories[self.place.name + again] = self.keep(kept, output, args, kwargs)
+            self.owner.evaluated.append(self.place.name)
+            return output
+        self.owner.forecast.append(self.place.name)
+        if self.place.kind == "skip":
+            return self.stand_in(kept)
+        bases = self.bases(kept.leaves, kept.histories, args, kwargs)
+        values, error = [], None
+        real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
+        for i, (leaf, history) in enumerate(zip(kept.leaves, kept.histories, strict=True)):
+            if history is not None:
+                value = self.owner.basis.forecast(history, self.owner.clock.index)
+                kept.histories[i] = self.owner.basis.roll(history, value)
+                if real is not None and error is None:
+                    found = real[i] if bases[i] is None else real[i] - bases[i]
+                    error = relative_error(value, found)
+                leaf = value if bases[i] is None else bases[i] + value
+                if self.place.kind == "output":
+                    leaf = leaf.clone()  # callers of a transformer may write into what they were given
+            values.append(leaf)
+        if error is not None:
+            self.owner.course.error = error
+        return tree_unflatten(values, kept.spec)
+
+    def keep(self, kept: Kept | None, output: Any, args: tuple, kwargs: dict[str, Any]) -> Kept:
+        """What is remembered after an evaluation."""
+        leaves, spec = tree_flatten(output)
+        if self.place.kind == "skip":
+            return Kept([_Shape.of(leaf) for leaf in leaves], [None] * len(leaves), spec)
+        before = kept.histories if kept is not None and len(kept.histories) == len(leaves) else [None] * len(leaves)
+        bases = self.bases(leaves, leaves, args, kwargs)
+        histories: list[History | None] = []
+        for leaf, base, history in zip(leaves, bases, before, strict=True):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                value = leaf.detach() if base is None else leaf.detach() - base.detach()
+                value = value.clone() if self.place.kind == "output" else value
+                histories.append(self.owner.basis.update(history, value, self.owner.clock.index))
+            else:
+                histories.append(None)
+        rest = [None if history is not None else leaf for leaf, history in zip(leaves, histories, strict=True)]
+        return Kept(rest, histories, spec)
+
+    def bases(self, leaves: list[Any], tensors: list[Any], args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
+        """The inputs that the outputs continue: what a residual is added to. None where an output stands alone."""
+        if self.place.kind != "residual":
+            return [None] * len(leaves)
+        shapes = [_shape(tensor) for tensor in tensors]
+        given = dict(zip(self.parameters, args)) | kwargs
+        names = [name for name in given if isinstance(given[name], Tensor)]
+        streams = [name for name in names if name in ("hidden_states", "encoder_hidden_states")] or names[:1]
+        declared = RETURNS.get(type(self.module).__name__, tuple(streams))
+        found: list[Tensor | None] = []
+        for i, shape in enumerate(shapes):
+            fits = [name for name in streams if shape is not None and tuple(given[name].shape) == shape]
+            name = declared[i] if i < len(declared) and declared[i] in fits else fits[0] if len(fits) == 1 else None
+            found.append(given[name] if name else None)
+        return found
+
+    def stand_in(self, kept: Kept) -> Any:
+        """What a skipped module returns: nothing at all where that does, else NaN, which would be noticed."""
+        values = []
+        for leaf in kept.leaves:
+            if not isinstance(leaf, _Shape):
+                values.append(leaf)
+            elif self.place.narrow:
+                values.append(torch.empty((*leaf.shape[:-1], 0), dtype=leaf.dtype, device=leaf.device))
+            else:
+                values.append(torch.full((), torch.nan, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape))
+        return tree_unflatten(values, kept.spec)
+
+    def remove(self) -> None:
+        """Take the tap off."""
+        if self.patch is not None:
+            self.patch.remove()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a stand-in must look like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return cls(tuple(leaf.shape), leaf.dtype, leaf.device)
+        return leaf
+
+
+def parameters_of(module: nn.Module) -> list[str]:
+    """Names of a module's arguments, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, History):
+        return tuple(value.tensors[0].shape)
+    return tuple(value.shape) if isinstance(value, Tensor) else None

@@ -1,0 +1,254 @@
+"""How a feature is forecast from those of earlier evaluations: one small class of maths each.
+
+A basis keeps a `History` and never changes one: `update` makes the next after an evaluation, `forecast` reads it, and
+`roll` is for methods that feed a forecast back. Steps are counted in solver steps, not in timesteps or noise levels.
+Everything is elementwise over the feature but for `dmd`, so that shards and rows stay independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import factorial
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class History(NamedTuple):
+    """What is kept of one feature [B, ...] between evaluations."""
+
+    tensors: tuple[Tensor, ...]
+    """Derivatives (order 0 first), or earlier features (newest first): the basis knows."""
+    nodes: tuple[int, ...]
+    """Steps of the evaluations that are still in use, newest first."""
+    dtype: torch.dtype
+    """The feature's own type, which forecasts have too."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Base of the bases.
+
+    Args:
+        order: O: how many orders beyond the last feature are used, where the basis has orders.
+        dtype: what the history is kept in; None keeps the feature's own type. Sums are taken in the wider of the two.
+        guard: no differences are taken at steps up to this one (-1: always), as TaylorSeer's public code has it for
+            the steps before the last two of `first_enhance`.
+    """
+
+    order: int = 1
+    dtype: torch.dtype | None = None
+    guard: int = -1
+
+    name: ClassVar[str] = ""
+    rolls: ClassVar[bool] = False
+    """Whether forecasts are fed back."""
+
+    @property
+    def slots(self) -> int:
+        """Tensors that a history holds at most."""
+        return self.order + 1
+
+    def update(self, history: History | None, feature: Tensor, step: int) -> History:
+        """The history after an evaluation at `step`; a feature of another shape starts it anew."""
+        if history is not None and history.tensors[0].shape != feature.shape:
+            history = None
+        tensors, nodes = self.extend(history, feature, step)
+        kept = tuple(tensor.to(self.dtype or feature.dtype) for tensor in tensors)
+        return History(kept, nodes, feature.dtype)
+
+    def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
+        """Tensors and nodes after an evaluation: by default the last features themselves."""
+        tensors, nodes = (history.tensors, history.nodes) if history is not None else ((), ())
+        return [feature, *tensors][: self.slots], (step, *nodes)[: self.slots]
+
+    def forecast(self, history: History, step: int) -> Tensor:
+        """The feature [B, ...] at a later step, in the feature's type."""
+        wide = torch.promote_types(history.tensors[0].dtype, history.dtype)
+        tensors = tuple(tensor.to(wide) for tensor in history.tensors)
+        return self.expand(tensors, history.nodes, step).to(history.dtype)
+
+    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
+        """The forecast from a history's tensors; by default their sum with `weights`."""
+        total = tensors[0]
+        weights = self.weights(nodes, step, len(tensors))
+        if weights[0] != 1:
+            total = total * weights[0]
+        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+            total = total + tensor * weight
+        return total
+
+    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+        """One factor per tensor of a history of `count` tensors."""
+        raise NotImplementedError
+
+    def roll(self, history: History, forecast: Tensor) -> History:
+        """The history after a forecast; most bases expand every forecast from the same evaluations."""
+        return history
+
+
+@dataclass(frozen=True)
+class Taylor(Basis):
+    """Taylor expansion from backward differences: sum_i D_i k^i / i!, k steps behind the evaluation (TaylorSeer).
+
+    As in the public code, one gap (between the last two evaluations) divides the differences of every order, also
+    where earlier evaluations stood further apart, and D_i is the derivative at a point behind the evaluation: exact for
+    linear features, not for quadratic ones (`Newton` is). Each evaluation adds an order, up to `order`.
+    """
+
+    name = "taylor"
+
+    def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
+        found = [feature]
+        if history is not None and step > self.guard:
+            for previous in history.tensors[: self.order]:
+                found.append((found[-1] - previous) / (step - history.nodes[0]))
+        return found, (step,)
+
+    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+        return [(step - nodes[0]) ** i / factorial(i) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Hermite(Taylor):
+    """Taylor's differences with k^i replaced by sigma^i H_i(sigma k), physicists' Hermite polynomials (HiCache)."""
+
+    sigma: float = 0.5
+
+    name = "hermite"
+
+    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+        return hermite_weights(step - nodes[0], self.sigma, count)
+
+
+@dataclass(frozen=True)
+class Reuse(Basis):
+    """The last evaluation, as it was."""
+
+    name = "reuse"
+    slots = 1
+
+    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+        return [1.0]
+
+
+@dataclass(frozen=True)
+class Newton(Basis):
+    """The polynomial through the last `order + 1` evaluations, wherever they stood: exact up to degree `order`."""
+
+    name = "newton"
+
+    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+        weights = []
+        for i, node in enumerate(nodes):
+            weight = 1.0
+            for j, other in enumerate(nodes):
+                weight *= 1.0 if i == j else (step - other) / (node - other)
+            weights.append(weight)
+        return weights
+
+
+@dataclass(frozen=True)
+class FoCa(Basis):
+    """A corrected forecast from the last two evaluations and the last two features used, in cache-dit's form.
+
+    Tensors: last evaluation, the one before, last feature used, the one before; forecasts are fed back.
+    """
+
+    name = "foca"
+    rolls = True
+    slots = 4
+
+    def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
+        if history is None:
+            return [feature], (step,)
+        last, used = history.tensors[0], history.tensors[min(2, len(history.tensors) - 1)]
+        return [feature, last, feature, used], (step,)
+
+    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
+        if len(tensors) == 1:
+            return tensors[0]
+        full, before, used, used_before = tensors
+        slope, since = (full - before) + (used - used_before), step - nodes[0]
+        if since <= 3:
+            return full + since / 2 * slope
+        share = 3 / since
+        return share * (full + 1.5 * slope) + (1 - share) * full
+
+    def roll(self, history: History, forecast: Tensor) -> History:
+        if len(history.tensors) == 1:
+            return history
+        full, before, used, _ = history.tensors
+        return history._replace(tensors=(full, before, forecast.to(full.dtype), used))
+
+
+@dataclass(frozen=True)
+class DMD(Basis):
+    """Dynamic mode decomposition of the last `window` evaluations, where at least 4 stand evenly; else `Hermite`.
+
+    As in HiCache's public code (hicache-pp); modes below 1e-4 of the largest are dropped, in float64. The features of
+    a row are taken together, so that this costs a small SVD per row and feature: meant for whole outputs.
+    """
+
+    window: int = 6
+    sigma: float = 0.5
+
+    name = "dmd"
+
+    @property
+    def slots(self) -> int:
+        return max(self.window, self.order + 1)
+
+    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
+        spacing = nodes[0] - nodes[1] if len(nodes) > 1 else 0
+        even = 1
+        while even < min(len(nodes), self.window) and nodes[even - 1] - nodes[even] == spacing:
+            even += 1
+        if even < 4:
+            factors = backward_differences(tensors, nodes, self.order)
+            weights = hermite_weights(step - nodes[0], self.sigma, len(factors))
+            return sum(factor * weight for factor, weight in zip(factors, weights, strict=True))
+        rows = torch.stack(tensors[:even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
+        ahead = (step - nodes[0]) / spacing
+        return torch.stack([mode_forecast(row, ahead) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
+
+
+def backward_differences(features: tuple[Tensor, ...], nodes: tuple[int, ...], order: int) -> list[Tensor]:
+    """What `Taylor` would hold after these evaluations (newest first), of orders 0 to `order`."""
+    level, found = list(features), [features[0]]
+    while len(found) <= order and len(level) > 1:
+        level = [(new - old) / (nodes[i] - nodes[i + 1]) for i, (new, old) in enumerate(zip(level, level[1:]))]
+        found.append(level[0])
+    return found
+
+
+def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
+    """sigma^i H_i(sigma k) / i! for i below `count`; 1 at i = 0."""
+    x = sigma * distance
+    values = [1.0, 2 * x]
+    for i in range(2, count):
+        values.append(2 * x * values[-1] - 2 * (i - 1) * values[-2])
+    return [sigma**i * values[i] / factorial(i) for i in range(count)]
+
+
+def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
+    """The state `ahead` spacings behind the last of evenly spaced snapshots [features, n] float64, oldest first."""
+    x, y = snapshots[:, :-1], snapshots[:, 1:]
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    rank = max(int((s > 1e-4 * s[0]).sum()), 1)
+    u, s, v = u[:, :rank], s[:rank], vh[:rank].mH
+    values, vectors = torch.linalg.eig((u.mH @ y @ v / s).cpu())
+    values, vectors = values.to(x.device), vectors.to(x.device)
+    modes = (y @ v / s).to(vectors.dtype) @ vectors
+    amplitudes = torch.linalg.pinv(modes) @ snapshots[:, -1].to(modes.dtype)
+    return (modes @ (values**ahead * amplitudes)).real
+
+
+BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newton, Hermite, Reuse, FoCa, DMD)}

@@ -1,0 +1,144 @@
+"""BAC's schedules: for each module of a transformer, the solver steps at which it is evaluated.
+
+Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR 2026, arXiv 2506.13456: the adaptive
+caching schedule and the bubbling union. Where text and public code differ, the code is followed: a segment is scored
+by its similarity to the features at its first step, not between neighbours, and any module may be given the union.
+`paradec.hooks.bac.calibrate` measures what these functions read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paradec.checks import check_int, shown
+
+
+@dataclass(frozen=True)
+class BlockSchedule:
+    """Steps at which each module is evaluated; between them its last output serves.
+
+    Args:
+        steps: solver steps of the run that this was made for.
+        modules: (name within the transformer, ascending steps that begin with 0), in the order of evaluation.
+
+    Raises:
+        ValueError: a name twice, or steps that are out of range or do not begin with 0.
+    """
+
+    steps: int
+    modules: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        check_int("steps", self.steps, low=1)
+        if not self.modules:
+            raise ValueError("modules=() must name at least one module")
+        if len({name for name, _ in self.modules}) != len(self.modules):
+            raise ValueError("modules names one module twice")
+        for name, steps in self.modules:
+            for step in steps:
+                check_int(f"step of {name!r}", step, low=0, high=self.steps - 1)
+            if not steps or steps[0] != 0 or sorted(set(steps)) != list(steps):
+                raise ValueError(f"steps of {name!r}={shown(list(steps))} must be ascending and begin with 0")
+
+    def as_dict(self) -> dict[str, frozenset[int]]:
+        """The steps by name."""
+        return {name: frozenset(steps) for name, steps in self.modules}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as in the file."""
+        return {"steps": self.steps, "modules": {name: list(steps) for name, steps in self.modules}}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> BlockSchedule:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: data of another form.
+        """
+        modules = data.get("modules") if isinstance(data, Mapping) and set(data) == {"steps", "modules"} else None
+        if not isinstance(modules, Mapping) or not all(isinstance(steps, (list, tuple)) for steps in modules.values()):
+            raise ValueError(f'schedule={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
+        return cls(data["steps"], tuple((str(name), tuple(steps)) for name, steps in modules.items()))
+
+    def save(self, path: str | Path) -> None:
+        """Write the schedule as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> BlockSchedule:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or not of this form.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"schedule={str(path)!r} is no schedule file: {error}") from None
+        return cls.from_dict(data)
+
+
+def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
+    """The best steps to evaluate one module at, by dynamic programming in O(updates T^2).
+
+    Args:
+        scores: [T, T]; entry [a, t] is how well the features of step a serve at step t (cosine similarity; a distance
+            with `maximise` off).
+        updates: n: how many steps are evaluated; the first is step 0.
+        maximise: whether larger scores are better.
+
+    Returns:
+        n ascending steps; of equally good choices, the earliest.
+    """
+    total = len(scores)
+    check_int("updates", updates, low=1, high=total)
+    scores = np.asarray(scores, np.float64) if maximise else -np.asarray(scores, np.float64)
+    tails = np.cumsum(scores, axis=1)
+    # cost[a, c]: a serves steps a to c
+    cost = tails - np.take_along_axis(tails, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
+    best, starts = cost[0].copy(), []
+    for count in range(2, updates + 1):
+        new, start = np.full(total, -np.inf), np.zeros(total, np.int64)
+        for end in range(count - 1, total):
+            totals = best[count - 2 : end] + cost[np.arange(count - 1, end + 1), end]
+            start[end] = count - 1 + int(totals.argmax())
+            new[end] = totals.max()
+        best = new
+        starts.append(start)
+    steps, end = [], total - 1
+    for start in reversed(starts):
+        steps.append(int(start[end]))
+        end = steps[-1] - 1
+    return [0, *reversed(steps)]
+
+
+def bubbling_union(
+    steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], count: int = 3
+) -> dict[str, list[int]]:
+    """Let the modules with the largest caching errors be evaluated also when a feed-forward behind them is.
+
+    A feed-forward's update takes in the errors of what stands before it; so these update with it.
+
+    Args:
+        steps: each module's own schedule, in the order of evaluation.
+        errors: mean distance between each module's features at two steps.
+        feed_forward: the names among them that are feed-forward modules.
+        count: n: how many modules are given the union (3 in the paper's README, 5 in its simulations); below 2, none.
+
+    Returns:
+        The schedules, each a superset of what it was.
+    """
+    names = list(steps)
+    united = {name: sorted(set(steps[name])) for name in names}
+    if count < 2:
+        return united
+    for name in sorted(names, key=lambda name: -errors[name])[:count]:
+        behind = [other for other in names[names.index(name) :] if other in feed_forward]
+        united[name] = sorted(set(steps[name]).union(*(steps[other] for other in behind)))
+    return united

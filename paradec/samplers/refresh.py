@@ -1,0 +1,189 @@
+"""When a diffusion transformer is evaluated instead of forecast: fixed schedules, and rules that measure an error.
+
+Independent of how features are forecast (`bases`): every rule goes with every basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from paradec.checks import check_int, check_number, shown
+from paradec.registry import unknown
+
+STYLES = ("reference", "diffusers")
+
+
+@dataclass
+class Course:
+    """Where a run stands: what the rules read. Steps are counted from 0."""
+
+    total: int | None = None
+    """Solver steps of the run, where they are known."""
+    index: int = 0
+    """The step that comes next."""
+    last_full: int = -1
+    """The latest step that was evaluated."""
+    change: float = 0.0
+    """Accumulated change of the watched input since then, this step's included (`AccumulatedChange`)."""
+    error: float | None = None
+    """Relative error of the latest forecast that was verified since then (`Verification`)."""
+
+    @property
+    def forecasts(self) -> int:
+        """Forecasts since the latest evaluation."""
+        return self.index - self.last_full - 1
+
+    def finished(self, full: bool) -> None:
+        """Go on to the next step."""
+        if full:
+            self.last_full, self.change, self.error = self.index, 0.0, None
+        self.index += 1
+
+
+def interval_is_full(index: int, interval: int, first_enhance: int, style: str, full_after: int | None) -> bool:
+    """Whether step `index` is evaluated by a fixed schedule.
+
+    "reference" evaluates the first `first_enhance` steps and then every `interval`-th after the last of them;
+    "diffusers" is its `TaylorSeerCacheConfig`: the second step behind the first ones, and every `interval`-th from
+    there. From step `full_after` on, all are evaluated.
+    """
+    if index < first_enhance or (full_after is not None and index >= full_after):
+        return True
+    offset = 1 if style == "reference" else -1
+    return (index - first_enhance + offset) % interval == 0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Refresh when a verified forecast was off: SpeCa (Liu et al., "SpeCa", ACM MM 2025, arXiv 2509.11628).
+
+    The last transformer block is also evaluated at forecast steps, on the forecast features, and compared with its own
+    forecast, which is what is used. If the mean relative error exceeds max(base_threshold decay_rate^(step / steps),
+    0.1), the *next* step is evaluated; nothing is taken back. After an evaluation comes a forecast, also among the
+    first steps. The public code asks for all four numbers; these defaults are ours.
+
+    Args:
+        base_threshold: relative error allowed at the first step.
+        decay_rate: what it is multiplied with from the first step to the last.
+        min_forecasts: forecasts after an evaluation before the error counts (`min_taylor_steps`).
+        max_forecasts: forecasts after which the next step is evaluated anyhow (`max_taylor_steps`).
+    """
+
+    base_threshold: float = 0.3
+    decay_rate: float = 0.3
+    min_forecasts: int = 1
+    max_forecasts: int = 8
+
+    name: ClassVar[str] = "verification"
+
+    def __post_init__(self) -> None:
+        check_number("base_threshold", self.base_threshold, low=0, open_low=True)
+        check_number("decay_rate", self.decay_rate, low=0, high=1, open_low=True)
+        check_int("min_forecasts", self.min_forecasts, low=1)
+        check_int("max_forecasts", self.max_forecasts, low=self.min_forecasts)
+
+    def is_full(self, course: Course, first_enhance: int) -> bool:
+        """Whether the next step is evaluated."""
+        if course.forecasts == 0:
+            return False
+        if course.index < first_enhance or course.forecasts >= self.max_forecasts:
+            return True
+        if course.error is None or course.forecasts < self.min_forecasts:
+            return False
+        done = (course.index - 1) / course.total if course.total else 0.0
+        return course.error > max(self.base_threshold * self.decay_rate**done, 0.1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `refresh_from`."""
+        return {"refresh": self.name} | asdict(self)
+
+
+@dataclass(frozen=True)
+class AccumulatedChange:
+    """Refresh when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
+
+    The relative L1 change of the watched input from step to step, rescaled by a polynomial, is summed since the last
+    evaluation; at `threshold` the step is evaluated. Watched is the first thing that a forecast would replace: with
+    `target="module"` the modulated input of the first attention, as in the paper, else the hidden states before the
+    first block, or the latent.
+
+    Args:
+        threshold: accumulated change that asks for an evaluation.
+        coefficients: of the polynomial, highest power first. The paper fits them per model; (1, 0) is the change as
+            it is.
+        max_forecasts: forecasts in a row after which the next step is evaluated anyhow; None sets no bound.
+    """
+
+    threshold: float = 0.2
+    coefficients: tuple[float, ...] = (1.0, 0.0)
+    max_forecasts: int | None = None
+
+    name: ClassVar[str] = "accumulated_change"
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, open_low=True)
+        if not isinstance(self.coefficients, (list, tuple)) or not self.coefficients:
+            raise ValueError(f"coefficients={shown(self.coefficients)} must be numbers, highest power first")
+        for value in self.coefficients:
+            check_number("coefficients", value)
+        object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
+        check_int("max_forecasts", self.max_forecasts, low=1, none=True)
+
+    def rescale(self, change: float) -> float:
+        """The polynomial of one step's change."""
+        total = 0.0
+        for coefficient in self.coefficients:
+            total = total * change + coefficient
+        return total
+
+    def is_full(self, course: Course, first_enhance: int) -> bool:
+        """Whether the next step is evaluated; `course.change` holds its change already."""
+        if course.index < first_enhance:
+            return True
+        if self.max_forecasts is not None and course.forecasts >= self.max_forecasts:
+            return True
+        return course.change >= self.threshold
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `refresh_from`."""
+        return {"refresh": self.name} | asdict(self) | {"coefficients": list(self.coefficients)}
+
+
+RULES: Mapping[str, Any] = {rule.name: rule for rule in (Verification, AccumulatedChange)}
+
+
+def refresh_from(value: Any) -> Verification | AccumulatedChange | None:
+    """A rule from itself, its name, or its `to_dict`; None is none.
+
+    Raises:
+        ValueError: something else, or a setting that the rule has not.
+    """
+    if value is None or isinstance(value, tuple(RULES.values())):
+        return value
+    given = {"refresh": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping) or "refresh" not in given:
+        raise ValueError(
+            f"refresh={shown(value)} must be Verification(...), AccumulatedChange(...), or one of their names"
+        )
+    if given["refresh"] not in RULES:
+        raise ValueError(unknown("refresh", given["refresh"], RULES))
+    rule = RULES[given["refresh"]]
+    settings = {key: entry for key, entry in given.items() if key != "refresh"}
+    for key in settings:
+        if key not in rule.__dataclass_fields__:
+            raise ValueError(unknown(f"setting of refresh {rule.name!r}", key, rule.__dataclass_fields__))
+    return rule(**settings)
+
+
+def relative_change(new: Tensor, old: Tensor) -> float:
+    """mean |new - old| / mean |old|. Waits for the device."""
+    return float((new - old).abs().mean() / old.abs().mean().clamp(min=1e-12))
+
+
+def relative_error(forecast: Tensor, real: Tensor) -> float:
+    """mean(|forecast - real| / |real|), as SpeCa measures it. Waits for the device."""
+    return float(((forecast - real).abs() / (real.abs() + 1e-10)).mean())

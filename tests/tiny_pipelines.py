@@ -1,0 +1,237 @@
+"""Small diffusers pipelines and transformers with random weights, for tests that attach to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+GOLDEN = Path(__file__).parent / "golden" / "diffusion"
+FACTS = json.loads((GOLDEN / "golden_latents.json").read_text())
+
+
+def dit_pipeline() -> DiTPipeline:
+    """The traces' DiT."""
+    module = DiTTransformer2DModel(**FACTS["dit"]["transformer"])
+    module.load_state_dict(load_file(GOLDEN / "golden_tiny_dit.safetensors"))
+    torch.manual_seed(1)
+    pipe = DiTPipeline(module.eval(), AutoencoderKL(**FACTS["dit"]["vae"]).eval(), DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
+    """The latents that the pipeline decodes."""
+    fed: list[Tensor] = []
+    decode = pipe.vae.decode
+    pipe.vae.decode = lambda latent: fed.append(latent * pipe.vae.config.scaling_factor) or decode(latent)
+    try:
+        call = {"class_labels": [1, 2], "guidance_scale": 4.0, "num_inference_steps": steps, "output_type": "np"}
+        pipe(**call | {"generator": torch.Generator("cpu").manual_seed(42)} | options)
+    finally:
+        del pipe.vae.decode
+    return fed[0]
+
+
+def flux_pipeline() -> FluxPipeline:
+    """The traces' FLUX."""
+    module = FluxTransformer2DModel(**FACTS["flux"]["transformer"])
+    module.load_state_dict(load_file(GOLDEN / "golden_tiny_flux.safetensors"))
+    torch.manual_seed(0)
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=AutoencoderKL(**FACTS["flux"]["vae"]).eval(),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=module.eval(),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_flux(pipe: FluxPipeline, steps: int = 16, **options: Any) -> Tensor:
+    """The latents at the end."""
+    draw = torch.Generator("cpu").manual_seed(7)
+    prompt = {"prompt_embeds": torch.randn(1, 8, 32, generator=draw)}
+    prompt["pooled_prompt_embeds"] = torch.randn(1, 32, generator=draw)
+    call = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": 3.5, "output_type": "latent"}
+    return pipe(**prompt | call | {"generator": torch.Generator("cpu").manual_seed(42)} | options).images
+
+
+def _sd3() -> tuple[nn.Module, dict[str, Tensor]]:
+    from diffusers import SD3Transformer2DModel
+
+    module = SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+        pos_embed_max_size=8, dual_attention_layers=(0,), qk_norm="rms_norm",
+    )  # fmt: skip
+    return module, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 16, 16),
+        "pooled_projections": torch.randn(2, 16),
+    }
+
+
+def _pixart() -> tuple[nn.Module, dict[str, Tensor]]:
+    from diffusers import PixArtTransformer2DModel
+
+    module = PixArtTransformer2DModel(
+        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=16,
+        in_channels=4, cross_attention_dim=16, out_channels=8, num_embeds_ada_norm=1000,
+        use_additional_conditions=False,
+    )  # fmt: skip
+    return module, {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 7, 16)}
+
+
+def _sana() -> tuple[nn.Module, dict[str, Tensor]]:
+    from diffusers import SanaTransformer2DModel
+
+    module = SanaTransformer2DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=2,
+        num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=16,
+        sample_size=8, patch_size=1,
+    )  # fmt: skip
+    return module, {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 7, 16)}
+
+
+def _wan() -> tuple[nn.Module, dict[str, Tensor]]:
+    from diffusers import WanTransformer3DModel
+
+    module = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )  # fmt: skip
+    return module, {"hidden_states": torch.randn(1, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(1, 7, 16)}
+
+
+def _hunyuan_video() -> tuple[nn.Module, dict[str, Tensor]]:
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    module = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=2,
+        num_single_layers=2, num_refiner_layers=1, patch_size=1, patch_size_t=1, guidance_embeds=False,
+        text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
+    )  # fmt: skip
+    return module, {
+        "hidden_states": torch.randn(1, 4, 1, 4, 4),
+        "encoder_hidden_states": torch.randn(1, 7, 16),
+        "encoder_attention_mask": torch.ones(1, 7),
+        "pooled_projections": torch.randn(1, 8),
+    }
+
+
+def _qwen_image() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import QwenImageTransformer2DModel
+
+    module = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
+    return module, {
+        "hidden_states": torch.randn(1, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 16, 16),  # as many as the image's: shapes do not tell the streams apart
+        "encoder_hidden_states_mask": torch.ones(1, 16, dtype=torch.long),
+        "img_shapes": [(1, 4, 4)],
+    }
+
+
+def _dit() -> tuple[nn.Module, dict[str, Tensor]]:
+    module = DiTTransformer2DModel(**FACTS["dit"]["transformer"])
+    return module, {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
+
+
+def _flux() -> tuple[nn.Module, dict[str, Tensor]]:
+    module = FluxTransformer2DModel(**FACTS["flux"]["transformer"])
+    return module, {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 16, 32),  # as many as the image's
+        "pooled_projections": torch.randn(1, 32),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(16, 3),
+    }
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "DiT": _dit,
+    "FLUX": _flux,
+    "SD3": _sd3,
+    "PixArt": _pixart,
+    "Sana": _sana,
+    "Wan": _wan,
+    "HunyuanVideo": _hunyuan_video,
+    "QwenImage": _qwen_image,
+}
+
+
+def model(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+    """A transformer with random weights, none of them zero, and the inputs of one call but for the timestep."""
+    torch.manual_seed(seed)
+    module, inputs = MODELS[name]()
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return module.eval().requires_grad_(False), inputs
+
+
+def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: int = 1) -> Tensor:
+    """Euler steps through a bare transformer; `calls` of a step differ in their text. The final latent."""
+    latent = inputs["hidden_states"].clone()
+    with torch.no_grad():
+        for i in range(steps):
+            time = torch.full((len(latent),), 1000.0 * (steps - i) / steps)
+            time = time.long() if isinstance(module, DiTTransformer2DModel) else time
+            total = torch.zeros_like(latent)
+            for call in range(calls):
+                given = inputs | {"hidden_states": latent, "timestep": time}
+                if call:
+                    given["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
+                output = module(**given, return_dict=False)[0]
+                if output.shape != latent.shape:  # a learned variance
+                    output = output[:, : latent.shape[1]]
+                total = total + output / calls
+            latent = latent - total / steps
+    return latent
+
+
+def wan_pipeline() -> Any:
+    """A Wan pipeline, whose guidance makes two calls a step."""
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+
+    module, _ = model("Wan")
+    torch.manual_seed(1)
+    vae = AutoencoderKLWan(
+        base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    )  # fmt: skip
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    pipe = WanPipeline(tokenizer=None, text_encoder=None, vae=vae, scheduler=scheduler, transformer=module)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
+    """The latents at the end."""
+    draw = torch.Generator("cpu").manual_seed(7)
+    texts = {"prompt_embeds": torch.randn(1, 7, 16, generator=draw)}
+    texts["negative_prompt_embeds"] = torch.randn(1, 7, 16, generator=draw)
+    call = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": steps, "output_type": "latent"}
+    call |= {"guidance_scale": 3.0, "generator": torch.Generator("cpu").manual_seed(42)}
+    return pipe(**texts | call | options).frames
