@@ -1,0 +1,438 @@
+"""Schedulers for pipelines that decode text in blocks: diffusers' LLaDA2Pipeline (and DiffusionGemmaPipeline: one)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils import BaseOutput
+from torch import Tensor
+
+from paradec import samplers
+from paradec.blocks import FixedBlocks
+from paradec.checks import check_choice, check_int, check_number, check_temperature, shown
+from paradec.models.facts import ModelFacts
+from paradec.samplers.statistics import token_statistics
+from paradec.schedulers.base import Host, SamplerScheduler
+
+CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}
+"""What LLaDA2Pipeline passes where its caller says nothing."""
+
+
+@dataclass
+class BlockSchedulerOutput(BaseOutput):
+    """What a step made of a block; the fields of diffusers' `BlockRefinementSchedulerOutput`.
+
+    Shapes: `B` rows, `L` positions of the block, `V` words.
+    """
+
+    prev_sample: Tensor
+    """[B, L] int64: the block after the step."""
+    transfer_index: Tensor
+    """[B, L] bool: masks that were filled."""
+    editing_transfer_index: Tensor
+    """[B, L] bool: tokens that were exchanged, or masked again."""
+    sampled_tokens: Tensor
+    """[B, L] int64: the candidates."""
+    sampled_probs: Tensor
+    """[B, L] float64: their probabilities."""
+    pred_logits: Tensor
+    """[B, L, V]: the logits that candidates were drawn from."""
+
+
+class BlockScheduler(SamplerScheduler):
+    """A sampler of the masked family behind `BlockRefinementScheduler`'s calls.
+
+    Config: the sampler's own settings, `block_length` (positions per block) and `num_inference_steps` (the schedule of
+    samplers that have one; the others take the steps that they need, also beyond it, and no mask is left behind).
+    Settings are the config's: thresholds given to the pipeline's call have no effect, and a warning says so.
+
+    The state is the open block's. It begins anew at `timestep` 0 (LLaDA2Pipeline counts from 0 in every block), and
+    when a callback has changed the block. Rows that the pipeline has frozen after their end token are let be. At a
+    temperature, random numbers come from a seed that each block draws from `generator`; they are not those of
+    `paradec.generate`, which knows the prompt.
+    """
+
+    family_settings: Mapping[str, Any] = {"block_length": 32, "num_inference_steps": 32}
+    pipelines = "LLaDA2Pipeline"
+
+    def _setup(self) -> None:
+        super()._setup()
+        self.set_timesteps(self.config.num_inference_steps)
+
+    def set_timesteps(
+        self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
+    ) -> None:
+        """Begin a run. Called by the pipeline.
+
+        Args:
+            num_inference_steps: steps per block of samplers with a schedule, at least 1.
+            block_length: positions per block; None takes the config's.
+
+        Raises:
+            ValueError: out of range.
+        """
+        block_length = self.config.block_length if block_length is None else block_length
+        check_int("num_inference_steps", num_inference_steps, low=1)
+        check_int("block_length", block_length, low=1)
+        self.num_inference_steps, self.block_length = num_inference_steps, block_length
+        self.timesteps = torch.arange(num_inference_steps - 1, -1, -1, device=device)
+        self.sampler = self.make_sampler()
+        self._state = self._written = self._finished = None
+        self._rows = torch.arange(0)
+        self._ignored = set()
+
+    @torch.no_grad()
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: int | Tensor,
+        sample: Tensor,
+        *,
+        mask_token_id: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        sampling_method: str = "auto",
+        threshold: float | None = None,
+        editing_threshold: float | None = None,
+        minimal_topk: int | None = None,
+        prompt_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        return_dict: bool = True,
+    ) -> BlockSchedulerOutput | tuple[Tensor, ...]:
+        """One step and commit of the sampler.
+
+        Args:
+            model_output: [B, L, V] logits of the block; row i predicts token i.
+            timestep: 0 in a block's first step.
+            sample: [B, L] int64, the block; masks are undecided.
+            mask_token_id: the mask.
+            temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
+            sampling_method: "greedy" is temperature 0.
+            threshold, editing_threshold, minimal_topk: no effect; see the class.
+            prompt_mask: no effect: what is decided when a block begins is the user's, and stays.
+            generator: where the block's seed comes from, at a temperature.
+
+        Raises:
+            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits.
+        """
+        self._check_tokens(model_output, sample, "[batch, block]", 2)
+        if mask_token_id is None:
+            raise ValueError(
+                f"mask_token_id=None: {type(self).__name__} fills masks, and this pipeline's model has none (it starts "
+                "from random tokens); of paradec's schedulers EntropyBoundScheduler works without"
+            )
+        check_choice("sampling_method", sampling_method, ("auto", "greedy", "multinomial"))
+        self._warn_ignored(
+            CALL_DEFAULTS,
+            {"threshold": threshold, "editing_threshold": editing_threshold, "minimal_topk": minimal_topk},
+        )
+        if int(timestep) == 0 or not self._holds(sample):
+            temperature = 0.0 if sampling_method == "greedy" else temperature
+            self._open(model_output, sample, mask_token_id, temperature, top_p, top_k, generator)
+        block, tokens, probabilities = self._advance(model_output, sample)
+        filled = (sample == mask_token_id) & (block != mask_token_id)
+        changed = (sample != block) & ~filled
+        self._written = block
+        values = (block, filled, changed, tokens, probabilities, model_output)
+        return BlockSchedulerOutput(*values) if return_dict else values
+
+    def _holds(self, sample: Tensor) -> bool:
+        """Whether the block is what the last step made of it, but for rows that the pipeline has frozen."""
+        if self._written is None or self._written.shape != sample.shape:
+            return False
+        differs = (self._written != sample).any(1)
+        return not bool((differs if self._finished is None else differs & ~self._finished).any())
+
+    def _open(
+        self,
+        model_output: Tensor,
+        sample: Tensor,
+        mask_token_id: int,
+        temperature: float,
+        top_p: float | None,
+        top_k: int | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Start the sampler on the rows of a block that have masks."""
+        before, rows_before = self._state, self._rows
+        self._rows = (sample == mask_token_id).any(1).nonzero().squeeze(1)
+        self._state = None
+        if not len(self._rows):
+            return
+        facts = ModelFacts(model_output.shape[-1], mask_token_id, name=self.facts_name())
+        self._host = Host(facts, sample.device)
+        self._state = self.sampler.start(
+            self._host,
+            sample[self._rows],
+            blocks=FixedBlocks(sample.shape[1], align="absolute"),
+            steps=self.num_inference_steps if self.sampler.uses_steps else None,
+            temperature=temperature,
+            top_p=None if top_p is None or top_p >= 1 else top_p,
+            top_k=None if top_k is None or top_k <= 0 else top_k,
+            generator=generator,
+            eos_early_stop=False,
+        )
+        if before is not None and rows_before.equal(self._rows):
+            for name, spec in self._state.memory.specs.items():
+                if spec.reset == "sequence":
+                    self._state.memory[name] = before.memory[name]
+
+    def facts_name(self) -> str:
+        """What the sampler is told that the model is called."""
+        return "the pipeline's model"
+
+    def _advance(self, model_output: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The block after one step, the candidates, and their probabilities, each [B, L]."""
+        state = self._state
+        if state is None or state.done:
+            tokens, found = token_statistics(model_output, ("confidence",))
+            return sample, tokens, found["confidence"]
+        self._host.logits = model_output[self._rows]
+        proposal = self.sampler.step(self._host, state)
+        self.sampler.commit(state, proposal)
+        self._host.logits = torch.empty(0)
+        running = self._rows[torch.as_tensor(proposal.rows, device=sample.device)].unsqueeze(1)
+        block, tokens = sample.clone(), sample.clone()
+        probabilities = torch.zeros(sample.shape, dtype=torch.float64, device=sample.device)
+        block[self._rows] = state.canvas
+        tokens[running, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
+        confidence = proposal.quantities["confidence"]
+        probabilities[running, proposal.positions] = torch.where(proposal.available, confidence, 0.0)
+        return block, tokens, probabilities
+
+    def _running(self, batch: int) -> Tensor:
+        """[B] bool: rows whose block is not done."""
+        running = torch.zeros(batch, dtype=torch.bool, device=self._rows.device)
+        if self._state is not None:
+            running[self._rows] = torch.as_tensor(self._state.running, device=running.device)
+        return running
+
+    def check_eos_finished(
+        self,
+        cur_x: Tensor,
+        sampled_tokens: Tensor,
+        final_transfer: Tensor,
+        finished: Tensor,
+        eos_token_id: int,
+        mask_token_id: int,
+        prompt_length: int,
+    ) -> Tensor:
+        """Which rows have ended: an end token behind the prompt, and nothing undecided before it. Called by the
+        pipeline after every step.
+
+        Unlike diffusers' scheduler, an end token in the prompt does not keep a row from ending, nor does one that was
+        committed before what stands to its left. Where the sampler takes tokens back, those written in this step count
+        as undecided until a step has left them, or their block is done.
+
+        Args:
+            cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, what this step wrote.
+            finished: [B] bool.
+
+        Returns:
+            [B] bool.
+        """
+        undecided = cur_x == mask_token_id
+        if self.sampler.revises:
+            undecided = undecided.clone()
+            open_rows = self._running(len(cur_x)).to(cur_x.device)
+            undecided[:, -final_transfer.shape[1] :] |= final_transfer & open_rows.unsqueeze(1)
+        answer, undecided = cur_x[:, prompt_length:], undecided[:, prompt_length:]
+        ended = ((answer == eos_token_id) & (undecided.int().cumsum(1) == 0)).any(1)
+        self._finished = finished | ended
+        return self._finished
+
+    def check_block_should_continue(
+        self,
+        step_idx: int,
+        masks_remaining: bool | Tensor,
+        editing_enabled: bool,
+        editing_transfer_index: Tensor,
+        post_steps: int,
+        max_post_steps: int,
+        finished: Tensor,
+    ) -> bool:
+        """Whether the open block needs another step: as long as the sampler has rows at work that have not ended.
+
+        The sampler alone knows; of the arguments, as diffusers' scheduler has them, only `finished` [B] is read. A full
+        block is left at once, without the evaluation that diffusers' scheduler spends on finding out.
+        """
+        self._warn_ignored(CALL_DEFAULTS, {"max_post_steps": max_post_steps})
+        if self._state is None:
+            return False
+        return bool((self._running(len(finished)) & ~finished.to(self._rows.device)).any())
+
+
+class LowConfidenceScheduler(BlockScheduler, sampler="low_confidence"):
+    """LLaDA: the surest tokens, in equal numbers per step (arXiv 2502.09992)."""
+
+
+class RandomScheduler(BlockScheduler, sampler="random"):
+    """LLaDA: random positions, in equal numbers per step (arXiv 2502.09992)."""
+
+
+class MarginScheduler(BlockScheduler, sampler="margin"):
+    """Plan for the Best: the surest tokens by the margin between the best two words (arXiv 2502.06768)."""
+
+
+class ThresholdScheduler(BlockScheduler, sampler="threshold"):
+    """Fast-dLLM: all tokens with confidence >= threshold, and the best one (arXiv 2505.22618)."""
+
+
+class FactorScheduler(BlockScheduler, sampler="factor"):
+    """Fast-dLLM: as many tokens as their confidences jointly allow (arXiv 2505.22618)."""
+
+
+class HierarchyScheduler(BlockScheduler, sampler="hierarchy"):
+    """dInfer: the surest token of every run of masks, and all above a confidence (arXiv 2510.08666)."""
+
+
+class EntropyThresholdScheduler(BlockScheduler, sampler="entropy_threshold"):
+    """dParallel: all tokens below an entropy, and the best one (arXiv 2509.26488)."""
+
+
+class LocalLeapScheduler(BlockScheduler, sampler="localleap"):
+    """LocalLeap: all above a confidence, which is lower near one of them (arXiv 2510.07081)."""
+
+
+class CreditDecodingScheduler(BlockScheduler, sampler="credit"):
+    """CreditDecoding: the threshold rule on logits with credit for lasting favourites (arXiv 2510.06133)."""
+
+
+class CCDScheduler(BlockScheduler, sampler="ccd"):
+    """CCD: the lowest entropies of the last steps' average (arXiv 2512.02044)."""
+
+
+class CCDAgreeScheduler(BlockScheduler, sampler="ccd_agree"):
+    """CCD's public code: several tokens where two steps agree (arXiv 2512.02044)."""
+
+
+class KLASSScheduler(BlockScheduler, sampler="klass"):
+    """KLASS: all sure tokens whose distribution has stopped changing (arXiv 2511.05664)."""
+
+
+class PersistenceScheduler(BlockScheduler, sampler="persistence"):
+    """CORA-Diff: the surest tokens on schedule, and nearly certain ones that were the best before."""
+
+
+class SaberScheduler(BlockScheduler, sampler="saber"):
+    """Saber: all above the mean confidence so far; masks again where confidence fell most (arXiv 2510.18165)."""
+
+
+class EditingScheduler(BlockScheduler, sampler="editing"):
+    """LLaDA2.1: all above a confidence; exchanges tokens that the model has come to see otherwise (arXiv 2602.08676).
+
+    `threshold`, `editing_threshold` and `max_post_steps` are the config's, not those of the pipeline's call.
+    """
+
+
+class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
+    """Learn2PD: all tokens that a trained filter accepts, and the best one (arXiv 2509.25188).
+
+    Config: `filter`, the path of a filter that was trained for the pipeline's model, and `model_name`, the name that it
+    bears in the filter's facts (its class, for a model that paradec wrapped). Answers are not trimmed.
+    """
+
+    family_settings = {**BlockScheduler.family_settings, "model_name": "model"}
+
+    def facts_name(self) -> str:
+        return self.config.model_name
+
+
+class CombinationScheduler(BlockScheduler, sampler="union"):
+    """Several samplers joined, under `combination`: "credit+localleap", "threshold&klass", "credit>>factor", with
+    settings in parentheses (`paradec.samplers.create`)."""
+
+    family_settings = {**BlockScheduler.family_settings, "combination": "credit+localleap"}
+
+    @classmethod
+    def sampler_settings(cls) -> dict[str, Any]:
+        return {}
+
+    def make_sampler(self) -> Any:
+        found = samplers.create(self.config.combination)
+        if found.family != "masked" or found.drafts or found.shadows:
+            raise ValueError(
+                f"combination={shown(self.config.combination)} cannot be a scheduler: use paradec.generate"
+            )
+        return found
+
+
+class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
+    """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857).
+
+    Works in LLaDA2Pipeline, and in DiffusionGemmaPipeline, whose model has no mask: there every step accepts afresh
+    (nothing is final before the last step), the others become random tokens, and the temperature falls from `t_max` to
+    `t_min`. That is diffusers' own `EntropyBoundScheduler`; its `entropy_bound` is `gamma` here.
+    """
+
+    family_settings = {**BlockScheduler.family_settings, "t_max": 0.8, "t_min": 0.4}
+    renamed = {"entropy_bound": "gamma"}
+    pipelines = "LLaDA2Pipeline and DiffusionGemmaPipeline"
+
+    def _setup(self) -> None:
+        for name in ("t_max", "t_min"):
+            check_temperature(name, self.config[name])
+            check_number(name, self.config[name], low=0, open_low=True)
+        super()._setup()
+
+    @torch.no_grad()
+    def step(  # the parameters are spelled out: pipelines read them off the signature
+        self,
+        model_output: Tensor,
+        timestep: int | Tensor,
+        sample: Tensor,
+        *,
+        mask_token_id: int | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        sampling_method: str = "auto",
+        threshold: float | None = None,
+        editing_threshold: float | None = None,
+        minimal_topk: int | None = None,
+        prompt_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        return_dict: bool = True,
+    ) -> BlockSchedulerOutput | tuple[Tensor, ...]:
+        """As `BlockScheduler.step`; without `mask_token_id` the whole block is decided afresh, at the config's
+        temperature. Candidates and random tokens are drawn from `generator`."""
+        if mask_token_id is not None:
+            return super().step(
+                model_output,
+                timestep,
+                sample,
+                mask_token_id=mask_token_id,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                sampling_method=sampling_method,
+                threshold=threshold,
+                editing_threshold=editing_threshold,
+                minimal_topk=minimal_topk,
+                prompt_mask=prompt_mask,
+                generator=generator,
+                return_dict=return_dict,
+            )
+        self._check_tokens(model_output, sample, "[batch, block]", 2)
+        vocab = model_output.shape[-1]
+        left = (self.num_inference_steps - int(timestep)) / self.num_inference_steps
+        annealed = self.config.t_min + (self.config.t_max - self.config.t_min) * left
+        masks = torch.full_like(sample, vocab)  # a word that the model does not have
+        logits = torch.nn.functional.pad(model_output, (0, 1), value=-torch.inf)
+        self._open(logits, masks, vocab, annealed, None, None, generator)
+        block, tokens, probabilities = self._advance(logits, masks)
+        accepted = block != vocab
+        noise = torch.randint(vocab, sample.shape, generator=generator, device=_device_of(generator, sample))
+        block = torch.where(accepted, block, noise.to(sample.device))
+        none = torch.zeros_like(accepted)
+        values = (block, accepted, none, tokens, probabilities, model_output / annealed)
+        return BlockSchedulerOutput(*values) if return_dict else values
+
+
+def _device_of(generator: torch.Generator | None, sample: Tensor) -> torch.device:
+    """Where a generator draws."""
+    return sample.device if generator is None else generator.device
