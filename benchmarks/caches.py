@@ -2,6 +2,7 @@
 
     python benchmarks/caches.py speed [--shapes 0 1 2]
     python benchmarks/caches.py accuracy [--limit 8] [--caches dual "vicinity prefix_look=4 after_look=4"]
+    python benchmarks/caches.py prefix
 
 `speed`: one thread, one run, a random model of hidden size 512 with 8 layers. For every shape each cache decodes the
 same prompts with the same sampler (`random`, whose picks every cache can use, a fixed number of tokens per step); no
@@ -11,6 +12,10 @@ gathers; it is set against the time in the model that the cache saves. Writes be
 
 `accuracy`: right answers on the packaged prompts with the packaged model, and positions evaluated per answer. Writes
 benchmarks/results/caches_accuracy.json.
+
+`prefix`: the same model with a block-causal mask and the cache `block`, one thread. Eight rows with a common prefix,
+with and without `share_prefix`; three turns of a chat, with and without what the last one kept. CPU seconds as above,
+for whole requests: plain, reused, plain again, whose mean counts. Writes benchmarks/results/caches_prefix.json.
 
 Encoders (AntiBERTy) are not here: they run over no store, and every cache but `none` is refused for them.
 """
@@ -52,8 +57,8 @@ VARIANTS = (
 VOCAB, MASK = 1000, 999
 
 
-def wide_model() -> Model:
-    """A random Llama of hidden size 512, 8 layers, 8 heads of 64."""
+def wide_model(block_length: int | None = None) -> Model:
+    """A random Llama of hidden size 512, 8 layers, 8 heads of 64; block-causal where a block length is given."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -67,7 +72,12 @@ def wide_model() -> Model:
         max_position_embeddings=2048,
     )
     return paradec.wrap(
-        LlamaForCausalLM(config), mask_token_id=MASK, eos_token_id=0, topology="bidirectional", prediction="same"
+        LlamaForCausalLM(config),
+        mask_token_id=MASK,
+        eos_token_id=0,
+        topology="bidirectional" if block_length is None else "block_causal",
+        prediction="same",
+        block_length=block_length,
     )
 
 
@@ -181,6 +191,60 @@ def speed(chosen: list[int]) -> None:
     print(f"written to {path.name}")
 
 
+def prefix() -> None:
+    """A prefix that eight rows share, and one that three turns of a chat keep."""
+    torch.set_num_threads(1)
+    model = wide_model(block_length=32)
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(*shape: int) -> list[Any]:
+        return torch.randint(1, VOCAB - 1, shape, generator=generator).tolist()
+
+    def run(rows: list[list[int]], **changes: Any) -> tuple[float, paradec.Output]:
+        request = {"sampler": "random", "steps": 16, "max_new_tokens": 64, "seed": 0, "eos_early_stop": False}
+        begin = time.process_time()
+        out = paradec.generate(model, rows, cache="block", **request, **changes)
+        return time.process_time() - begin, out
+
+    found: list[dict[str, Any]] = []
+
+    def note(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
+        same = (before.new_tokens == after.new_tokens).float().mean().item()
+        entry = {
+            "what": what,
+            "seconds_without": sum(plain) / len(plain),
+            "seconds": reused,
+            "positions_without": before.forwarded_tokens,
+            "positions": after.forwarded_tokens,
+            "store_bytes_without": before.cost.store_bytes,
+            "store_bytes": after.cost.store_bytes,
+            "same_tokens": same,
+        }
+        found.append(entry)
+        print(
+            f"{what:32} {entry['seconds_without'] / reused:5.2f}x  positions {after.forwarded_tokens:6d} for "
+            f"{before.forwarded_tokens:6d}  store {after.cost.store_bytes / 2**20:6.1f} for "
+            f"{before.cost.store_bytes / 2**20:6.1f} MiB  same tokens {same:.1%}",
+            flush=True,
+        )
+
+    run(ids(1, 32))
+    for common in (128, 512):
+        shared = ids(common)
+        rows = [shared + own for own in ids(8, 32)]
+        first, before = run(rows)
+        seconds, after = run(rows, share_prefix=True)
+        note(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, before, after)
+    kept, row = None, ids(256)
+    for turn in range(3):
+        first, before = run([row])
+        seconds, after = run([row], prefix=kept, keep_prefix=True)
+        note(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
+        kept, row = after.prefix, after.sequences[0].tolist() + ids(32)
+    result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": found}
+    (RESULTS / "caches_prefix.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
 def accuracy(limit: int, chosen: list[str] | None) -> None:
     """One and several tokens per step, every cache, blocks of 16."""
     torch.set_num_threads(1)
@@ -247,7 +311,7 @@ def accuracy(limit: int, chosen: list[str] | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "accuracy"))
+    parser.add_argument("what", choices=("speed", "accuracy", "prefix"))
     parser.add_argument("--shapes", type=int, nargs="*", default=list(range(len(SHAPES))))
     parser.add_argument("--limit", type=int, default=8, help="prompts per task")
     parser.add_argument("--caches", nargs="*", help="only these, and none")
@@ -255,6 +319,8 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     if arguments.what == "speed":
         speed(arguments.shapes)
+    elif arguments.what == "prefix":
+        prefix()
     else:
         accuracy(arguments.limit, arguments.caches)
 

@@ -19,6 +19,7 @@ registry = Registry(
         "dkv_pd": "paradec.caches.dkv_pd:DkvPD",
         "block": "paradec.caches.block:BlockCache",
         "hierarchical": "paradec.caches.hierarchical:HierarchicalCache",
+        "recap": "paradec.caches.recap:RecapCache",
     },
 )
 

@@ -27,7 +27,7 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None when nothing is padding."""
     kind: str
-    """"full" (from position 0: column = position) or "window" (a part, over a store)."""
+    """"full" (from position 0: column = position), "rest" (all but what a kept prefix has) or "window" (a part)."""
     lasts: bool = True
     """Whether the next step is likely to ask for the same part; what is derived from it is kept then."""
 
@@ -73,7 +73,7 @@ class Cache:
         exact_on: topologies on which every step's logits equal those without a cache, whatever the settings.
         exact_when: when they do elsewhere, in words.
         evaluates: what a step inside a block is sure to evaluate: "block" (all of it), "undecided" (what is undecided
-            in it) or "picks" (what the sampler announced).
+            in it), "picks" (what the sampler announced) or "targets" (the same, where that is a set chosen before).
         steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
     """
@@ -239,11 +239,11 @@ class ChangeLog:
 
 
 def whole_rows(state: Any, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
-    """Parts that evaluate the `chosen` running rows from end to end."""
-    if state.level and multiple == 1:
+    """Parts that evaluate the `chosen` running rows from end to end, but for what was taken over from a prefix."""
+    if state.level and multiple == 1 and not state.reuses:
         return [Part(chosen, state.columns[: len(chosen)], None, "full")]
     length = state.length[state.window.rows[chosen]]
-    return spans(state, chosen, np.zeros_like(length), length, "full", most, multiple)
+    return spans(state, chosen, np.zeros_like(length), length, "rest" if state.reuses else "full", most, multiple)
 
 
 def spans(
@@ -253,9 +253,11 @@ def spans(
 
     Args:
         chosen: [N] int64 indices into the running rows.
-        start, stop: [N] int64 positions.
+        start, stop: [N] int64 positions; what was taken over from a prefix is left out.
         multiple: widths are rounded up to this, as far as the canvas goes.
     """
+    if state.reuses:
+        start = np.maximum(start, state.reused[state.window.rows[chosen]])
     groups = buckets(stop - start, exact=not state.pads, most=most)
     if multiple == 1:
         return [Part.span(chosen[g], start[g], stop[g], kind) for g in groups]
@@ -265,7 +267,10 @@ def spans(
 
 
 def subsets(state: Any, chosen: np.ndarray, needed: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
-    """Parts for the positions `needed` [N, L] of the `chosen` running rows, in at most `most` buckets."""
+    """Parts for the positions `needed` [N, L] of the `chosen` running rows, in at most `most` buckets; what was taken
+    over from a prefix is left out."""
+    if state.reuses:
+        needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[chosen], None])
     sizes = needed.sum(1)
     groups = buckets(sizes, exact=not state.pads, most=most)
     if multiple == 1:

@@ -6,7 +6,7 @@ The cache of block diffusion (Arriola et al., BD3-LM, arXiv 2503.09573) as SDAR,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class BlockCache(RangeCache):
     arxiv = "2503.09573"
     summary = "keeps finished blocks; evaluates the open block alone; exact"
     topologies = ("block_causal",)
-    exact_on = ("block_causal",)
+    exact_on: ClassVar[tuple[str, ...]] = ("block_causal",)
 
     def begin(self, state: Any) -> np.ndarray:
         """[B] int64: where the last step began to evaluate the model's block; what lies left of it is final."""

@@ -23,9 +23,12 @@ class CacheCost:
     partial_forwards: list[int]
     """Calls that evaluated a part of it."""
     forwarded_tokens: list[int]
-    """Positions evaluated, padding excluded, both branches of a guidance pair."""
+    """Positions evaluated, padding excluded, both branches of a guidance pair. A prefix that all rows share is
+    evaluated once, in a forward of its own, and counted with the first row."""
     store_bytes: int
-    """Bytes of keys and values held at most."""
+    """Bytes of keys and values held at most, a shared prefix once."""
+    reused_tokens: list[int]
+    """Positions of each row that no step evaluated, since their keys and values came from a prefix."""
 
     @classmethod
     def of(cls, state: Any) -> CacheCost:
@@ -36,6 +39,7 @@ class CacheCost:
             partial_forwards=(state.nfe - state.full_forwards).tolist(),
             forwarded_tokens=state.forwarded_tokens.tolist(),
             store_bytes=0 if state.store is None else state.store.peak_bytes,
+            reused_tokens=state.reused.tolist(),
         )
 
 

@@ -51,7 +51,8 @@ class DkvGreedy(SubsetCache):
     def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] % self.refresh_interval == 0
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+        assert picks is not None, "the sampler announces them"
         log = state.cache_state
         column = np.arange(state.canvas.shape[1])
         undecided = log.undecided(rows) & (column < state.length[rows, None])

@@ -1,7 +1,7 @@
 """The key/value store: preallocated per layer, written at given slots, handed to transformers as its `Cache`.
 
 Keys are stored after the rotary embedding at their absolute positions, which never change. A position's slot is the
-position itself. Importing this module imports transformers.
+position itself, less what all rows read from a shared prefix. Importing this module imports transformers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from paradec.caches.kept import KeptPrefix, SharedPrefix
 from paradec.protocol import Query
 
 
@@ -22,8 +23,8 @@ class KeyValueStore(Cache):
     """Keys and values of `rows` rows of up to `length` positions, allocated in full at the first forward, each layer
     where it computes.
 
-    One slot more than `length` takes the padding, which is never seen. A call reads the slots below the query's
-    `reach`, its own writes included. Three kinds of call:
+    One slot more takes the padding, which is never seen. A call reads the slots below the query's `reach`, its own
+    writes included. Three kinds of call:
 
     - plain (`slots` given, `visible` None): keys and values are written, and the query sees all filled slots;
     - `slots` None: nothing is written. The call's own keys and values stand beside the store's, which are hidden at the
@@ -37,22 +38,28 @@ class KeyValueStore(Cache):
         length: positions per row.
         device: where the masks live.
         dtype: what keys and values are kept in; None keeps the layer's own.
+        start: positions left of this one are in `shared`, and have no slots here.
     """
 
-    def __init__(self, rows: int, length: int, device: torch.device, dtype: torch.dtype | None = None):
+    def __init__(self, rows: int, length: int, device: torch.device, dtype: torch.dtype | None = None, start: int = 0):
         super().__init__(layers=[])
-        self.length = length
+        self.length, self.start = length, start
+        self.slots = length - start
+        """Slots per row, without the one for padding."""
         self.dtype = dtype
-        self.token_at_write = torch.full((rows, length + 1), -1, dtype=torch.int64, device=device)
-        """[rows, length + 1] int64: the token whose key and value a slot holds, -1 where there is none."""
-        self.step_at_write = torch.full((rows, length + 1), -1, dtype=torch.int32, device=device)
-        """[rows, length + 1] int32: the commits that the state had seen when the slot was written."""
+        self.token_at_write = torch.full((rows, self.slots + 1), -1, dtype=torch.int64, device=device)
+        """[rows, slots + 1] int64: the token whose key and value a slot holds, -1 where there is none."""
+        self.step_at_write = torch.full((rows, self.slots + 1), -1, dtype=torch.int32, device=device)
+        """[rows, slots + 1] int32: the commits that the state had seen when the slot was written."""
         self.layer_keys: dict[int, Tensor] = {}
-        """Per layer [rows, length + 1, kv_heads, head_dim]: position by position, as projections make them."""
+        """Per layer [rows, slots + 1, kv_heads, head_dim]: position by position, as projections make them."""
         self.layer_values: dict[int, Tensor] = {}
         self.peak_bytes = 0
         """Bytes of keys and values held at most; stays after `release`."""
         self._filled_to = np.zeros(rows, np.int64)  # on the host: slots below are known to be filled
+        self._loaded = np.zeros(rows, np.int64)  # of these, what was filled from outside
+        self.shared: SharedPrefix | None = None
+        """Keys and values of positions 0 to `start`, which all rows read in place; given before the first forward."""
         self._call: _Call | None = None
 
     @property
@@ -61,24 +68,25 @@ class KeyValueStore(Cache):
 
     @property
     def valid(self) -> Tensor:
-        """[rows, length] bool: slots that hold something."""
-        return self.token_at_write[:, : self.length] >= 0
+        """[rows, slots] bool: slots that hold something."""
+        return self.token_at_write[:, : self.slots] >= 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held."""
-        return sum(tensor.nbytes for layers in (self.layer_keys, self.layer_values) for tensor in layers.values())
+        """Bytes of the keys and values held, a shared prefix once."""
+        own = sum(tensor.nbytes for layers in (self.layer_keys, self.layer_values) for tensor in layers.values())
+        return own + (0 if self.shared is None else self.shared.nbytes)
 
     def stale(self, canvas: Tensor) -> Tensor:
-        """[rows, length] bool: slots that hold another token's key and value than the canvas [rows, length] has."""
-        return self.valid & (self.token_at_write[:, : self.length] != canvas)
+        """[rows, slots] bool: slots that hold another token's key and value than the canvas [rows, length] has."""
+        return self.valid & (self.token_at_write[:, : self.slots] != canvas[:, self.start :])
 
     # ---- one call -------------------------------------------------------------------------------------------------
 
     def bind(self, query: Query) -> KeyValueStore:
         """Say what the next forward writes and reads; returns itself as `past_key_values`."""
         joined = query.visible is not None or query.slots is None
-        reach = self.length if query.reach is None else min(query.reach, self.length)
+        reach = (self.length if query.reach is None else min(query.reach, self.length)) - self.start
         self._call = _Call(query.store_rows, self._selection(query), reach, joined)
         if query.slots is not None:
             self._note(query)
@@ -92,7 +100,7 @@ class KeyValueStore(Cache):
             below the reach, then the call's own columns where these stand beside them.
         """
         reach = self._call.reach
-        keys = torch.arange(reach, device=query.positions.device).unsqueeze(0)
+        keys = torch.arange(self.start, self.start + reach, device=query.positions.device).unsqueeze(0)
         if self._call.joined:
             keys = torch.cat((keys.expand(len(query.positions), reach), query.positions), 1)
             return self._joined_mask(query, reach), keys
@@ -109,16 +117,20 @@ class KeyValueStore(Cache):
 
     def _note(self, query: Query) -> None:
         rows, slots = query.store_rows.unsqueeze(1), query.slots
-        if query.valid is not None or query.visible is not None:
-            slots = torch.where(slots < 0, self.length, slots)
+        padded = query.valid is not None or query.visible is not None
+        if self.start:
+            slots = slots - self.start
+        if padded:
+            slots = torch.where(slots < 0, self.slots, slots)
         call = self._call
-        call.flat = (rows * (self.length + 1) + slots).view(-1)
+        call.flat = (rows * (self.slots + 1) + slots).view(-1)
         self.token_at_write.view(-1).index_copy_(0, call.flat, query.tokens.reshape(-1))
         self.step_at_write.view(-1).index_fill_(0, call.flat, query.step)
-        if slots is not query.slots:
-            self.token_at_write[:, self.length] = -1
-        if query.kind == "full" and query.visible is None and query.store_index is not None:
-            self._filled_to[query.store_index] = np.tile(query.forwarded, query.branches)
+        if padded:
+            self.token_at_write[:, self.slots] = -1
+        if query.kind in ("full", "rest") and query.visible is None and query.store_index is not None:
+            filled = np.tile(query.forwarded, query.branches)
+            self._filled_to[query.store_index] = self._loaded[query.store_index] + filled
 
     def _known_full(self, query: Query, reach: int) -> bool:
         """Whether the host knows, without asking the device, that the rows' slots below `reach` are all filled."""
@@ -130,7 +142,8 @@ class KeyValueStore(Cache):
         real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         seen = self.valid[:, :reach].index_select(0, query.store_rows)
         # what the call evaluates itself is not read from the store; padding hides nothing
-        here = torch.where(real & (query.positions < reach), query.positions, reach)
+        slots = query.positions - self.start
+        here = torch.where(real & (slots < reach), slots, reach)
         hidden = torch.zeros((count, reach + 1), dtype=torch.bool, device=seen.device).scatter_(1, here, True)
         seen = (seen & ~hidden[:, :reach])[:, None, :].expand(count, width, reach)
         own = real[:, None, :].expand(count, width, width)
@@ -164,11 +177,50 @@ class KeyValueStore(Cache):
 
     def _allocate(self, keys: Tensor, values: Tensor, layer: int) -> None:
         for layers, fresh in ((self.layer_keys, keys), (self.layer_values, values)):
-            shape = (self.rows, self.length + 1, fresh.shape[1], fresh.shape[3])
+            shape = (self.rows, self.slots + 1, fresh.shape[1], fresh.shape[3])
             with torch.inference_mode(False):  # else only inference mode could write to it later
                 # rotary angles may be kept in float32: the values' dtype is the model's
                 layers[layer] = torch.zeros(shape, dtype=self.dtype or values.dtype, device=fresh.device)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    # ---- from one request to the next -----------------------------------------------------------------------------
+
+    def load(self, kept: KeptPrefix, source: np.ndarray, counts: np.ndarray) -> None:
+        """Fill the first `counts` [rows] slots of every row from the rows `source` [rows] of what was kept."""
+        index, longest, device = torch.as_tensor(source), int(counts.max()), self.token_at_write.device
+        for layer, pair in kept.layers.items():
+            # [rows, kv_heads, N, head_dim], as layers give them
+            keys, values = (part.index_select(0, index.to(part.device))[:, :longest].transpose(1, 2) for part in pair)
+            self._allocate(keys, values, layer)
+            self.layer_keys[layer][:, :longest] = keys.transpose(1, 2)
+            self.layer_values[layer][:, :longest] = values.transpose(1, 2)
+        tokens = np.full((self.rows, longest), -1)
+        for row, (at, count) in enumerate(zip(source, counts, strict=True)):
+            tokens[row, :count] = kept.tokens[at][:count]
+        self.token_at_write[:, :longest] = torch.as_tensor(tokens, device=device)
+        self._loaded, self._filled_to = counts.copy(), counts.copy()
+
+    def intact(self, canvas: Tensor) -> np.ndarray:
+        """[rows] int64 on the host: leading positions whose slots hold what the canvas [rows, length] has. Waits for
+        the device."""
+        same = self.token_at_write[:, : self.slots] == canvas[:, self.start :]
+        return self.start + same.int().cumprod(1).sum(1).cpu().numpy()
+
+    def leading(self, count: int, copy: bool = True) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values of the first `count` positions, per layer [rows, count, kv_heads, head_dim]; a shared prefix
+        is copied for every row."""
+        found = {}
+        with torch.inference_mode(False):
+            for layer, own in self.layer_keys.items():
+                pair = [part[:, : max(count - self.start, 0)] for part in (own, self.layer_values[layer])]
+                if self.shared is not None:
+                    common = self.shared.layers[layer]
+                    wide = [part[:count].expand(self.rows, -1, -1, -1) for part in common]
+                    pair = [torch.cat(parts, 1) for parts in zip(wide, pair, strict=True)]
+                elif copy:
+                    pair = [part.clone() for part in pair]
+                found[layer] = (pair[0], pair[1])
+        return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots per row; positions are always given, so nothing is derived from this."""
@@ -182,7 +234,7 @@ class KeyValueStore(Cache):
         other._call = None
         other.token_at_write = self.token_at_write.index_select(0, rows)
         other.step_at_write = self.step_at_write.index_select(0, rows)
-        other._filled_to = self._filled_to[rows.cpu().numpy()]
+        other._filled_to, other._loaded = (at[rows.cpu().numpy()] for at in (self._filled_to, self._loaded))
         for name in ("layer_keys", "layer_values"):
             layers = getattr(self, name)
             setattr(other, name, {at: layer.index_select(0, rows.to(layer.device)) for at, layer in layers.items()})
@@ -194,17 +246,18 @@ class KeyValueStore(Cache):
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
         """Empty the slots of `rows` [N] from `start` [N] on: these positions are no part of the sequence any more."""
-        index, first = torch.as_tensor(np.stack((rows, start)), device=self.token_at_write.device)
-        gone = torch.arange(self.length + 1, device=first.device) >= first.unsqueeze(1)
+        slots = start - self.start
+        index, first = torch.as_tensor(np.stack((rows, slots)), device=self.token_at_write.device)
+        gone = torch.arange(self.slots + 1, device=first.device) >= first.unsqueeze(1)
         self.token_at_write[index] = self.token_at_write[index].masked_fill(gone, -1)
-        self._filled_to[rows] = np.minimum(self._filled_to[rows], start)
+        self._filled_to[rows] = np.minimum(self._filled_to[rows], slots)
 
     def release(self) -> None:
-        """Give the memory back. A forward after this starts with an empty store."""
-        self.layer_keys, self.layer_values, self._call = {}, {}, None
+        """Give the memory back. A forward after this starts with an empty store; what was shared is missing then."""
+        self.layer_keys, self.layer_values, self.shared, self._call = {}, {}, None, None
         self.token_at_write.fill_(-1)
         self.step_at_write.fill_(-1)
-        self._filled_to[:] = 0
+        self._filled_to[:] = self._loaded[:] = 0
 
 
 class _Call:

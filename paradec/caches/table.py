@@ -60,6 +60,8 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(
             REFUSED, "the cache must know what a step will commit before the forward; this sampler decides after"
         )
+    if cache.evaluates == "targets" and not sampler.targets:
+        return Verdict(REFUSED, "the cache evaluates what the sampler chose before; only 'recap' does so")
     if sampler.rereads and cache.evaluates != "block":
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
@@ -73,6 +75,18 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     if cache.exact_for(facts.topology):
         return Verdict(EXACT)
     return Verdict(APPROXIMATE, f"exact when {cache.exact_when}" if cache.exact_when else "")
+
+
+def prefix_verdict(cache: Any, facts: Any) -> Verdict:
+    """What becomes of a request that takes over a prefix with this cache, from an earlier one or from a forward of the
+    prefix by itself. Arguments as in `verdict`."""
+    if not cache.uses_store:
+        return Verdict(REFUSED, "the cache keeps no keys and values")
+    if facts.topology not in cache.topologies:
+        return Verdict(REFUSED, f"it does not work with {facts.topology.replace('_', '-')} models")
+    if facts.topology == "block_causal":
+        return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "as the cache is")
+    return Verdict(APPROXIMATE, "the prefix was evaluated without what follows it; exact when the model has one layer")
 
 
 @dataclass(frozen=True)
@@ -98,19 +112,21 @@ def table(samplers: Registry, caches: Registry) -> Iterator[tuple[str, str, str,
 def summary(samplers: Registry, caches: Registry) -> list[dict[str, str]]:
     """One entry per cache, samplers with the same verdicts put together: what `paradec caches` prints.
 
-    Keys: cache, samplers ("all", "all but ..." or their names), one per topology, and "why".
+    Keys: cache, samplers ("all", "all but ..." or their names), one per topology, "prefix reuse" (what `prefix` and
+    `share_prefix` make of a result), and "why".
     """
-    masked = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}
+    masked = [name for name in samplers.names() if getattr(samplers.get(name), "family", None) == "masked"]
+    found: dict[tuple[str, str], list[tuple[str, str, Verdict]]] = {}
     for sampler, cache, topology, prediction, result in table(samplers, caches):
         if sampler in masked:
-            found.setdefault((sampler, cache), []).append((topology, prediction, result))  # type: ignore[arg-type]
-    groups: dict[tuple[str, Any], list[str]] = {}
+            found.setdefault((sampler, cache), []).append((topology, prediction, result))
+    groups: dict[tuple[str, tuple[tuple[str, str, Verdict], ...]], list[str]] = {}
     for (sampler, cache), results in found.items():
         groups.setdefault((cache, tuple(results)), []).append(sampler)
+    ordered = sorted(groups.items(), key=lambda item: caches.names().index(item[0][0]))
     return [
-        {"cache": cache, "samplers": _names(members, masked)} | _columns(results)
-        for (cache, results), members in sorted(groups.items(), key=lambda item: caches.names().index(item[0][0]))
+        {"cache": cache, "samplers": _names(members, masked)} | _columns(verdicts, caches.create(cache))
+        for (cache, verdicts), members in ordered
     ]
 
 
@@ -121,8 +137,8 @@ def _names(members: list[str], everyone: list[str]) -> str:
     return ", ".join(members) if len(members) <= len(others) else "all but " + ", ".join(others)
 
 
-def _columns(results: tuple[tuple[str, str, Verdict], ...]) -> dict[str, str]:
-    """One column per topology; where the two predictions differ, both are said."""
+def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[str, str]:
+    """One column per topology; where the two predictions differ, both are said. Then that of prefixes."""
     columns: dict[str, str] = {}
     reasons: list[str] = []
     for topology in dict.fromkeys(topology for topology, _, _ in results):
@@ -134,4 +150,6 @@ def _columns(results: tuple[tuple[str, str, Verdict], ...]) -> dict[str, str]:
             else ", ".join(f"{verdict.status} ({prediction})" for prediction, verdict in said.items())
         )
         reasons += [verdict.why for verdict in said.values() if verdict.why]
-    return columns | {"why": "; ".join(dict.fromkeys(reasons))}
+    found = {topology: prefix_verdict(cache, _Facts(topology, "same")).status for topology in columns}
+    reuse = ", ".join(f"{status} ({at})" for at, status in found.items() if status != REFUSED) or REFUSED
+    return columns | {"prefix reuse": reuse, "why": "; ".join(dict.fromkeys(reasons))}

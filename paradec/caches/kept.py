@@ -1,0 +1,281 @@
+"""Keys and values that outlive a request, or that its rows share: what a conversation or a batch begins with.
+
+The attention of many rows over one shared prefix is Juravsky et al., "Hydragen", arXiv 2402.05099 (see
+`paradec.models.shared_prefix`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache, StoredCache
+from paradec.caches.table import EXACT, prefix_verdict
+from paradec.checks import check_bool, shown
+from paradec.protocol import Query
+
+
+class KeptPrefix:
+    """What a request leaves for the next one: for each row the leading tokens whose keys and values are kept.
+
+    From `generate(..., keep_prefix=True).prefix`; give it to the next request as `prefix`. Its rows are looked up by
+    their tokens: each new row takes over what it has in common with the one that it shares most with. It is good for
+    the module that it was made with, as long as that and its weights stay as they are.
+
+    Attributes:
+        tokens: one list of ids per row.
+        exact: whether taking it over changes no logits: block-causal models, and a cache that is exact for them.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, tokens: list[list[int]], layers: Mapping[int, tuple[Tensor, Tensor]], exact: bool
+    ):
+        self.tokens = tokens
+        self.exact = exact
+        self._layers = dict(layers)
+        self._module, self._weights = weakref.ref(module), _weights(module)
+        self._ids = [np.array(row, np.int64) for row in tokens]
+        self._released = False
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else f"{self.nbytes} bytes, {'exact' if self.exact else 'approximate'}"
+        return f"KeptPrefix({len(self.tokens)} rows of {list(map(len, self.tokens))} tokens, {state})"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What keys and values are kept in; None when nothing is."""
+        return next((keys.dtype for keys, _ in self._layers.values()), None)
+
+    @property
+    def layers(self) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """Per layer keys and values [rows, longest, kv_heads, head_dim]; what lies beyond a row's tokens is no part."""
+        return self._layers
+
+    def row(self, index: int) -> KeptPrefix:
+        """One row by itself, in memory of its own."""
+        size = len(self.tokens[index])
+        layers = {
+            at: tuple(part[index : index + 1, :size].clone() for part in pair) for at, pair in self.layers.items()
+        }
+        other = object.__new__(KeptPrefix)
+        other.__dict__ = self.__dict__ | {"tokens": [self.tokens[index]], "_ids": [self._ids[index]], "_layers": layers}
+        return other
+
+    def release(self) -> None:
+        """Give the memory back now; it can be given to no request after this."""
+        self._layers, self._released = {}, True
+
+    def check(self, model: Any, cache: StoredCache) -> None:
+        """Raise ValueError where its keys and values are not what this model and cache would compute and store."""
+        if self._released:
+            raise ValueError("prefix was released; keep a new one with keep_prefix=True")
+        if self._module() is not model.module:
+            raise ValueError(f"prefix={self!r} was kept with another model than this {model.facts.name}")
+        if self._weights != _weights(model.module):
+            raise ValueError(f"prefix={self!r} was kept before the weights of {model.facts.name} changed or moved")
+        wanted = _dtype(model, cache)
+        if self.dtype not in (None, wanted):
+            raise ValueError(
+                f"prefix={self!r} is kept in {self.dtype} and cache={cache.name!r} would store {wanted}: use the same "
+                "store_dtype in both requests"
+            )
+
+    def common(self, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """For each row of ids, the kept row that shares most with it, the first of several, and how many leading tokens
+        that are: both [B] int64."""
+        ids = [np.array(row, np.int64) for row in rows]
+        counts = np.array([[_common(row, kept) for kept in self._ids] for row in ids])
+        return counts.argmax(1), counts.max(1)
+
+
+@dataclass
+class Reuse:
+    """What the rows of one request need not evaluate. `B` rows."""
+
+    counts: np.ndarray
+    """[B] int64: leading positions of each row."""
+    kept: KeptPrefix | None
+    """Where their keys and values are; None: they are the rows' common prefix, which is to be evaluated first."""
+    source: np.ndarray
+    """[B] int64: rows of `kept`."""
+    shared: bool
+    """Whether all rows read one row of it, in place; otherwise each gets a copy."""
+    tokens: list[int]
+    """What is read in place."""
+
+    @property
+    def start(self) -> int:
+        """Positions that the rows' own store leaves out."""
+        return len(self.tokens)
+
+    def fill(self, store: Any, model: Any, cache: StoredCache) -> bool:
+        """Give the store its keys and values; whether the model was called for that."""
+        if not self.shared:
+            store.load(self.kept, self.source, self.counts)
+            return False
+        kept = prefill(model, self.tokens, cache) if self.kept is None else self.kept
+        row, size = int(self.source[0]), self.start
+        store.shared = SharedPrefix({at: (k[row, :size], v[row, :size]) for at, (k, v) in kept.layers.items()})
+        return self.kept is None
+
+
+class SharedPrefix:
+    """Keys and values of a prefix that all rows of a store read in place, each pair [P, kv_heads, head_dim]."""
+
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]]):
+        self.layers = layers
+        self.unread: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's pair; notes that its attention has asked."""
+        self.unread.discard(layer)
+        return self.layers[layer]
+
+    def begin(self) -> SharedPrefix:
+        """Before a forward: no layer has read yet."""
+        self.unread = set(self.layers)
+        return self
+
+    def check_read(self, name: str) -> None:
+        """After a forward. Raises RuntimeError where a layer's attention left the prefix out."""
+        if self.unread:
+            raise RuntimeError(f"layers {sorted(self.unread)} of {name} did not attend to the shared prefix")
+
+
+def plan_reuse(
+    prefix: Any,
+    share: Any,
+    keep: Any,
+    model: Any,
+    cache: Cache,
+    branches: int,
+    rows: list[list[int]],
+    starts: np.ndarray,
+) -> Reuse | None:
+    """Check the three arguments of a request, and say what it takes over.
+
+    Block-causal models take over whole blocks; a position that holds the logits of the first undecided one is evaluated
+    in any case.
+
+    Args:
+        prefix, share, keep: `prefix`, `share_prefix` and `keep_prefix` as given.
+        branches: 2 under guidance. rows: the prompts' ids. starts: [B] int64, where decoding starts in each.
+
+    Raises:
+        ValueError: an argument that does not fit the request; the message names it.
+    """
+    check_bool("share_prefix", share)
+    check_bool("keep_prefix", keep)
+    named = {"prefix": prefix is not None, "share_prefix=True": share, "keep_prefix=True": keep}
+    given = [name for name, there in named.items() if there]
+    if not given:
+        return None
+    if prefix is not None and not isinstance(prefix, KeptPrefix):
+        raise ValueError(f"prefix={shown(prefix)} must be the `prefix` of an output made with keep_prefix=True")
+    if prefix is not None and share:
+        raise ValueError("prefix and share_prefix=True both say what rows begin with; give one of them")
+    if not isinstance(cache, StoredCache):
+        raise ValueError(f"{given[0]} needs a cache that keeps keys and values; cache={cache.name!r} keeps none")
+    if branches > 1:
+        raise ValueError(f"{given[0]} does not work with guidance_scale: its second branch has the prompt masked")
+    if share and not model.shares_prefix:
+        raise ValueError(
+            f"share_prefix=True needs attn_implementation 'sdpa' or 'eager'; {model.facts.name} has another"
+        )
+    limit = np.maximum(starts - model.facts.shift, 0)
+    if prefix is not None:
+        prefix.check(model, cache)
+        source, counts = prefix.common(rows)
+    elif share:
+        first = np.array(rows[0], np.int64)
+        counts = np.full(len(rows), min(_common(first, np.array(row, np.int64)) for row in rows))
+        counts, source = np.minimum(counts, limit.min()) * (len(rows) > 1), np.zeros(len(rows), np.int64)
+    else:
+        return None
+    block = model.facts.block_length if model.facts.topology == "block_causal" else 1
+    counts = np.minimum(counts, limit) // block * block
+    if not counts.any():
+        return None
+    alike = len(rows) > 1 and (source == source[0]).all() and (counts == counts[0]).all()
+    shared = share or bool(alike and model.shares_prefix)
+    return Reuse(counts, prefix, source, shared, rows[0][: counts[0]] if shared else [])
+
+
+def keep_prefix(state: Any, model: Any, before: KeptPrefix | None) -> KeptPrefix:
+    """Of each row what the next request can take over: on block-causal models the blocks that were evaluated once more
+    after they were full, else the leading positions that were evaluated as the tokens they hold.
+
+    Args:
+        state: a masked state with `settled` counted, at its last commit. before: what it took over itself.
+    """
+    facts, store = state.facts, state.store
+    counts = np.minimum(store.intact(state.canvas), state.end)
+    if facts.topology == "block_causal":
+        counts = np.minimum(counts, state.settled) // facts.block_length * facts.block_length
+    exact = prefix_verdict(state.cache, facts).status == EXACT
+    canvas = state.canvas.cpu()
+    tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]
+    layers = store.leading(int(counts.max()))
+    return KeptPrefix(model.module, tokens, layers, exact and (before is None or before.exact))
+
+
+def prefill(model: Any, tokens: list[int], cache: StoredCache) -> KeptPrefix:
+    """Evaluate `tokens` once, by themselves, and keep all of them."""
+    store = model.make_store(1, len(tokens), cache.store_dtype, cache.max_memory)
+    positions = torch.arange(len(tokens), device=model.device).unsqueeze(0)
+    row = np.zeros(1, np.int64)
+    query = Query(
+        rows=row,
+        tokens=torch.tensor([tokens], device=model.device),
+        positions=positions,
+        wanted=positions[:, -1:],
+        store_rows=torch.zeros(1, dtype=torch.int64, device=model.device),
+        slots=positions,
+        store_index=row,
+        forwarded=np.array([len(tokens)]),
+    )
+    with torch.inference_mode():
+        model(query, store)
+    return KeptPrefix(model.module, [tokens], store.leading(len(tokens), copy=False), False)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading ids two rows share."""
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+def _dtype(model: Any, cache: StoredCache) -> torch.dtype:
+    """What the cache stores keys and values of this model in."""
+    return model.dtype if cache.store_dtype is None else getattr(torch, cache.store_dtype)
+
+
+def _weights(module: torch.nn.Module) -> int:
+    """Changes when a parameter is exchanged, moves, or is written to in place (but through its `data`)."""
+    return hash(tuple((*_place(p), 0 if p.is_inference() else p._version) for p in module.parameters()))
+
+
+def _place(parameter: Tensor) -> tuple[int, str]:
+    try:
+        return parameter.data_ptr(), str(parameter.device)
+    except RuntimeError:  # sharded or offloaded: no storage of its own
+        return id(parameter), str(parameter.device)

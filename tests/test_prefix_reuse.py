@@ -1,0 +1,395 @@
+"""What outlives a request: prefixes kept for the next turn of a chat, and prefixes that the rows of a batch share."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import MASK, tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.kept import KeptPrefix, prefill
+from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, prefix_verdict, summary
+from paradec.models import shared_prefix
+from paradec.models.adapter import Model
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
+
+EXACT_CACHES = ["block", "prefix", "dual", "vicinity", "dkv_prefill"]
+PREDICTIONS = ["same", "shifted"]
+EXACT_PAIRS = [(name, PREDICTIONS[index % 2]) for index, name in enumerate(EXACT_CACHES)] + [("block", "shifted")]
+"""Every exact cache, and both predictions."""
+ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10] * 11]
+SYSTEM = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
+"""Two and a half blocks of 4."""
+ENDS = tuple(range(20, 40))
+"""Random weights rarely end a row otherwise."""
+
+
+def request(**changes: Any) -> dict[str, Any]:
+    return {"sampler": "low_confidence", "max_new_tokens": 10, "eos_early_stop": False, "seed": 1} | changes
+
+
+def largest_gap(
+    model: Model, rows: list[list[int]], cache: Any, sampler: str = "low_confidence", **reuse: Any
+) -> float:
+    """Of the scores with a cache and a prefix and those without either, over all steps on the same canvas."""
+    method = samplers.create(sampler)
+    settings = {"max_new_tokens": 10, "eos_early_stop": False, "seed": 1}
+    ours, theirs = method.start(model, rows, cache=cache, **settings, **reuse), method.start(model, rows, **settings)
+    assert ours.reuses
+    gap = 0.0
+    with torch.inference_mode():
+        while not ours.done:
+            found, expected = method.step(model, ours), method.step(model, theirs)
+            there = found.available
+            gap = max(gap, float((found.scores - expected.scores)[there].abs().max()))
+            method.commit(ours, found)
+            method.commit(theirs, expected)
+            if not torch.equal(ours.canvas, theirs.canvas):
+                return float("inf")
+    return gap
+
+
+def conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None, **changes: Any) -> list[Any]:
+    """Three turns of three rows of unequal lengths; every turn is checked against no cache and no prefix."""
+    rows, outputs = ROWS, []
+    for turn in range(3):
+        out = paradec.generate(model, rows, cache=cache, prefix=prefix, keep_prefix=True, **request(**changes))
+        plain = paradec.generate(model, rows, **request(**changes))
+        assert torch.equal(out.sequences, plain.sequences)
+        outputs.append(out)
+        prefix = out.prefix
+        kept = out.attention_mask.bool()
+        # the next question of each row has its own length
+        rows = [
+            ids[keep].tolist() + [30 + i] * (i + turn + 1) for i, (ids, keep) in enumerate(zip(out.sequences, kept))
+        ]
+    return outputs
+
+
+# ---- turns of a chat ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
+def test_three_turns_are_what_they_are_without_reuse(cache: str, prediction: str) -> None:
+    model = tiny(2, "block_causal", prediction)
+    outputs = conversation(model, cache)
+    assert outputs[0].cost.reused_tokens == [0, 0, 0]
+    for before, after in zip(outputs, outputs[1:], strict=False):
+        assert after.cost.reused_tokens == list(map(len, before.prefix.tokens))
+        assert all(count % 4 == 0 and count >= 8 for count in after.cost.reused_tokens)
+        assert after.prefix.exact
+    rows = [row + [5, 5] for row in outputs[-1].prefix.tokens]
+    assert largest_gap(model, rows, cache, prefix=outputs[-1].prefix) < 1e-12
+
+
+def test_forwarded_tokens_drop_by_what_was_reused() -> None:
+    """With `block` a row's first step alone evaluates the prompt, so that is where the prefix is missing."""
+    model = tiny(2, "block_causal")
+    first = paradec.generate(model, [[1] * 13], cache="block", keep_prefix=True, **request())
+    rows = [first.sequences[0].tolist() + [2, 3]]
+    plain = paradec.generate(model, rows, cache="block", trace=True, **request())
+    reused = paradec.generate(model, rows, cache="block", prefix=first.prefix, trace=True, **request())
+    (count,) = reused.cost.reused_tokens
+    assert count == len(first.prefix.tokens[0]) == 20
+    assert plain.forwarded_tokens - reused.forwarded_tokens == count
+    assert reused.nfe == plain.nfe and plain.cost.reused_tokens == [0]
+    assert [s.forwarded for s in reused.trace.steps][1:] == [s.forwarded for s in plain.trace.steps][1:]
+
+
+@pytest.mark.parametrize("sampler", ["low_confidence", "credit", "wino", "freedave", "prophet_rows", "learn2pd"])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, prediction: str) -> None:
+    """Keys and values of every kept position, whichever rows ended when and whatever was taken back on the way."""
+    if sampler == "wino" and prediction == "shifted":
+        pytest.skip("refused")
+    model = tiny(3, "block_causal", prediction, ends=ENDS)
+    changes: dict[str, Any] = {"sampler": sampler, "eos_early_stop": True, "temperature": 1.0, "max_new_tokens": 17}
+    if sampler == "prophet_rows":
+        changes |= {"sampler": "threshold", "stop": paradec.Prophet()}
+    for cache in ("block", "dual") if sampler == "low_confidence" else ("block",):
+        out = paradec.generate(model, ROWS, cache=cache, keep_prefix=True, **request(**changes))
+        longest = 0
+        for index, tokens in enumerate(out.prefix.tokens):
+            row = out.sequences[index][out.attention_mask[index].bool()].tolist()
+            assert len(tokens) % 4 == 0 and tokens == row[: len(tokens)] and MASK not in tokens
+            longest = max(longest, len(tokens))
+            if not tokens:
+                continue
+            expected = prefill(model, tokens, caches.create(cache))
+            for layer, pair in expected.layers.items():
+                for ours, theirs in zip(out.prefix.layers[layer], pair, strict=True):
+                    torch.testing.assert_close(ours[index, : len(tokens)], theirs[0], rtol=0, atol=1e-12)
+        assert longest >= 12
+        assert out.prefix.nbytes == 2 * 3 * 3 * longest * 2 * 8 * 8
+
+
+def test_only_what_is_common_is_reused() -> None:
+    """Other tokens from position 10 on; a row that shares nothing; a row that is shorter than what was kept."""
+    model = tiny(2, "block_causal")
+    kept = paradec.generate(model, [list(range(1, 19))], cache="block", keep_prefix=True, **request()).prefix
+    assert len(kept.tokens[0]) == 24
+    rows = [list(range(1, 11)) + [30] * 9, [31] * 12, list(range(1, 9)), list(range(1, 19))]
+    out = paradec.generate(model, rows, cache="block", prefix=kept, **request())
+    assert out.cost.reused_tokens == [8, 0, 8, 16]
+    assert torch.equal(out.sequences, paradec.generate(model, rows, **request()).sequences)
+
+
+def test_rows_find_their_own_prefix_in_any_order() -> None:
+    model = tiny(2, "block_causal")
+    kept = paradec.generate(model, ROWS, cache="block", keep_prefix=True, **request()).prefix
+    rows = [kept.tokens[i] + [3] for i in (2, 0, 1, 0)]
+    out = paradec.generate(model, rows, cache="block", prefix=kept, **request())
+    assert out.cost.reused_tokens == [len(kept.tokens[i]) for i in (2, 0, 1, 0)]
+    assert torch.equal(out.sequences, paradec.generate(model, rows, **request()).sequences)
+    one = paradec.generate(model, rows[1:2], cache="block", prefix=kept.row(0), **request())
+    assert one.cost.reused_tokens == [len(kept.tokens[0])] and one.new_tokens.tolist() == out.new_tokens[1:2].tolist()
+
+
+def test_a_race_keeps_the_winners_prefix() -> None:
+    model = tiny(2, "block_causal", ends=ENDS)
+    changes = {"temperature": 1.5, "eos_early_stop": True, "max_new_tokens": 16}
+    out = paradec.generate(model, [[1] * 9], cache="block", race=4, keep_prefix=True, **request(**changes))
+    assert len(out.prefix) == 1 and out.prefix.tokens[0] == out.sequences[0, : len(out.prefix.tokens[0])].tolist()
+    assert len(out.prefix.tokens[0]) >= 8
+
+
+# ---- a prefix that rows share -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
+def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
+    model = tiny(2, "block_causal", prediction)
+    rows = [SYSTEM + row for row in ROWS]
+    together = paradec.generate(model, rows, cache=cache, share_prefix=True, **request())
+    assert together.cost.reused_tokens == [8, 8, 8]
+    for index, row in enumerate(rows):
+        alone = paradec.generate(model, [row], cache=cache, **request())
+        assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+        assert together.row_nfe[index] == alone.nfe + 1
+    assert largest_gap(model, rows, cache, share_prefix=True) < 1e-12
+
+
+@pytest.mark.parametrize("sampler", ["wino", "credit", "random", "freedave", "tree"])
+def test_samplers_over_a_shared_prefix(sampler: str) -> None:
+    """Shadow blocks and drafts read it beside their own keys; rows end when they would alone."""
+    model = tiny(2, "block_causal", ends=ENDS)
+    rows = [SYSTEM + [index] * (index % 3 + 1) for index in range(8)]
+    method = samplers.create("freedave", draft_mode="tree") if sampler == "tree" else samplers.create(sampler)
+    changes = request(sampler=method, eos_early_stop=True, temperature=1.0, max_new_tokens=16)
+    together = paradec.generate(model, rows, cache="block", share_prefix=True, **changes)
+    assert len(set(together.row_nfe)) > 1
+    for index, row in enumerate(rows):
+        alone = paradec.generate(model, [row], cache="block", **changes)
+        assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+        assert together.finished[index] == alone.finished[0]
+
+
+def test_a_shared_prefix_is_stored_and_counted_once() -> None:
+    model = tiny(2, "block_causal")
+    rows = [SYSTEM * 4 + [index] * 3 for index in range(8)]
+    plain = paradec.generate(model, rows, cache="block", **request())
+    shared = paradec.generate(model, rows, cache="block", share_prefix=True, trace=True, **request())
+    position = 8 * 2 * 2 * 2 * 8  # float64, keys and values, 2 layers of 2 heads of 8
+    assert plain.cost.store_bytes == position * 8 * (56 + 1)
+    assert shared.cost.store_bytes == position * (40 + 8 * (16 + 1))
+    assert shared.forwarded_tokens == plain.forwarded_tokens - 7 * 40
+    assert shared.row_forwards == plain.row_forwards + 1 and shared.nfe == plain.nfe + 1
+    assert shared.trace.steps[0].kind == "prefix" and shared.trace.steps[0].forwarded == [40, 0, 0, 0, 0, 0, 0, 0]
+    assert np.sum([s.forwarded for s in shared.trace.steps], 0).tolist() == shared.cost.forwarded_tokens
+    needed = shared.cost.store_bytes
+    fits = caches.create("block", max_memory=needed)
+    paradec.generate(model, rows, cache=fits, share_prefix=True, **request())
+    with pytest.raises(ValueError, match=r"8 x 16 positions and 40 that all rows share would take .* max_memory"):
+        paradec.generate(
+            model, rows, cache=caches.create("block", max_memory=needed - 1), share_prefix=True, **request()
+        )
+
+
+def test_answers_to_one_prompt_share_it() -> None:
+    model = tiny(2, "block_causal")
+    changes = request(temperature=1.0, num_return_sequences=4)
+    plain = paradec.generate(model, [[1] * 14], cache="block", **changes)
+    shared = paradec.generate(model, [[1] * 14], cache="block", share_prefix=True, **changes)
+    assert torch.equal(plain.sequences, shared.sequences) and shared.cost.reused_tokens == [12] * 4
+    assert shared.forwarded_tokens == plain.forwarded_tokens - 3 * 12
+
+
+def test_a_kept_prefix_that_all_rows_begin_with_is_read_in_place() -> None:
+    """One system prompt, evaluated in an earlier request: no row has a copy of it, and none evaluates it."""
+    model = tiny(2, "block_causal")
+    kept = paradec.generate(model, [SYSTEM * 4], cache="block", keep_prefix=True, **request()).prefix
+    rows = [SYSTEM * 4 + [index] * (index + 1) for index in range(5)]
+    out = paradec.generate(model, rows, cache="block", prefix=kept, keep_prefix=True, **request())
+    assert out.cost.reused_tokens == [40] * 5
+    assert out.cost.store_bytes == 8 * 2 * 2 * 2 * 8 * (40 + 5 * (16 + 1))
+    assert torch.equal(out.sequences, paradec.generate(model, rows, **request()).sequences)
+    # the next turn, each row with its own
+    rows = [row + [6] for row in out.prefix.tokens]
+    assert largest_gap(model, rows, "block", prefix=out.prefix) < 1e-12
+
+
+def test_what_cannot_be_shared_is_left_alone() -> None:
+    """One row; rows that differ within the first block."""
+    model = tiny(1, "block_causal")
+    for rows in ([SYSTEM], [[1, 2, 3, 4], [1, 2, 3, 5]]):
+        out = paradec.generate(model, rows, cache="block", share_prefix=True, **request())
+        assert out.cost.reused_tokens == [0] * len(rows)
+        plain = paradec.generate(model, rows, cache="block", **request())
+        assert out.nfe == plain.nfe and torch.equal(out.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("columns", ["each", "all", "none"])
+@pytest.mark.parametrize("most", [2**24, 50])
+def test_attention_over_a_shared_prefix_is_attention_over_both(
+    columns: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefix, "MOST_SCORES", most)
+    torch.manual_seed(0)
+    query = torch.randn(3, 6, 5, 8, dtype=torch.float64)
+    keys, values = torch.randn(2, 3, 2, 7, 8, dtype=torch.float64)
+    prefix_keys, prefix_values = torch.randn(2, 4, 2, 8, dtype=torch.float64)
+    mask = {"none": None, "all": torch.rand(3, 1, 1, 7) > 0.4, "each": torch.rand(3, 1, 5, 7) > 0.4}[columns]
+    if columns == "each":
+        mask[1, :, 2] = False  # a column that sees the prefix alone
+    found = shared_prefix.attend(query, keys, values, mask, (prefix_keys, prefix_values), 0.3)
+    both = [
+        torch.cat((common.transpose(0, 1).expand(3, -1, -1, -1), own), 2)
+        for common, own in ((prefix_keys, keys), (prefix_values, values))
+    ]
+    wide = None if mask is None else torch.cat((torch.ones(*mask.shape[:3], 4, dtype=torch.bool), mask), -1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, *both, attn_mask=wide, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_a_model_that_drops_the_prefix_on_the_way_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(2, "block_causal")
+    forward = model.module.model.forward
+    monkeypatch.setattr(model.module.model, "forward", lambda *a, shared_prefix=None, **k: forward(*a, **k))
+    with pytest.raises(RuntimeError, match=r"layers \[0, 1\] of LlamaForCausalLM did not attend to the shared prefix"):
+        paradec.generate(model, [SYSTEM, SYSTEM], cache="block", share_prefix=True, **request())
+
+
+# ---- bidirectional models -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cache", "prediction"), [("prefix", "same"), ("dual", "shifted"), ("dkv_decode", "shifted"), ("dkv_pd", "same")]
+)
+def test_bidirectional_models_are_exact_with_one_layer_alone(cache: str, prediction: str) -> None:
+    # three layers: what the prefix did not see changes its keys in the second, and what others see of it in the third
+    for layers in (1, 3):
+        model = tiny(layers, prediction=prediction)
+        kept = paradec.generate(model, ROWS, cache=cache, keep_prefix=True, **request()).prefix
+        rows = [tokens + [5, 6] for tokens in kept.tokens]
+        gaps = [largest_gap(model, rows, caches.create(cache), prefix=kept)]
+        gaps.append(largest_gap(model, [SYSTEM + row for row in ROWS], cache, share_prefix=True))
+        assert max(gaps) < 1e-12 if layers == 1 else min(gaps) > 1e-6
+        assert not kept.exact
+
+
+def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
+    """Approximate, but a row of a batch gets what it gets alone, whether it reads the prefix in place or has a copy."""
+    model = tiny(3)
+    kept = paradec.generate(model, [SYSTEM], cache="dual", keep_prefix=True, **request(block_length=5)).prefix
+    rows = [SYSTEM + row for row in ROWS]
+    for cache in ("dual", "prefix", "dkv_decode"):
+        changes = request(block_length=5, cache=cache, prefix=kept)
+        together = paradec.generate(model, rows, **changes)
+        assert together.cost.reused_tokens == [10, 10, 10]
+        for index, row in enumerate(rows):
+            alone = paradec.generate(model, [row], **changes)
+            assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
+
+
+def test_the_table_says_where_reuse_is_exact() -> None:
+    class Facts:
+        topology, prediction, name = "block_causal", "same", "a model"
+
+    assert {name for name in caches.names() if prefix_verdict(caches.create(name), Facts).status == EXACT} == {
+        *EXACT_CACHES
+    }
+    Facts.topology = "bidirectional"
+    found = {name: prefix_verdict(caches.create(name), Facts).status for name in caches.names()}
+    assert EXACT not in found.values() and found["prefix"] == APPROXIMATE
+    assert found["none"] == found["block"] == REFUSED
+    said = {line["cache"]: line["prefix reuse"] for line in summary(samplers.registry, caches.registry)}
+    assert said["block"] == "exact (block_causal)" and said["none"] == "refused"
+    assert said["prefix"] == "approximate (bidirectional), exact (block_causal)"
+
+
+# ---- bad input, memory --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept() -> tuple[Model, KeptPrefix]:
+    model = tiny(1, "block_causal")
+    return model, paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefix": "hello"}, "prefix='hello' must be the `prefix` of an output"),
+        ({"keep_prefix": 1}, "keep_prefix=1 must be True or False"),
+        ({"share_prefix": "yes"}, "share_prefix='yes' must be True or False"),
+        (
+            {"keep_prefix": True, "cache": None},
+            "keep_prefix=True needs a cache that keeps keys and values; cache='none'",
+        ),
+        ({"share_prefix": True, "cache": "none"}, "share_prefix=True needs a cache"),
+        ({"keep_prefix": True, "guidance_scale": 2.0}, "keep_prefix=True does not work with guidance_scale"),
+    ],
+)
+def test_bad_arguments_are_named(kept: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.generate(kept[0], [SYSTEM], **request(**{"cache": "block"} | changes))
+
+
+def test_a_prefix_of_something_else_is_refused(kept: Any) -> None:
+    model, prefix = kept
+    with pytest.raises(ValueError, match="prefix and share_prefix=True both say what rows begin with"):
+        paradec.generate(model, [SYSTEM], cache="block", prefix=prefix, share_prefix=True)
+    other = tiny(1, "block_causal", seed=1)
+    with pytest.raises(ValueError, match=r"KeptPrefix\(1 rows of .* was kept with another model than this Llama"):
+        paradec.generate(other, [SYSTEM], cache="block", prefix=prefix)
+    narrow = caches.create("block", store_dtype="float32")
+    with pytest.raises(ValueError, match="kept in torch.float64 and cache='block' would store torch.float32"):
+        paradec.generate(model, [SYSTEM], cache=narrow, prefix=prefix)
+    own = paradec.generate(model, [SYSTEM], cache=narrow, keep_prefix=True, **request()).prefix
+    assert own.dtype == torch.float32
+    assert paradec.generate(model, [SYSTEM], cache=narrow, prefix=own, **request()).cost.reused_tokens == [8]
+
+
+def test_a_prefix_is_refused_once_weights_have_changed() -> None:
+    model = tiny(1, "block_causal")
+    prefix = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
+    with torch.no_grad():
+        model.module.lm_head.weight.mul_(2)
+    with pytest.raises(ValueError, match="kept before the weights of LlamaForCausalLM changed or moved"):
+        paradec.generate(model, [SYSTEM], cache="block", prefix=prefix)
+
+
+def test_memory_is_given_back() -> None:
+    model = tiny(2, "block_causal")
+    out = paradec.generate(model, [SYSTEM] * 2, cache="block", keep_prefix=True, **request())
+    assert out.prefix.nbytes == 8 * 2 * 2 * 2 * 8 * 2 * len(out.prefix.tokens[0]) and out.prefix.dtype == torch.float64
+    out.prefix.release()
+    assert out.prefix.nbytes == 0 and out.prefix.dtype is None and "released" in repr(out.prefix)
+    with pytest.raises(ValueError, match="prefix was released"):
+        paradec.generate(model, [SYSTEM], cache="block", prefix=out.prefix)
+    assert paradec.generate(model, [SYSTEM], cache="block", **request()).prefix is None
+    # nothing but the output holds what was kept
+    out = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request())
+    held = weakref.ref(out.prefix.layers[0][0])
+    del out
+    gc.collect()
+    assert held() is None
