@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import cli, evaluation, samplers
 from paradec.evaluation import Comparison, Configuration
+from paradec.evaluation.compare import COMBINATIONS
 from paradec.evaluation.metrics import aup, bootstrap, wilson
 from paradec.models.adapter import Model
 from paradec.samplers.masked import MaskedSampler
@@ -121,7 +122,7 @@ def test_every_masked_sampler_has_a_frontier(name: str) -> None:
 def test_the_baseline_comes_first_and_once() -> None:
     names = [configuration.name for configuration in evaluation.configurations()]
     assert names[0] == "threshold" and len(set(names)) == len(names)
-    assert {configuration.sampler for configuration in evaluation.configurations()} == set(MASKED)
+    assert {configuration.sampler for configuration in evaluation.configurations()} == {*MASKED, *COMBINATIONS}
     assert [c.name for c in evaluation.configurations(["factor"])][:2] == ["threshold", "factor"]
 
 
@@ -153,6 +154,20 @@ def test_a_sampler_of_ones_own_is_compared(packaged: Model, monkeypatch: pytest.
     assert [result.configuration.name for result in found.results[1:]] == ["reckless", "reckless(temperature=0.5)"]
     assert ours.nfe == warm.nfe == 1
     assert ours.accuracy() <= base.accuracy() - 0.5  # several right answers at once are a wrong one
+
+
+def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
+    questions = evaluation.packaged_questions("copy", limit=4)
+    text = "threshold(threshold=0.5)&factor"
+    found = evaluation.compare(packaged, questions=questions, names=[text, "threshold"], batch=4, max_new_tokens=12)
+    assert [result.configuration.name for result in found.results][:2] == ["threshold", "threshold(threshold=0.7)"]
+    (both,) = [result for result in found.results if result.configuration.sampler == text]
+    alone = paradec.generate(
+        packaged, [question.prompt for question in questions], sampler=text, max_new_tokens=12, seed=0
+    )
+    assert both.forwards == sum(alone.row_nfe)
+    with pytest.raises(ValueError, match="cannot be read"):
+        evaluation.configurations("threshold+")
 
 
 # ---- compare --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from paradec.models.facts import ModelFacts
 from paradec.protocol import Sampler
 from paradec.samplers.masked import Stage
 from paradec.samplers.masked_state import rows_of
+from paradec.samplers.statistics import Raised, best_with_probability
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
 ROWS, BLOCK, BLOCKS = 3, 6, 2
@@ -349,6 +350,79 @@ def test_dense_equals_slots_bit_for_bit() -> None:
                     for name, value in updates.items():
                         state.memory[name] = value
         assert all(found) == equal
+
+
+LARGE = 9001
+"""Words: more than are served in float64 throughout."""
+
+
+class LargeScript(Script):
+    """The same with many words, in float32; the few of `Script` are the likely ones."""
+
+    facts = ModelFacts(vocab_size=LARGE, mask_token_id=MASK, eos_token_ids=ENDS)
+
+    def __init__(self, seed: int, scale: float):
+        super().__init__(seed, scale)
+        tail = torch.randn(*self.table.shape[:-1], LARGE - VOCAB, generator=torch.Generator().manual_seed(seed))
+        self.table = torch.cat((self.table.float(), tail - 8), -1)
+
+    def __call__(self, query: object) -> Tensor:
+        logits = self.table[self.at][torch.as_tensor(query.rows)]
+        return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, LARGE)).clone()
+
+
+@pytest.mark.parametrize("text", ["credit({})", "credit({})>>localleap", "credit({})>>entropy_threshold"])
+def test_slots_equal_dense_in_a_large_vocabulary(text: str) -> None:
+    """There slots leave the raised logits unwritten: the same tokens, and the same confidences up to rounding."""
+    steps = 0
+    for seed in range(4):
+        found = []
+        for storage in ("storage=dense", "slots=8"):
+            sampler, script = samplers.create(text.format(storage + ",fusion=1.5")), LargeScript(seed, 3.0)
+            state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=12, eos_early_stop=False)
+            found.append([])
+            while not state.done:
+                script.at = len(found[-1])
+                proposal = sampler.step(script, state)
+                sampler.commit(state, proposal)
+                found[-1].append((state.canvas.clone(), proposal.scores))
+        dense, slots = found
+        steps += len(dense)
+        assert len(dense) == len(slots) > 1
+        for (canvas, scores), (same_canvas, same_scores) in zip(dense, slots, strict=True):
+            assert torch.equal(canvas, same_canvas)
+            torch.testing.assert_close(scores, same_scores, rtol=1e-5, atol=1e-6)
+    assert steps > 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_unwritten_words_equal_written_ones(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(3, 7, LARGE, generator=generator)).to(dtype)
+    best, p = best_with_probability(logits)
+    ids = torch.rand(3, 7, LARGE, generator=generator).topk(4).indices
+    ids[..., 0] = best
+    ids[:, :3, 1] = logits.topk(2).indices[:, :3, 1]  # a rival that may win
+    ids[:, 4:, 2] = -1
+    ids[:, 5, 0] = -1
+    by = 3 * torch.rand(3, 7, 4, generator=generator)
+    raised = Raised(logits, best, p.double(), ids, by)
+    token, confidence = raised.statistics()
+    expected = raised.written().double().softmax(-1)
+    assert torch.equal(token, expected.argmax(-1)) and (token != best).any()
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(confidence, expected.amax(-1), rtol=tolerance, atol=tolerance)
+    logits[0, 0, 5] = torch.nan
+    assert Raised(logits, *best_with_probability(logits), ids, by).statistics()[1].isnan().nonzero().tolist() == [
+        [0, 0]
+    ]
+
+
+def test_unwritten_ties_go_to_the_lower_id() -> None:
+    logits = torch.zeros(1, 2, LARGE)
+    ids, by = torch.tensor([[[7, 3], [7, 3]]]), torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
+    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics()
+    assert token.tolist() == [[3, 0]]
 
 
 def Stage_of(state: object) -> Stage:

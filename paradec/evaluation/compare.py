@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ from paradec.samplers.request import Request, block_policy
 SCHEMA = "paradec-compare/1"
 BASELINE = "threshold"
 """The sampler whose defaults are the baseline: confidence 0.9."""
+COMBINATIONS = ("credit+localleap", "credit>>localleap", "factor+localleap", "klass+persistence")
+"""What is measured beside the registered samplers: of a dozen joined ones tried on the packaged prompts, the three that
+are fastest and the one that is most often right."""
 
 Progress = Callable[["Comparison", "Configuration", float], None]
 """Called after every batch with what is finished, the configuration under way, and the share of the work done."""
@@ -172,6 +175,7 @@ def _words(text: str) -> list[list[str]]:
 class Configuration:
     """A sampler with some of its settings, and of the request's, changed; nothing changed is its default.
 
+    `sampler` is a registered name, or a combination as text ("credit+localleap"), which carries its settings itself.
     `changes` is one entry of the sampler's `frontier`. Names of the sampler's settings go to the sampler, the others
     to `generate`. A fraction for `steps` stands for that share of the undecided positions.
     """
@@ -195,12 +199,15 @@ class Configuration:
         Raises:
             ValueError: an unknown name, a value out of its range, or a change that neither takes.
         """
-        settings = samplers.get(self.sampler).settings()
-        return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in settings})
+        own = self._own_settings()
+        return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in own})
+
+    def _own_settings(self) -> Collection[str]:
+        return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
 
     def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
         """Arguments for `generate`, for an answer of so many undecided positions in so many blocks."""
-        own = samplers.get(self.sampler).settings()
+        own = self._own_settings()
         given = {name: value for name, value in self.changes.items() if name not in own}
         if isinstance(given.get("steps"), float):
             given["steps"] = max(1, round(given["steps"] * positions / blocks)) * blocks
@@ -211,20 +218,25 @@ def configurations(names: str | Iterable[str] | None = None) -> list[Configurati
     """The baseline, then every sampler with its defaults and the settings of its `frontier`; the baseline's come first.
 
     Args:
-        names: samplers wanted; None takes every registered one of the masked family.
+        names: samplers wanted, and combinations as text, which are measured as they stand; None takes every registered
+            sampler of the masked family, and `COMBINATIONS`.
 
     Raises:
         ValueError: an unknown sampler, one of another family, or a `frontier` with something that nothing takes.
     """
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+        names += COMBINATIONS
     names = [names] if isinstance(names, str) else list(names)
     found = [Configuration(BASELINE)]
     for name in sorted(dict.fromkeys(names), key=lambda name: name != BASELINE):
-        cls = samplers.get(name)
-        if cls.family != "masked":
-            raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")
-        for changes in ({}, *cls.frontier):
+        frontier: tuple[Mapping[str, Any], ...] = ()
+        if name in samplers.registry or not any(sign in name for sign in samplers.JOINING):
+            cls = samplers.get(name)
+            if cls.family != "masked":
+                raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")
+            frontier = cls.frontier
+        for changes in ({}, *frontier):
             configuration = Configuration(name, changes)
             configuration.make()
             Request(**configuration.request(1))
@@ -435,8 +447,8 @@ def compare(
     Args:
         model: from `paradec.load` or `paradec.wrap`; None takes the small model inside the package.
         questions: from `packaged_questions` or `read_questions`; None takes all packaged ones.
-        names: samplers; None takes every registered one of the masked family that the request suits. The baseline is
-            measured in any case.
+        names: samplers, and combinations as text; None takes every registered one of the masked family, and
+            `COMBINATIONS`, where the request suits them. The baseline is measured in any case.
         cache: a name that `paradec.caches.names()` lists.
         batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in
             float32, up to near-ties).

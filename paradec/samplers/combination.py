@@ -21,9 +21,9 @@ from paradec import samplers
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import shown
-from paradec.protocol import MemorySpec, Sampler
+from paradec.protocol import MemorySpec, Proposal, Sampler
 from paradec.samplers.masked import LAST, MaskedSampler, MaskedState, Stage, View
-from paradec.samplers.statistics import best_one
+from paradec.samplers.statistics import Raised, best_one, written
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class Combination(MaskedSampler):
     The logits stages of `stages` and of the rules run first, one after the other, each on what the one before made of
     the logits; every rule then reads the result. Each rule has its own score, quota and memory. What it remembers of a
     step's selection is what became final, whichever rule asked for it. A commit's confidence is the first rule's score.
+    Where rules cut a row off (Learn2PD's end-of-text prediction), the first cut counts.
 
     Raises:
-        ValueError: rules that cannot be joined: of different `score_from`, or with a step of their own (drafts, a
-            trained filter), or that take back what they decided.
+        ValueError: rules that cannot be joined: of different `score_from`, or with a step of their own (drafts), or
+            that take back what they decided.
     """
 
     rules: tuple[Any, ...] = ()
@@ -120,13 +121,23 @@ class Combination(MaskedSampler):
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         updates = {}
         for index, member in enumerate(self.members):
             if member.fuses:
                 own = dataclasses.replace(stage, memory=_own(stage.memory, index))
-                logits, updates[index] = member.fuse(logits, own)
+                logits, updates[index] = member.fuse(written(logits), own)
         return logits, _joined(updates)
+
+    def assess(self, state: MaskedState, proposal: Proposal) -> Mapping[str, Tensor]:
+        return _joined({at: rule.assess(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))})
+
+    def trim(self, view: View, selected: Tensor) -> Tensor | None:
+        if all(type(rule).trim is MaskedSampler.trim for rule in self.rules):
+            return None
+        found = [rule.trim(own, selected) for _, rule, own in self.views(view)]
+        cuts = [cut for cut in found if cut is not None]
+        return torch.stack(cuts).amin(0) if cuts else None
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return _joined({index: rule.remember(own, selected) for index, rule, own in self.views(view)})
@@ -140,6 +151,7 @@ class Combination(MaskedSampler):
                 view,
                 scores=torch.where(fixed, view.scores, view.quantities[rule.score]),
                 quota=view.quota[index - len(self.stages)],
+                quantities={**view.quantities, **_own(view.quantities, index)},
                 memory=_own(view.memory, index),
                 updates=_own(view.updates, index),
             )
@@ -147,7 +159,7 @@ class Combination(MaskedSampler):
         return found
 
 
-OWN = ("query", "propose", "commit", "_view", "trim")
+OWN = ("query", "propose", "commit", "_view")
 """What a rule must leave to the family."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.checks import check_choice, check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked import MaskedSampler, Stage, View
-from paradec.samplers.statistics import best_one, best_with_probability
+from paradec.samplers.statistics import Raised, best_one, best_with_probability, raise_words
 
 MOST_SLOTS = 1024
 
@@ -83,16 +83,16 @@ class Credit(MaskedSampler):
             "tokens": MemorySpec(("window", self.slots), torch.int32, fill=-1),
         }
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        best, p = best_with_probability(logits)  # [R, W]
-        best, gain = best.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+        favourite, p = best_with_probability(logits)  # [R, W]
+        best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
         seen = stage.undecided.unsqueeze(-1)
         credit = stage.memory["credit"]
         decayed = credit * self.decay
-        # a copy, in float32 at least: bfloat16 would round the credit away
-        fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         if self.storage == "dense":
             credit = torch.where(seen, decayed.scatter_add_(-1, best, gain), credit)
+            # a copy, in float32 at least: bfloat16 would round the credit away
+            fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
             return fused.add_(credit.log1p().mul_(self.fusion)), {"credit": credit}
         tokens = stage.memory["tokens"]
         own = tokens == best
@@ -102,8 +102,8 @@ class Credit(MaskedSampler):
         value = torch.where(known, decayed.gather(-1, at), 0) + gain
         credit = torch.where(seen, decayed.scatter(-1, at, value), credit)
         tokens = torch.where(seen, tokens.scatter(-1, at, best.int()), tokens)
-        boost = credit.log1p().mul_(self.fusion).to(fused.dtype)
-        return fused.scatter_add_(-1, tokens.clamp(min=0).long(), boost), {"credit": credit, "tokens": tokens}
+        fused = raise_words(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
+        return fused, {"credit": credit, "tokens": tokens}
 
     def select(self, view: View) -> Tensor:
         return (view.scores >= self.threshold) | best_one(view.scores)

@@ -1,18 +1,30 @@
-"""Numbers read from logits: probability of the best token, margin, entropy; filters of the sampling distribution.
+"""Numbers read from logits, under the names that samplers declare; filters of the sampling distribution.
 
-In float64, as the public references of the threshold rules have it: trained models are so sure of many positions that
-float32 probabilities tie at 1.
+How they are computed is `paradec.kernels.token_stats`' business. Scores are float64 whatever the path: trained models
+are so sure of many positions that float32 probabilities tie at 1.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.kernels.token_stats import path_for, read_stats
+
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
+FIELDS = {
+    "margin": "margin",
+    "negative_entropy": "smoothed_entropy",
+    "minus_entropy": "entropy",
+    "logit_gap": "gap",
+}
+"""What the quantities are called in `TokenStats`; entropies with the other sign, so that higher is surer."""
 CHUNK = 2**25
-"""Logits of an accelerator turned to float64 at a time: 256 MB."""
+"""Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
 """The same on the CPU: what stays in its caches is twice as fast."""
 TINY = 1e-12
@@ -21,7 +33,7 @@ TINY = 1e-12
 def token_statistics(
     logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Statistics of each position's distribution softmax(logits), in float64.
+    """Statistics of each position's distribution softmax(logits).
 
     Args:
         logits: [..., V] of any float dtype; -inf excludes a word.
@@ -34,66 +46,91 @@ def token_statistics(
         sum p ln p, "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are NaN
         where a logit is NaN or +inf.
     """
-    if logits.numel() <= CPU_CHUNK:
-        return _statistics(logits, reads, tokens)
-    shape, chunks = logits.shape[:-1], _chunks(logits)
-    given = [None] * len(chunks) if tokens is None else tokens.reshape(-1).split(len(chunks[0]))
-    parts = [_statistics(chunk, reads, chosen) for chunk, chosen in zip(chunks, given, strict=True)]
-    found = {name: torch.cat([part[1][name] for part in parts]).view(shape) for name in parts[0][1]}
-    return torch.cat([part[0] for part in parts]).view(shape), found
+    stats = read_stats(logits, _fields(reads), ids=tokens)
+    found: dict[str, Tensor] = {}
+    for name in reads:
+        if name == "confidence":
+            found[name] = stats.prob if tokens is None else stats.ids_prob
+        elif name == "best_token":
+            found[name] = stats.token
+        else:
+            value = getattr(stats, FIELDS[name])
+            found[name] = -value if name.endswith("entropy") else value
+    return stats.token if tokens is None else tokens, found
+
+
+@lru_cache(maxsize=64)
+def _fields(reads: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(FIELDS[name] for name in reads if name in FIELDS)
 
 
 def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
-    """[..., V] as pieces [n, V] of which few enough entries are held in float64 at a time."""
+    """[..., V] as pieces [n, V] of a bounded size."""
     rows = max(1, (CPU_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
     return logits.reshape(-1, logits.shape[-1]).split(rows)
-
-
-def _statistics(logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    # what follows works in place where it can: these passes over the vocabulary are most of a step's cost
-    if "minus_entropy" in reads or "negative_entropy" in reads:
-        wide = logits.to(torch.float64, copy=True)
-        p = wide.softmax(dim=-1)
-    else:
-        p = logits.softmax(dim=-1, dtype=torch.float64)
-    found: dict[str, Tensor] = {}
-    if tokens is None:
-        best, first = p.max(dim=-1)
-        tokens, confidence = first, best
-    else:
-        confidence = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        if not {"margin", "minus_entropy", "best_token"}.isdisjoint(reads):
-            best, first = p.max(dim=-1)
-    if "confidence" in reads:
-        found["confidence"] = confidence
-    if "logit_gap" in reads:
-        highest, second = logits.topk(2, dim=-1).values.double().unbind(-1)
-        found["logit_gap"] = highest - second
-    if "best_token" in reads:
-        found["best_token"] = first
-    if "negative_entropy" in reads:
-        logarithm = (p + 1e-10).log_() if "minus_entropy" in reads else torch.add(p, 1e-10, out=wide).log_()
-        found["negative_entropy"] = logarithm.mul_(p).sum(-1)
-    if "margin" in reads or "minus_entropy" in reads:
-        at = first.unsqueeze(-1)
-        if "minus_entropy" in reads:
-            # sum p (z - z_best) + ln p_best needs no logarithm per word; both terms are negative, so nothing cancels
-            spread = wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
-        p.scatter_(-1, at, 0)
-        if "minus_entropy" in reads:
-            found["minus_entropy"] = spread - (p.sum(-1) / best).log1p()
-        if "margin" in reads:
-            found["margin"] = best - p.amax(-1)
-    return tokens, found
 
 
 def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The best token [...] (int64) of logits [..., V], and its probability [...], in float32 at least: enough where it
     is not compared with a threshold, and cheap."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    best = [chunk.argmax(-1, keepdim=True) for chunk in _chunks(logits)]
-    p = [chunk.softmax(-1, dtype=wide).gather(-1, at) for chunk, at in zip(_chunks(logits), best, strict=True)]
-    return torch.cat(best).view(logits.shape[:-1]), torch.cat(p).view(logits.shape[:-1])
+    if path_for(logits) != "float64":
+        stats = read_stats(logits, frozenset())
+        return stats.token, stats.prob
+    # a small vocabulary takes half the time of float64 in float32
+    best = logits.argmax(-1, keepdim=True)
+    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return best.squeeze(-1), p.gather(-1, best).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Logits of which a few words per position are raised, unwritten: a confidence follows from what was read of the
+    logits before, without reading them again. Shapes: `K` words of every position."""
+
+    logits: Tensor
+    """[..., V]."""
+    best: Tensor
+    """[...] int64: the best word before."""
+    prob: Tensor
+    """[...] float64: its probability before."""
+    ids: Tensor
+    """[..., K] int64, distinct within a position; -1 raises nothing."""
+    by: Tensor
+    """[..., K] float, at least 0."""
+
+    def written(self) -> Tensor:
+        """The raised logits [..., V], a copy, in float32 at least: bfloat16 would round the difference away."""
+        copy = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32), copy=True)
+        return copy.scatter_add_(-1, self.ids.clamp(min=0), self.by.where(self.ids >= 0, 0).to(copy.dtype))
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """The best word [...] int64 after raising (the lowest id on ties), and its probability [...] float64."""
+        best = self.best.unsqueeze(-1)
+        words = torch.cat((best, self.ids.clamp(min=0)), -1)
+        z = self.logits.gather(-1, words).double()
+        share = (z - z[..., :1]).exp()  # of what the best word had
+        by = torch.cat((self.by.where(self.ids == best, 0).sum(-1, keepdim=True), self.by), -1).double()
+        raised = share * by.exp()
+        # the best word is counted once, and words that are not there not at all
+        counted = torch.cat((torch.ones_like(best, dtype=torch.bool), (self.ids >= 0) & (self.ids != best)), -1)
+        raised, share = raised.where(counted, 0), share.where(counted, 0)
+        total = 1 / self.prob + (raised - share).sum(-1)
+        most = raised.amax(-1)
+        first = words.where(counted & (raised == most.unsqueeze(-1)), torch.iinfo(torch.int64).max).amin(-1)
+        # where a logit is NaN no word is the first one
+        return first.where(most.isfinite(), self.best), most / total
+
+
+def written(logits: Tensor | Raised) -> Tensor:
+    """Logits [..., V], written out if they are not."""
+    return logits.written() if isinstance(logits, Raised) else logits
+
+
+def raise_words(logits: Tensor, best: Tensor, prob: Tensor, ids: Tensor, by: Tensor) -> Tensor | Raised:
+    """Logits [..., V] with the words `ids` [..., K] higher by `by` [..., K]; arguments as in `Raised`. They are written
+    where a second read costs next to nothing, and is exact to the last digit: in small vocabularies."""
+    raised = Raised(logits, best, prob, ids, by)
+    return raised.written() if path_for(logits) == "float64" else raised
 
 
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
