@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paradec import caches, samplers
+from paradec import attention, caches, samplers
+from paradec.attention.sparsed import SparseD
 from paradec.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.generate import Output, generate, infill
 from paradec.models.checkpoint import CheckpointError
@@ -27,9 +28,14 @@ __all__ = [
     "Interrupted",
     "Output",
     "Prophet",
+    "SparseD",
+    "TaylorSeer",
+    "accelerate",
+    "attention",
     "caches",
     "decode",
     "generate",
+    "generate_images",
     "hf_generate",
     "infill",
     "load",
@@ -43,4 +49,16 @@ def __getattr__(name: str) -> Any:
         from paradec.hf import hf_generate
 
         return hf_generate
+    if name == "generate_images":  # imports transformers' cache
+        from paradec.images import generate_images
+
+        return generate_images
+    if name == "accelerate":
+        from paradec.hooks.session import accelerate
+
+        return accelerate
+    if name == "TaylorSeer":
+        from paradec.samplers.taylorseer import TaylorSeer
+
+        return TaylorSeer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

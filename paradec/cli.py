@@ -1,4 +1,4 @@
-"""The command line: `paradec generate`, `paradec infill`, `paradec compare`, `paradec samplers`, `paradec caches`.
+"""The command line: `paradec generate`, `infill`, `image`, `compare`, `samplers`, `caches`.
 
 A wrong argument gives one line on standard error and exit code 2. With `PARADEC_DEBUG=1` in the environment the
 traceback is shown instead.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -234,6 +235,79 @@ def infill(
     )
 
 
+@app.command()
+def image(
+    out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")],
+    model: Annotated[
+        str, typer.Option(help="A folder, a file or a hub id; digits-ar and digits-maskgit are inside the package.")
+    ] = "digits-ar",
+    prompt: Annotated[list[str] | None, typer.Option(help="What to show; may be repeated.")] = None,
+    class_: Annotated[
+        str | None, typer.Option("--class", metavar="N,N,...", help="Classes, separated by commas; N-M is a range.")
+    ] = None,
+    sampler: Annotated[
+        str, typer.Option(help="Of the draft-and-verify family; for masked models maskgit, halton, recap, ...")
+    ] = "sjd",
+    set_: Set = None,
+    steps: Annotated[int | None, typer.Option(help="Masked models: forwards planned for a picture.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")] = None,
+    num_images: Annotated[int, typer.Option("--num-images", "-n", help="Pictures for each prompt or class.")] = 1,
+    height: Annotated[int | None, typer.Option(help="In pixels; by default the model's own.")] = None,
+    width: Annotated[int | None, typer.Option(help="In pixels; by default the model's own.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="What guidance leads away from.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_p: TopP = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 takes all.")] = None,
+    seed: Seed = None,
+    columns: Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")] = None,
+    enlarge: Annotated[int, typer.Option(help="Pixels that a pixel becomes, along each side.")] = 1,
+    vq: Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw which step made which token final, dark to yellow.")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make pictures with an autoregressive or masked image model, several tokens per forward."""
+    from paradec.image_command import ImageJob
+
+    job = ImageJob(out, trace, columns, enlarge, prompt, class_)
+    import paradec
+
+    method = paradec.samplers.create(sampler, **_settings(set_ or []))
+    _quiet_loading()
+    options = {} if vq is None else {"vq": vq}
+    loaded = paradec.load(model, dtype=dtype, device=device, **options)
+    code = 0
+    try:
+        with _Bar() as bar:
+            output = paradec.generate_images(
+                loaded,
+                **job.conditions,
+                sampler=method,
+                steps=steps,
+                cache=cache,
+                guidance_scale=guidance_scale,
+                height=height,
+                width=width,
+                num_images=num_images,
+                negative_prompt=negative_prompt,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=seed,
+                trace=trace is not None,
+                callback=bar.update,
+            )
+    except paradec.Interrupted as interrupt:
+        code, output = 130, interrupt.output
+    job.write(output)
+    typer.echo(json.dumps(job.report(output, method)) if as_json else job.summary(output))
+    raise typer.Exit(code)
+
+
 def _text(argument: str) -> str:
     return sys.stdin.read().rstrip("\r\n") if argument == "-" else argument
 
@@ -319,7 +393,10 @@ def compare(
     tasks: Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")] = None,
     samplers: Annotated[
-        list[str] | None, typer.Option(help="Samplers, separated by commas; by default every masked one.")
+        list[str] | None,
+        typer.Option(
+            help="Samplers, separated by commas, and combinations ('credit+localleap'); by default every masked one."
+        ),
     ] = None,
     cache: Annotated[str, typer.Option(help="A name that `paradec caches` lists.")] = "none",
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
@@ -501,10 +578,10 @@ def learn2pd_train(
 
 
 def _names(given: list[str] | None) -> list[str] | None:
-    """Comma-separated names, in one option or several."""
+    """Comma-separated names, in one option or several; commas in parentheses separate settings."""
     if given is None:
         return None
-    return [name.strip() for text in given for name in text.split(",")]
+    return [name.strip() for text in given for name in re.split(r",(?![^(]*\))", text)]
 
 
 @app.command()

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
+from paradec.attention.sparsed import AttentionCost, SparseD
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.caches.cost import CacheCost
+from paradec.caches.kept import KeptPrefix
 from paradec.checks import check_bool, check_int, shown
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
@@ -61,6 +63,10 @@ class Output:
     """With `race`: which of the copies this is; its row in `trace` and `cost`."""
     cost: CacheCost | None = None
     """Whole and partial forwards and positions evaluated, per row, and the bytes that the cache held."""
+    attention: AttentionCost | None = None
+    """What the calls attended to; None where all attended to everything."""
+    prefix: KeptPrefix | None = None
+    """With `keep_prefix`: keys and values of prompts and answers, for the `prefix` of the next request."""
 
     @property
     def nfe(self) -> int:
@@ -81,6 +87,10 @@ def generate(
     attention_mask: Any = None,
     sampler: str | Sampler = "threshold",
     cache: str | Cache | None = None,
+    prefix: KeptPrefix | None = None,
+    keep_prefix: bool = False,
+    share_prefix: bool = False,
+    attention: str | SparseD | None = None,
     blocks: str | BlockPolicy | None = None,
     block_length: int | None = None,
     steps: int | None = None,
@@ -104,6 +114,7 @@ def generate(
     streamer: Any = None,
     callback: Callable[[State, Commit], bool | None] | None = None,
     trace: bool = False,
+    compile: bool = False,
 ) -> Output:
     """Decode answers to one prompt or a batch of unequal ones.
 
@@ -116,6 +127,13 @@ def generate(
         sampler: a name (`paradec.samplers.names()`), several that are joined ("credit+localleap", see
             `paradec.samplers.create`), or a sampler made with settings.
         cache: a name (`paradec.caches.names()`) or a cache; None recomputes everything at every step.
+        prefix: the `prefix` of an earlier output, made with `keep_prefix`: what a row has in common with it is not
+            evaluated again. Exact for block-causal models, approximate for others; `out.cost.reused_tokens` counts.
+        keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
+        share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
+        attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
+            themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
+            `Output.attention` says what was computed.
         blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive"; the
             length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for Dream, the model's
             own blocks for block-causal models.
@@ -141,6 +159,8 @@ def generate(
         streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
+        compile: on CUDA, take whole steps on the device and replay them as CUDA graphs (`paradec.engine`): the same
+            tokens without the launches. A request that cannot be served so is decoded as usual, with one warning.
 
     Returns:
         An `Output`.
@@ -155,13 +175,18 @@ def generate(
     method = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(method, Sampler):
         raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
-    if method.family != "masked":
-        raise ValueError(f"sampler {method.name!r} is of family {method.family!r}; generate takes the 'masked' family")
+    if method.family not in ("masked", "draft_verify"):
+        raise ValueError(
+            f"sampler {method.name!r} is of family {method.family!r}; generate takes 'masked' and 'draft_verify'"
+        )
     if steps is not None and not method.uses_steps:
         warnings.warn(f"steps={steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=2)
     if callback is not None and not callable(callback):
         raise TypeError(f"callback={shown(callback)} must be callable")
     check_bool("trace", trace)
+    check_bool("compile", compile)
+    if compile and model.device.type != "cuda":
+        raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
     check_int("num_return_sequences", num_return_sequences, low=1)
     prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, chat)
     if race is not None:
@@ -182,6 +207,10 @@ def generate(
         blocks=blocks,
         block_length=block_length,
         cache=cache,
+        prefix=prefix,
+        keep_prefix=keep_prefix,
+        share_prefix=share_prefix,
+        attention=attention,
         seed=seed,
         generator=generator,
         trace=trace,
@@ -202,11 +231,13 @@ def generate(
         warnings.warn(hint, stacklevel=2)
     if race is not None:
         callback = _until_first(callback)
+    loop = _device_loop(method, model, state, callback, streamer) if compile else decode
     begin = time.perf_counter()
     try:
         watched = nullcontext(callback) if streamer is None else stream(streamer, state, callback)
         with state.freed_store(), watched as after_commit:
-            decode(method, model, state, after_commit)
+            loop(method, model, state, after_commit)
+            kept = state.kept_prefix(model)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
         stopped.output = _output(model, state, prompts, time.perf_counter() - begin)
@@ -216,6 +247,7 @@ def generate(
     if state.canvas.is_cuda:
         torch.cuda.synchronize(state.canvas.device)
     output = _output(model, state, prompts, time.perf_counter() - begin)
+    output.prefix = kept
     if race is None:
         return output
     if race > 1 and (state.canvas == state.canvas[0]).all():
@@ -276,12 +308,28 @@ def check_model(model: Any) -> None:
     """Raise TypeError unless `model` is one of ours."""
     if not callable(model) or not hasattr(model, "facts"):
         raise TypeError(f"model={shown(model)} must come from paradec.load or paradec.wrap")
+    if hasattr(model, "conditions"):
+        raise TypeError(f"{model.facts.name} makes pictures: give it to paradec.generate_images")
 
 
 def check_source(prompt: Any, input_ids: Any) -> None:
     """Raise ValueError unless exactly one is given."""
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
+
+
+def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: Any) -> Callable[..., Any]:
+    """The loop of a request with `compile`: on the device, or with one warning the plain one."""
+    from paradec import engine
+
+    reason = engine.refusal(method, model, state)
+    for name, given in (("a callback", callback), ("a streamer", streamer), ("a trace", state.trace)):
+        if reason is None and given is not None:
+            reason = f"{name} looks at every step"
+    if reason is None:
+        return lambda method, model, state, _: engine.decode(method, model, state)
+    warnings.warn(f"compile=True has no effect: {reason}", stacklevel=3)
+    return decode
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:
@@ -317,6 +365,8 @@ def _of_row(output: Output, row: int) -> Output:
     for name in ("text", "fills"):
         if getattr(output, name) is not None:
             changes[name] = getattr(output, name)[row]
+    if output.prefix is not None:
+        changes["prefix"] = output.prefix.row(row)
     return replace(output, **changes, race_winner=row)
 
 
@@ -325,7 +375,7 @@ def _output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
     facts, width = state.facts, int(state.asked.max())
     ids, given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
     column, length, end = torch.arange(width), _column(state.asked), _column(state.end)
-    undecided = ids == facts.mask_token_id
+    undecided = state.undecided.cpu()[:, :width]
     filled = ~given & (column < length)
     # an end token counts behind everything given, and when nothing before it is undecided
     is_end = torch.isin(ids, torch.tensor(facts.eos_token_ids, dtype=torch.int64))
@@ -358,6 +408,7 @@ def _output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
         fills=fills[0] if fills and prompts.single else fills,
         trace=state.trace,
         cost=CacheCost.of(state),
+        attention=None if state.attention_state is None else state.attention_state.report(),
     )
 
 
@@ -367,7 +418,8 @@ def _column(array: np.ndarray) -> Tensor:
 
 
 def _decoded(model: Any, ids: Tensor) -> str:
-    return model.tokenizer.decode(ids[ids != model.facts.mask_token_id], skip_special_tokens=True)
+    mask = model.facts.mask_token_id
+    return model.tokenizer.decode(ids if mask is None else ids[ids != mask], skip_special_tokens=True)
 
 
 def _runs(flags: Tensor) -> list[tuple[int, int]]:

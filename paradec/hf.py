@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from paradec.attention.sparsed import SparseD
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import shown
@@ -54,6 +55,7 @@ def hf_generate(
     *,
     sampler: str | Sampler = "threshold",
     cache: str | Cache | None = None,
+    attention: str | SparseD | None = None,
     blocks: BlockPolicy | None = None,
     block_length: int | None = None,
     steps: int | None = None,
@@ -88,8 +90,8 @@ def hf_generate(
     Args:
         model: a transformers causal language model whose weights were trained for masked diffusion (Llama, Qwen2, ...).
         input_ids: [B, L] int64; masks in it are filled as well.
-        sampler, cache, blocks, block_length, steps, seed, eos_early_stop, logits_eos_inf, confidence_eos_eot_inf,
-            stop_strings, callback, streamer: as in `paradec.generate`.
+        sampler, cache, attention, blocks, block_length, steps, seed, eos_early_stop, logits_eos_inf,
+            confidence_eos_eot_inf, stop_strings, callback, streamer: as in `paradec.generate`.
         mask_token_id: by default what the generation config, the model's config or the tokenizer names.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
             guessed from the architecture: it must be given.
@@ -125,6 +127,7 @@ def hf_generate(
             attention_mask=attention_mask,
             sampler=sampler,
             cache=cache,
+            attention=attention,
             blocks=blocks,
             block_length=block_length,
             steps=steps,

@@ -69,6 +69,8 @@ class Query:
     """[N, W] bool: False where a window position has no logits in this call; None when all have."""
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store)."""
+    attention: Any = None
+    """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
 
     def but(self, **changes: Any) -> Query:
         """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""
@@ -329,6 +331,10 @@ class State:
     def count(self, cost: Cost) -> None:
         """Add what a committed step spent. The one place where forwards are counted; they are summed when asked for."""
         self._calls += cost.calls
+
+    def add_counts(self, counts: np.ndarray) -> None:
+        """Add what a loop counted that commits on the device: [4, B] as `Cost.counts`."""
+        self._counts += counts
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,15 @@ def stream(streamer: Any, state: Any, callback: Callable[[State, Commit], bool |
         state: a `MaskedState` before its first step.
         callback: the caller's own, or None.
     """
-    mask, fill = state.facts.mask_token_id, state.facts.fill_token_id
+    fill = state.facts.fill_token_id
     width = int(state.asked.max())
     offset = width - state.asked
 
     def aligned() -> Tensor:
         return right_aligned(state.canvas.cpu()[:, :width], state.asked, fill)
+
+    def still_open() -> Tensor:  # [L] bool: columns in which a row has nothing final yet
+        return right_aligned(state.undecided.cpu()[:, :width], state.asked, False).any(0)
 
     drafts = getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
@@ -57,7 +60,7 @@ def stream(streamer: Any, state: Any, callback: Callable[[State, Commit], bool |
     def after_commit(state: Any, commit: Commit) -> bool | None:
         nonlocal sent
         ids = aligned()
-        undecided = (ids == mask).any(0)
+        undecided = still_open()
         stop = int((offset + state.end).max())  # beyond it all rows are padding
         final = min(int(undecided.int().argmax()), stop) if undecided.any() else stop
         if state.revises and state.running.any():  # what stands in an open block may be taken back

@@ -49,6 +49,8 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
         ("ccd_agree(warmup=1)+maskgit_plus", "ccd_agree(warmup=1)"),
         ("entropy+entropy", "entropy"),
         ("adablock+threshold", "adablock"),
+        ("learn2pd+learn2pd(filter_threshold=1)", "learn2pd"),
+        ("learn2pd&learn2pd(filter_threshold=1)", "low_confidence"),
         ("union(rules=['threshold', 'localleap'])", "localleap"),
     ],
 )
@@ -76,9 +78,11 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
         "klass(history=1, kl_threshold=0.5)",
         "persistence",
         "localleap",
+        "learn2pd(filter_threshold=0.5)",
     )
     rules = tuple(samplers.create(rule) for rule in rules)
-    for pair in ((a, b) for i, a in enumerate(rules) for b in rules[i + 1 :]):
+    pairs = [(a, b) for i, a in enumerate(rules[:-1]) for b in rules[i + 1 : -1]] + [rules[-2:], rules[:-3:-1]]
+    for pair in pairs:
         whole, request = joined(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
         state = whole.start(llada64, PROMPTS, eos_early_stop=False, **request)
         parts = [rule.start(llada64, PROMPTS, eos_early_stop=False, **request) for rule in pair]
@@ -103,6 +107,16 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
                 without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
                 assert agreed <= ours and {row for row, *_ in ours - agreed} == without
                 assert len(ours - agreed) == len(without)
+
+
+def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
+    """Learn2PD drops what lies behind a predicted end; beside a rule that does not, and behind a logits stage."""
+    request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
+    greedy = decode(llada64, "learn2pd(eot=greedy)", **request)
+    assert greedy.forwarded_tokens < decode(llada64, "learn2pd(eot=none)", **request).forwarded_tokens
+    for text in ("learn2pd(eot=none)+learn2pd(eot=greedy)", "learn2pd(eot=greedy)+low_confidence"):
+        joined = decode(llada64, text, **request)
+        assert same(joined, greedy) and joined.forwarded_tokens == greedy.forwarded_tokens
 
 
 def test_stages_run_in_order(llada64: Model) -> None:
@@ -181,7 +195,6 @@ BAD = [
     ("threshold+entropy", "rules 'threshold' and 'entropy' cannot be joined: one scores tokens by"),
     ("threshold+freedave", "sampler 'freedave' cannot be joined with others: it drafts steps ahead"),
     ("random(order=block)+threshold", "sampler 'random' cannot be joined with others: its order is drawn once"),
-    ("learn2pd+threshold", "sampler 'learn2pd' cannot be joined with others: its step is its own"),
     ("entropy&entropy", "sampler 'entropy' may wait, which an intersection does not"),
     ("threshold>>factor", "stages: sampler 'threshold' has no logits stage"),
     ("sjd+threshold", "rules: .*SJD.* must be a masked sampler"),

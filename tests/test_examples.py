@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NAMES = ["llada_generate", "dream_generate", "infill"]
+IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
+DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
+DIGITS = ["maskgit_recap", "digits_dit"]
+NAMES = ["llada_generate", "dream_generate", "infill", "llada2_swap_in", *DIFFUSION, *DIGITS, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
 import runpy, sys
@@ -22,9 +26,22 @@ def test_examples_run_offline() -> None:
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    _, llada, dream, infill = done.stdout.split("=" * 9)
+    _, llada, dream, infill, swap_in, dit, flux, wan, recap, digits, *images = done.stdout.split("=" * 9)
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
     assert "noise" in dream and "16 forwards" in dream
     assert "kiwi apple fig pear" in infill and "hole 1: 'apple fig'" in infill
+    # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
+    assert "ThresholdScheduler: 16 forwards\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
+    assert swap_in.count("Scheduler: ") == 4
+    assert "50 calls, 14 full, 36 forecast, 0 mixed" in dit and "difference of the pixels" in dit
+    assert "50 calls, 10 full, 40 forecast, 0 mixed" in flux and "difference of the latents" in flux
+    assert wan.count("25% of the modules evaluated") == 2 and "bac: " in wan
+    assert recap.count("4 forwards that read [100, 100, 100, 100]") == 2  # of maskgit and halton; ReCAP reads fewer
+    assert re.search(r"recap: 4 forwards that read \[100, \d\d, 100, \d\d\]", recap)
+    assert "10 calls, 2 full, 8 forecast, 0 mixed" in digits and digits.count("away from the full run's") == 3
+    # tokens of the pictures: token by token, then fewer forwards with the same tokens in all
+    for output, tokens in zip(images, (49, 33, 38, 16), strict=True):
+        forwards = [int(count) for count in re.findall(r": (\d+) forwards", output)]
+        assert len(forwards) == 2 and forwards[1] < forwards[0] == tokens

@@ -157,6 +157,22 @@ def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base
     assert (batch.row_forwards, batch.forwarded_tokens) == (tree.row_forwards, tree.forwarded_tokens)
 
 
+@pytest.mark.parametrize("base", ["learn2pd", "learn2pd+margin"])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
+    """No draft stands that was evaluated with a longer row than the base would have had."""
+    rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
+    forwarded = {}
+    for eot in ("greedy", "none"):
+        method = samplers.create(base.replace("learn2pd", f"learn2pd(eot={eot})"))
+        arguments = {"max_new_tokens": 32, "block_length": 16, "cache": cache}
+        expected = paradec.generate(llada64, rows, sampler=method, **arguments)
+        found = paradec.generate(llada64, rows, sampler=FreeDave(method), **arguments)
+        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
+        forwarded[eot] = found.forwarded_tokens
+    assert forwarded["greedy"] < forwarded["none"]
+
+
 @pytest.mark.parametrize("mode", ["batch", "tree"])
 def test_guidance(mode: str) -> None:
     arguments = {"max_new_tokens": 12, "block_length": 6, "cache": "dual", "guidance_scale": 1.6}

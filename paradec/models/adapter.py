@@ -11,6 +11,7 @@ Three kinds of module:
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Model:
         tokenizer: a transformers tokenizer, or None (then prompts are ids).
         default_max_new_tokens: the answer length when the request names none.
         default_block_length: the block length when the request names none; None decodes the whole canvas at once.
+        default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Model:
         tokenizer: Any = None,
         default_max_new_tokens: int = 128,
         default_block_length: int | None = None,
+        default_attention: Any = None,
     ):
         self.module = module
         self.facts = facts
@@ -55,6 +58,7 @@ class Model:
         self.tokenizer = tokenizer
         self.default_max_new_tokens = default_max_new_tokens
         self.default_block_length = default_block_length
+        self.default_attention = default_attention
         self._columns: Tensor | None = None
         self._undo: list[Any] = []
         self._accepts: frozenset[str] = frozenset()
@@ -81,20 +85,49 @@ class Model:
         """Whether rows of different lengths may share a call."""
         if self.kind == "encoder":
             return self.module.config.model_type in PADDED_ENCODERS
-        return self.kind == "decoder"
+        return self._takes_masks
 
     @property
     def supports_store(self) -> bool:
         """Whether the module can run over a key/value store."""
-        return self.kind == "decoder" and self.facts.topology != "causal"
+        return self._takes_masks
+
+    @property
+    def _takes_masks(self) -> bool:
+        """Whether the module attends to what a mask of ours says, and to nothing else."""
+        if self.kind != "decoder" or self.facts.topology != "causal":
+            return self.kind == "decoder"
+        # causal modules keep their own attention, of which only the plain one is what such a mask replaces
+        config = self.module.config
+        plain = not {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+        if getattr(config, "layer_types", None) is None:
+            plain = getattr(config, "sliding_window", None) is None
+        return plain and not getattr(self.module, "_is_stateful", False) and config._attn_implementation == "sdpa"
+
+    def token_embeddings(self) -> Tensor:
+        """[vocab_size, d]: the input embeddings of the vocabulary."""
+        return self.module.get_input_embeddings().weight
 
     @property
     def supports_visibility(self) -> bool:
         """Whether queries may say which columns see which (`Query.visible`)."""
-        return self.kind == "decoder"
+        return self._takes_masks
 
-    def make_store(self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None) -> Any:
-        """An empty key/value store of `rows` rows and `length` positions.
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether the rows of a store may read what they begin with from one place."""
+        name = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
+        return self.supports_store and name in ("paradec_sdpa", "paradec_eager")
+
+    def make_store(
+        self,
+        rows: int,
+        length: int,
+        store_dtype: str | None = None,
+        max_memory: int | None = None,
+        start: int = 0,
+    ) -> Any:
+        """An empty key/value store of `rows` rows and `length` positions, of which all rows share those before `start`.
 
         Raises:
             ValueError: it would not fit into `max_memory` bytes, or into what the device has.
@@ -102,9 +135,13 @@ class Model:
         from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
-        needed = store_bytes(self.module.config, rows, length, dtype or self.dtype)
-        check_memory(needed, self.device, max_memory, f"the key/value store of {rows} x {length} positions")
-        return KeyValueStore(rows, length, self.device, dtype)
+        needed = store_bytes(self.module.config, rows, length - start, dtype or self.dtype)
+        what = f"the key/value store of {rows} x {length - start} positions"
+        if start:
+            needed += store_bytes(self.module.config, 1, start - 1, dtype or self.dtype)
+            what += f" and {start} that all rows share"
+        check_memory(needed, self.device, max_memory, what)
+        return KeyValueStore(rows, length, self.device, dtype, start)
 
     def unwrap(self) -> nn.Module:
         """Take everything off that `wrap` put on the module, and return it."""
@@ -130,6 +167,12 @@ class Model:
                 logits = self.module(input_ids=query.tokens, attention_mask=mask).logits
             else:
                 extra = {} if store is None else {"past_key_values": store.bind(query)}
+                shared = None if store is None else store.shared
+                if shared is not None:
+                    extra["shared_prefix"] = shared.begin()
+                plan = self._attention_plan(query)
+                if plan is not None:
+                    extra["attention_plan"] = plan
                 mask = self._visible(query, store)
                 logits = self.module(
                     input_ids=query.tokens,
@@ -138,10 +181,27 @@ class Model:
                     use_cache=store is not None,
                     **extra,
                 ).logits
+                if shared is not None:
+                    shared.check_read(self.facts.name)
+                if plan is not None and not plan.attended:
+                    raise RuntimeError(
+                        f"{self.facts.name} does not pass its keyword arguments on to its attention, which a request "
+                        "with attention=... needs; leave that out"
+                    )
             # the hook was passed by where a module calls a part of its base model
             return logits if self._columns is None else take_columns(logits, self._columns)
         finally:
             self._columns = None
+
+    def _attention_plan(self, query: Query) -> Any:
+        """What the attention follows: the query's plan, unless the query says which column sees which as well."""
+        if query.attention is None:
+            return None
+        query.attention.attended = False
+        if query.visible is None:
+            return query.attention
+        warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=3)
+        return None
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
         """[R, 1, Q or 1, K] bool: which keys each column sees, or None when it sees all.
@@ -157,7 +217,7 @@ class Model:
         if structure is None and self.facts.topology == "block_causal":
             length = self.facts.block_length
             structure = (query.positions // length)[:, :, None] >= (keys // length)[:, None, :]
-        elif structure is None and self.facts.topology == "causal" and mask is not None:
+        elif structure is None and self.facts.topology == "causal" and (mask is not None or store is not None):
             structure = query.positions[:, :, None] >= keys[:, None, :]
         if structure is None or mask is None:
             return mask if structure is None else structure[:, None]

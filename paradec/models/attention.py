@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from paradec.checks import shown
+from paradec.models.shared_prefix import attend
 
 PREFIX = "paradec_"
 
@@ -27,11 +28,15 @@ def sdpa(
         query: [R, heads, Q, head_dim].
         key, value: [R, kv_heads, K, head_dim].
         attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
+        kwargs: `shared_prefix` is what all rows see besides (`paradec.caches.kept.SharedPrefix`).
 
     Returns:
         [R, Q, heads, head_dim], and no weights.
     """
     _refuse_extras(kwargs, key.shape[2])
+    if (shared := kwargs.pop("shared_prefix", None)) is not None:
+        prefix = shared.of(module.layer_idx)
+        return attend(query, key, value, attention_mask, prefix, kwargs.get("scaling")), None
     kwargs.pop("is_causal", None)
     # rotary angles may be kept in float32 (LLaDA's rope_full_precision): back to the model's dtype here
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -46,9 +51,12 @@ def eager(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """The same attention written out, with its weights [R, heads, Q, K]; softmax in float32 or wider."""
+) -> tuple[Tensor, Tensor | None]:
+    """The same attention written out, with its weights [R, heads, Q, K] (none over a shared prefix); softmax in float32
+    or wider."""
     _refuse_extras(kwargs, key.shape[2])
+    if (shared := kwargs.get("shared_prefix")) is not None:
+        return attend(query, key, value, attention_mask, shared.of(module.layer_idx), scaling), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -58,6 +66,26 @@ def eager(
     wide = torch.promote_types(scores.dtype, torch.float32)
     weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def planned(function: Any) -> Any:
+    """The same attention, except in calls that bring a plan for it (`Query.attention`): then that decides row by row,
+    with `function` for the rows that attend to everything."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        plan = kwargs.pop("attention_plan", None)
+        if plan is None:
+            return function(module, query, key, value, attention_mask, **kwargs)
+        _refuse_extras(kwargs, key.shape[2])
+
+        def dense(*parts: Tensor | None) -> Tensor:
+            return function(module, *parts, **kwargs)[0]
+
+        return plan.attend(dense, module.layer_idx, query, key, value, attention_mask, kwargs.get("scaling")), None
+
+    return attention
 
 
 def _refuse_extras(kwargs: dict[str, Any], length: int) -> None:
@@ -79,9 +107,11 @@ def full_mask(
     return attention_mask.bool()[:, None, None, :kv_length]
 
 
-IMPLEMENTATIONS = {"sdpa": sdpa, "eager": eager}
+IMPLEMENTATIONS = {"sdpa": sdpa, "eager": eager, "sparsed": sdpa}
+"""By the name that `load` and `wrap` take. "sparsed" is sdpa where a request does not ask for anything else, and has
+requests ask for SparseD (`Model.default_attention`)."""
 for _name, _function in IMPLEMENTATIONS.items():
-    AttentionInterface.register(PREFIX + _name, _function)
+    AttentionInterface.register(PREFIX + _name, planned(_function))
     AttentionMaskInterface.register(PREFIX + _name, full_mask)
 
 

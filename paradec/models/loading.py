@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paradec import attention
 from paradec.checks import check_int, shown
 from paradec.models import dream, fast_dllm_v2, llada, sdar
 from paradec.models.adapter import Model
@@ -26,6 +27,8 @@ from paradec.models.checkpoint import (
 )
 from paradec.models.facts import ModelFacts
 from paradec.models.family import Family
+from paradec.models.image_loading import PACKAGED as PACKAGED_IMAGES
+from paradec.models.image_loading import image_loader, load_image_model, packaged_image
 
 logger = logging.getLogger("paradec")
 
@@ -68,8 +71,9 @@ def load(
     revision: str | None = None,
     mask_token_id: int | None = None,
     block_length: int | None = None,
+    **image_options: Any,
 ) -> Model:
-    """Load a masked diffusion language model from its published file format.
+    """Load a masked diffusion language model, or an autoregressive image model, from its published file format.
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
     `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
@@ -80,15 +84,22 @@ def load(
     disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
     that these files and the tokenizer's turn ends name.
 
+    Image models (`paradec.generate_images`): LlamaGen's single files and folders, and Emu3, Chameleon's kin and Janus
+    in transformers' format; "digits-ar" is the small one inside the package, and "digits-maskgit" a
+    masked one (`paradec.models.masked_image`).
+
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package.
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
         device: where to put the model; None is the CPU, or what `device_map`/`tp_plan` say.
         device_map, tp_plan, quantization_config, revision: as in transformers' `from_pretrained`.
-        attn_implementation: "sdpa" or "eager".
+        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD with its defaults for requests that do not
+            say which attention they want (`generate(attention=...)`).
         mask_token_id: overrides the checkpoint's; needed where it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
+        image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder; see
+            `paradec.models.llamagen.load_llamagen` and its kin.
 
     Raises:
         CheckpointError (a ValueError): not a checkpoint of these formats, corrupt or truncated files, missing or
@@ -108,6 +119,7 @@ def load(
                 quantization_config=quantization_config,
                 mask_token_id=mask_token_id,
                 block_length=block_length,
+                **image_options,
             )
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
@@ -121,12 +133,31 @@ def load(
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation = _implementation(attn_implementation)
     source = os.fspath(source)
-    config = read_json(source, "config.json", revision, required=True)
+    if source in PACKAGED_IMAGES and not os.path.exists(source):
+        source = packaged_image(source)
+    single = os.path.isfile(source) and not source.endswith(".json")  # LlamaGen's are the only checkpoints of one file
+    config = {"model_type": "llamagen"} if single else read_json(source, "config.json", revision, required=True)
+    if image_loader(config.get("model_type")) is not None:
+        own = {
+            "device_map": device_map,
+            "tp_plan": tp_plan,
+            "quantization_config": quantization_config,
+            "mask_token_id": mask_token_id,
+            "block_length": block_length,
+        }
+        for name, value in own.items():
+            if value is not None:
+                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
+        common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
+        return load_image_model(config["model_type"], source, image_options, **common)
+    if image_options:
+        raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
     family = _family(source, config)
     hf_config = family.config(config)
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
     block_length = _block_length(source, config, family, block_length)
+    _default_attention(attn_implementation, source, "decoder", family.topology)
     check_weights(source, stored_shapes(source, revision), hf_config, family.key_mapping or {})
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = _tokenizer(source, family, revision)
@@ -156,6 +187,7 @@ def load(
         tokenizer=tokenizer,
         default_max_new_tokens=default_new,
         default_block_length=family.default_block_length,
+        default_attention=_default_attention(attn_implementation, facts.name, "decoder", facts.topology),
     )
 
 
@@ -402,8 +434,9 @@ def wrap(
         block_length=block_length,
         name=type(module).__name__,
     )
+    sparse = _default_attention(attn_implementation, facts.name, kind, topology)
     before = getattr(config, "_attn_implementation", None)
-    model = Model(module, facts, kind=kind, tokenizer=tokenizer)
+    model = Model(module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse)
     training = [part for part in module.modules() if part.training]
     if training:  # dropout would make every evaluation another one
         module.eval()
@@ -480,9 +513,21 @@ def _is_transformers(module: nn.Module) -> bool:
 
 def _implementation(name: str) -> str:
     """Raises ValueError: no attention function of that name without a causal mask."""
-    from paradec.models import attention
+    from paradec.models.attention import implementation
 
-    return attention.implementation(name)
+    return implementation(name)
+
+
+def _default_attention(implementation: str, name: str, kind: str, topology: str | None) -> Any:
+    """The attention method that goes with an implementation. Raises ValueError: the model cannot use it."""
+    if implementation.removeprefix("paradec_") != "sparsed":
+        return None
+    if kind != "decoder" or topology != "bidirectional":
+        raise ValueError(
+            f"attn_implementation={implementation!r} needs a bidirectional transformers decoder; {name} is "
+            f"{'of another kind' if kind != 'decoder' else str(topology).replace('_', '-')}: use 'sdpa'"
+        )
+    return attention.create("sparsed")
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:

@@ -35,10 +35,23 @@ registry = Registry(
         "persistence": "paradec.samplers.persistence:Persistence",
         "union": "paradec.samplers.combination:Union",
         "intersection": "paradec.samplers.combination:Intersection",
+        "maskgit": "paradec.samplers.maskgit:MaskGIT",
+        "halton": "paradec.samplers.halton:Halton",
+        "recap": "paradec.samplers.recap:Recap",
         "sjd": "paradec.samplers.sjd:SJD",
+        "scd": "paradec.samplers.scd:SCD",
+        "gsd": "paradec.samplers.gsd:GSD",
+        "lantern": "paradec.samplers.lantern:Lantern",
+        "lantern++": "paradec.samplers.lantern:LanternPlusPlus",
+        "jacobi": "paradec.samplers.jacobi:Jacobi",
+        "speculative": "paradec.samplers.speculative:Speculative",
+        "zipar": "paradec.samplers.zipar:ZipAR",
         "taylorseer": "paradec.samplers.taylorseer:TaylorSeer",
     },
 )
+
+JOINING = "+&>("
+"""Signs of a combination written as text."""
 
 names = registry.names
 get = registry.get
@@ -55,7 +68,7 @@ def create(name: str, *, preset: str | None = None, **settings: Any) -> Any:
     Raises:
         ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
     """
-    if isinstance(name, str) and name not in registry and any(c in name for c in "+&>("):
+    if isinstance(name, str) and name not in registry and any(sign in name for sign in JOINING):
         from paradec.samplers.combination import parse
 
         if preset is not None or settings:

@@ -22,7 +22,7 @@ from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
 from paradec.samplers.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
-from paradec.samplers.masked import MaskedSampler, MaskedState, Stage, _to_host
+from paradec.samplers.masked import UNCUT, MaskedSampler, MaskedState, Stage, _to_host
 from paradec.samplers.masked_state import part_query, put_rows, rows_of
 from paradec.samplers.stopping import NEVER, first_end
 
@@ -30,7 +30,7 @@ CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
 
 
-OWN = ("query", "propose", "commit", "trim")
+OWN = ("query", "propose", "commit")
 """What a base must leave to the family."""
 
 
@@ -44,6 +44,8 @@ class Taken:
     """[R, W] int64: the window after it."""
     memory: Mapping[str, Tensor]
     """The base's memory after it, each [R, ...]."""
+    cut: Tensor | None = None
+    """[R] int64: where it cuts rows off, as `MaskedSampler.trim` says it."""
 
 
 @dataclass
@@ -151,8 +153,8 @@ class FreeDave(MaskedSampler):
         why = None
         if base.drafts:
             why = "it drafts by itself"
-        elif base.revises or base.rereads:
-            why = "it reads again, or takes back, what it decided"
+        elif base.revises:
+            why = "it takes back what it decided"
         elif getattr(base.blocks(None), "reads_logits", False):
             why = "the logits say where its blocks end, and drafts are made before"
         elif own := [part for part in OWN if getattr(type(base), part) is not getattr(MaskedSampler, part)]:
@@ -162,6 +164,7 @@ class FreeDave(MaskedSampler):
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
         object.__setattr__(self, "base", base)
+        object.__setattr__(self, "rereads", base.rereads)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         kept = dict(self.base.memory())
@@ -271,11 +274,13 @@ class FreeDave(MaskedSampler):
             made_at=ahead.commits,
             kind="+".join(dict.fromkeys(query.kind for query in queries)),
         )
+        proposal.quantities.update(base.assess(ahead, proposal))
         view = base._view(ahead, proposal, memory, None)
         selected = base.select(view) & ahead.candidates
         after = {**memory, **{name: updates[name] for name in updates if name in memory}}
         after |= base.remember(view, selected)
-        return Taken(proposal, torch.where(selected, tokens, ahead.tokens), after)
+        cut = base.trim(view, selected) if ahead.request.eos_early_stop else None
+        return Taken(proposal, torch.where(selected, tokens, ahead.tokens), after, cut)
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> DraftProposal:
         """The base's step from every draft. outputs: logits [R, W, V], one per query."""
@@ -310,7 +315,7 @@ class FreeDave(MaskedSampler):
         found, at, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
         total = 0
         for logits, query in zip(outputs, queries, strict=True):
-            logits = self.base._guided(state, logits)
+            logits = self.base._guided(state, logits, query)
             number = np.ones(len(query.rows), np.int64)
             if isinstance(query, DraftQuery):
                 number = query.copies
@@ -340,11 +345,15 @@ class FreeDave(MaskedSampler):
         window, rows, steps = state.window, proposal.rows, proposal.taken
         if proposal.made_at != state.commits:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
-        drafts, written, health = _to_host(
+        wanted = [
             torch.stack([ahead.tokens for ahead in proposal.drafts]),
             torch.stack([step.written for step in steps]),
             torch.stack([step.proposal.quantities["confidence"] for step in steps]),
-        )
+        ]
+        found = [step.cut for step in steps if step.cut is not None]
+        if found:
+            wanted.append(torch.stack(found).unsqueeze(-1).expand_as(wanted[1]))
+        drafts, written, health, *cuts = _to_host(*wanted)
         subset = self.agreement == "subset"
         best, judge = accept(drafts, written, proposal.copies, state.facts.mask_token_id, subset)
         # the base's windows one by one: the accepted drafts, then what it made of the last of them
@@ -354,6 +363,9 @@ class FreeDave(MaskedSampler):
         counts = changed.sum(-1)
         full = counts.cumsum(0) == state.remaining[rows]
         taken = np.minimum(best, np.where(full.any(0), full.argmax(0), best)) + 1
+        cut = cuts[0][..., 0] if cuts else np.full(counts.shape, UNCUT)
+        shorter = cut < state.length[rows]  # drafts beyond were evaluated with the longer row
+        taken = np.minimum(taken, np.where(shorter.any(0), shorter.argmax(0) + 1, taken))
         self._check(state, rows, np.isfinite(health).all(-1), counts, depth < taken)
 
         taken, ends = self._write(state, windows, taken)
@@ -370,7 +382,10 @@ class FreeDave(MaskedSampler):
         state.advance(rows, committed)
         state.row_step[rows] += taken - 1
         state.block_step[rows] += taken - 1
-        self._advance(state, rows, ends)
+        moved = bool(shorter[taken - 1, index].any())
+        if moved:
+            state.trim(cut[taken - 1, index], final)
+        self._advance(state, rows, ends, moved=moved)
         # each token with the score that it had when the base took it
         when = (changed & (depth < taken)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
@@ -419,7 +434,10 @@ class FreeDave(MaskedSampler):
 
     def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:
         """Keep what was read from the last step's logits: the next drafts are made of it."""
-        memory, found = state.memory, [{"tokens": step.proposal.values, **step.proposal.quantities} for step in steps]
+        memory, read = state.memory, {"confidence", *self.reads}
+        found = [{"tokens": step.proposal.values} for step in steps]
+        for kept, step in zip(found, steps, strict=True):
+            kept.update({name: value for name, value in step.proposal.quantities.items() if name in read})
         if self.base.fuses:
             own = self.base.memory()
             for kept, step in zip(found, steps, strict=True):

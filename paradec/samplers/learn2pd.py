@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
 from paradec.checks import check_bool, check_choice, check_number, shown
-from paradec.protocol import Proposal, Query
+from paradec.protocol import Proposal
 from paradec.samplers.learn2pd_filter import (
     Filter,
     block_features,
@@ -104,17 +105,14 @@ class Learn2PD(MaskedSampler):
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
-        """The base's proposal, with what the filter says of it ("acceptance") and where the text may end ("is_end")."""
-        proposal = super().propose(state, outputs, queries)
-        filter_ = state.while_rows_stand("filter", lambda: self.filter_of(state))
-        proposal.quantities["acceptance"] = filter_.accept(*block_features(state, proposal))
+    def assess(self, state: MaskedState, proposal: Proposal) -> Mapping[str, Tensor]:
+        """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
+        filter_ = state.while_rows_stand(("filter", self.filter), lambda: self.filter_of(state))
         is_end = torch.isin(proposal.values, state.ends)
         if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
             behind = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
             is_end = is_end & (proposal.positions >= behind)
-        proposal.quantities["is_end"] = is_end
-        return proposal
+        return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
 
     def filter_of(self, state: MaskedState) -> Filter:
         """The filter of a request, on its device."""

@@ -102,7 +102,7 @@ class FilterFacts:
     paradec: str = ""
     format: str = FORMAT
 
-    def network(self) -> nn.Module:
+    def network(self) -> BlockFilter | FeatureFilter:
         """A new network of this kind."""
         return BlockFilter(self.block_length) if self.kind == "block" else FeatureFilter()
 
@@ -124,7 +124,7 @@ class Filter:
     """A network in float64, ready to use, and what it was trained on."""
 
     facts: FilterFacts
-    network: nn.Module
+    network: BlockFilter | FeatureFilter
 
     def accept(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
         """[R, W] float64: the probability that a position's candidate is final; of no use where not valid."""

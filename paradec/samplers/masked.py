@@ -21,10 +21,11 @@ from torch import Tensor
 from paradec import rng
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
+from paradec.kernels.token_stats import Draws, read_stats
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
 from paradec.samplers import reference
 from paradec.samplers.masked_state import MaskedState, part_query, put_rows, rows_of, start_state
-from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
+from paradec.samplers.statistics import Raised, filter_logits, token_statistics, top_by_rank
 from paradec.samplers.stopping import NEVER, WATCHED, first_end
 
 LAST = torch.finfo(torch.float64).min
@@ -164,14 +165,20 @@ class MaskedSampler(Sampler):
         """New values [R, ...] of the declared memory, after a selection."""
         return {}
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen; for methods that
-        declare `fuses`. Changes nothing in place.
+        declare `fuses`. Changes nothing in place. A stage that raises a few words only may leave them unwritten
+        (`statistics.raise_words`).
 
         The second value is what it found, each [R, ...]: `select` sees it as `view.updates`, and the commit writes what
         bears the name of a declared memory there.
         """
         return logits, {}
+
+    def assess(self, state: MaskedState, proposal: Proposal) -> Mapping[str, Tensor]:
+        """What the method finds out about a proposal beside the logits' statistics (a trained filter's opinion), each
+        [R, W]: `select` and `trim` see it in `view.quantities`. Changes nothing."""
+        return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         """What to take back of `view.editable`, after a selection; for methods that declare `revises` and `rereads`."""
@@ -293,11 +300,12 @@ class MaskedSampler(Sampler):
             satisfied = [rule.satisfied(state, proposal) for rule in state.early_rules]
             # what has no logits at this step cannot be filled
             proposal.early = torch.stack(satisfied).any(0) & (evaluated == undecided).all(1)
+        proposal.quantities.update(self.assess(state, proposal))
         return proposal
 
     def _logits_stage(
         self, state: MaskedState, logits: Tensor, query: Query, available: Tensor
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         """The logits [R, W, V] that tokens are chosen from, and what the shadow, stop rules and `fuse` say."""
         logits = self._guided(state, logits, query)
         watched: dict[str, Tensor] = {}
@@ -341,12 +349,17 @@ class MaskedSampler(Sampler):
         return scores
 
     def _read(
-        self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None
+        self, state: MaskedState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
         statistics = token_statistics if generator is None else reference.statistics
         filtered = request.top_p is not None or request.top_k is not None
+        if isinstance(logits, Raised):
+            if request.temperature == 0 and not filtered and generator is None and self.reads == ("confidence",):
+                tokens, confidence = logits.statistics()
+                return tokens, {"confidence": confidence}
+            logits = logits.written()
         if request.temperature == 0 and not (filtered and self.score_from == "sampled"):
             return statistics(logits, self.reads)
         drawn_from = logits if request.temperature == 0 else logits / request.temperature
@@ -363,11 +376,10 @@ class MaskedSampler(Sampler):
         if generator is None:
             steps = torch.as_tensor(state.row_step[rows], device=positions.device)
             keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-            noise = rng.uniform(keys, steps, positions, logits.shape[-1], rng.TOKEN_STREAM)
-        elif self.score_from == "sampled":
+            return read_stats(logits, frozenset(), draws=Draws(keys, steps, positions)).sample
+        if self.score_from == "sampled":
             return reference.categorical(state, logits, positions, rows, generator)
-        else:
-            noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
+        noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
         return (logits.double() + rng.gumbel(noise)).argmax(-1)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
@@ -437,6 +449,8 @@ class MaskedSampler(Sampler):
         for end in others:
             state.settle_blocks(rows, end[:, 0])
         state.cache.committed(state, tokens)
+        if state.attention_state is not None:
+            state.attention_state.committed(state, proposal.cost.queries)
         state.advance(rows, committed)
         if lingers is not None:
             lingers = lingers.astype(bool) & (state.block_step[rows] < self.most_steps(state.masks_at_open[rows]))
@@ -462,7 +476,7 @@ class MaskedSampler(Sampler):
         generator: torch.Generator | None,
     ) -> View:
         """What `select` sees of a proposal, with what the method remembers of its rows."""
-        draw: Callable[[], Tensor] = lambda: self._position_noise(state, generator)
+        draw = functools.partial(self._position_noise, state, generator)
         return View(
             scores=torch.where(proposal.available, proposal.scores, -torch.inf),
             candidates=proposal.available,

@@ -15,15 +15,24 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.blocks import BlockPolicy, Opening
-from paradec.caches.base import Cache, Part
+from paradec.caches.base import Cache, Part, outward
 from paradec.caches.cost import advice
+from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix, plan_reuse
 from paradec.checks import check_int, shown
 from paradec.models.facts import ModelFacts
 from paradec.prompts import encode
-from paradec.protocol import Memory, Query, Sampler, State
-from paradec.samplers.request import Request, block_policy, cache_of, check_steps, make_request, randomness
+from paradec.protocol import Call, Memory, Query, Sampler, State
+from paradec.samplers.request import (
+    Request,
+    attention_of,
+    block_policy,
+    cache_of,
+    check_steps,
+    make_request,
+    randomness,
+)
 from paradec.samplers.stopping import EarlyRule, EndOfText, StopRule, StopStrings, check_stop, check_stop_strings
-from paradec.trace import Trace
+from paradec.trace import Trace, TraceStep
 
 
 @dataclass
@@ -109,6 +118,8 @@ class MaskedState(State):
     store: Any = None
     cache_state: Any = None
     """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
+    attention_state: Any = None
+    """What the attention method keeps (`paradec.attention`); None where every call attends to everything."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,6 +145,14 @@ class MaskedState(State):
         """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
         self.stopped = np.zeros(self.batch, bool)
         """Rows that a stop rule ended."""
+        self.reused = np.zeros(self.batch, np.int64)
+        """[B] int64: positions on the left that no step evaluates, since their keys and values came from a prefix."""
+        self.reuses = False
+        """Whether there are any."""
+        self.settled: np.ndarray | None = None
+        """[B] int64: on block-causal models, what lies left was evaluated after its blocks were full; None unless it is
+        to be kept."""
+        self._took_over: KeptPrefix | None = None
         self._made_for_blocks: dict[Any, Any] = {}
         self._made_for_rows: dict[Any, Any] = {}
         self.steps_per_block = None
@@ -218,6 +237,8 @@ class MaskedState(State):
         """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
         self.commits += 1
         self._steps += self.running
+        if self.settled is not None:
+            self.settled[rows] = outward(self, self.block_start[rows], self.block_end[rows])[0]
         if not self.window.whole:
             committed, of_running = np.zeros(self.batch, np.int64), committed
             committed[rows] = of_running
@@ -311,11 +332,30 @@ class MaskedState(State):
         try:
             yield
         finally:
-            if self.store is not None:
-                self.store.release()
+            for kept in (self.store, self.attention_state):
+                if kept is not None:
+                    kept.release()
+
+    def take_over(self, reuse: Reuse, model: Any) -> None:
+        """Put the prefix of a request into its store. One that is evaluated for that is a forward of every row's, whose
+        positions are the first row's."""
+        called = reuse.fill(self.store, model, self.cache)
+        self.reused, self.reuses, self._took_over = reuse.counts, True, reuse.kept
+        if not called:
+            return
+        once = (np.arange(self.batch) == 0).astype(np.int64)
+        self._calls.append(Call(np.arange(self.batch), 1, once, np.full(self.batch, reuse.start) * once, False))
+        if self.trace is not None:
+            self.trace.steps.append(TraceStep([], (reuse.start * once).tolist(), "prefix"))
+
+    def kept_prefix(self, model: Any) -> KeptPrefix | None:
+        """What the next request can take over, if that was asked for; to be taken before the store is freed."""
+        return None if self.settled is None else keep_prefix(self, model, self._took_over)
 
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
+        if self.reuses:
+            return None  # it has won already
         longest = int(self.length.argmax())
         prompt, new = int(self.prompt_length[longest]), int((self.length - self.prompt_length)[longest])
         block = int(self.block_end[longest] - self.block_start[longest])
@@ -325,6 +365,10 @@ class MaskedState(State):
     def planned_steps(self, rows: np.ndarray) -> np.ndarray:
         """[R] int64: steps planned for the open block of each row (one token a step without a plan)."""
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
+
+
+PREFIX_ARGUMENTS = {"prefix": None, "share_prefix": False, "keep_prefix": False}
+"""Arguments of a request that say what outlives it, with their defaults."""
 
 
 def start_state(
@@ -346,6 +390,8 @@ def start_state(
 ) -> MaskedState:
     """Check every argument, then lay out the canvas: each row's prompt from position 0 (masks in it are holes to fill),
     masks after it."""
+    prefix, share, keep = (request.pop(name, no) for name, no in PREFIX_ARGUMENTS.items())
+    attention = request.pop("attention", None)
     settings = make_request(request)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
@@ -386,6 +432,10 @@ def start_state(
     texts = check_stop_strings(stop_strings)
     if texts and model.tokenizer is None:
         raise ValueError(f"stop_strings={shown(stop_strings)} needs a tokenizer; {facts.name} has none")
+
+    branches = 1 if settings.guidance_scale == 1.0 else 2
+    reuse = plan_reuse(prefix, share, keep, model, cache, branches, rows, starts)
+    attention = attention_of(attention, sampler, model, prefix is not None or share)
 
     ends = lengths + new
     if facts.topology == "block_causal" and new:
@@ -435,11 +485,23 @@ def start_state(
         early_rules=early_rules,
     )
     if cache.uses_store:
-        state.store = model.make_store(state.branches * state.batch, longest, cache.store_dtype, cache.max_memory)
+        state.store = model.make_store(
+            branches * state.batch,
+            longest,
+            cache.store_dtype,
+            cache.max_memory,
+            start=0 if reuse is None else reuse.start,
+        )
     state.cache_state = cache.begin(state)
+    if attention is not None:
+        state.attention_state = attention.begin(state, sampler.uses_steps)
     if trace:
         start = [canvas[r, : ends[r]].tolist() for r in range(len(rows))]
         state.trace = Trace(canvas=start, settings=sampler.to_dict() | dataclasses.asdict(settings))
+    if keep:
+        state.settled = np.zeros(state.batch, np.int64)
+    if reuse is not None:
+        state.take_over(reuse, model)
     return state
 
 
@@ -453,6 +515,8 @@ def part_query(state: MaskedState, part: Part) -> Query:
         query.wanted, query.available = _wanted(state, part)
     if state.store is not None:
         query = query.but(step=state.commits)
+    if state.attention_state is not None:
+        query = query.but(attention=state.attention_state.plan(state, part))
     if whole and query.branches == 1 and not state.shadows:
         return query  # its tokens are the canvas itself
     tokens = _tokens_of(state.canvas, query, row_index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec import attention as attentions
 from paradec import caches
 from paradec.blocks import LONGEST_BLOCK, POLICIES, AdaptiveBlocks, BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
@@ -216,3 +218,35 @@ def cache_of(cache: str | Cache | None, sampler: Any, model: Any, request: Reque
             f"first from the same stream: use temperature=0 or rng='counter'"
         )
     return cache
+
+
+def attention_of(attention: Any, sampler: Any, model: Any, shares: bool) -> Any:
+    """The attention method, if it works with this sampler and model; None attends to everything.
+
+    Args:
+        attention: a method, a name, "dense", or None for the model's own. A model's own gives way, with a warning,
+            where it does not work.
+        shares: whether rows take over a prefix that no call evaluates.
+    """
+    own = getattr(model, "default_attention", None)
+    if isinstance(attention, str) and attention != "dense":
+        check_choice("attention", attention, ["dense", *attentions.names()])
+        attention = attentions.create(attention)
+    method = own if attention is None else attention
+    if method is None or isinstance(method, str):
+        return None
+    if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "refusal")):
+        raise ValueError(
+            f"attention={shown(attention)} must be 'dense', one of {attentions.names()} or made by "
+            "paradec.attention.create, e.g. paradec.SparseD()"
+        )
+    why = method.refusal(sampler, model)
+    if why is None and shares:
+        why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
+    if why is None:
+        return method
+    text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"
+    if attention is not None:
+        raise ValueError(text)
+    warnings.warn(f"{text}; every call attends to everything", stacklevel=2)
+    return None

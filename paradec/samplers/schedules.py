@@ -16,7 +16,7 @@ def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np
         step: steps taken in the block.
         steps: steps planned for the block.
     """
-    steps = np.maximum(steps, 1)
+    steps = steps.clip(1)  # of tensors too
     return masks_at_open // steps + (step < masks_at_open % steps)
 
 
