@@ -53,15 +53,16 @@ def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
 def antibody_table(data: dict[str, Any], defaults_only: bool) -> str:
     """Recovered residues and forwards of benchmarks/antibody.py."""
     lines = [
-        "| sampler | setting | forwards | recovered, % | versus baseline (95 %) | AUP |",
-        "|---|---|---|---|---|---|",
+        "| sampler | setting | fillings | forwards | recovered, % | versus baseline (95 %) | AUP |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, entries in by_sampler(data["results"], data["aup"]):
         chosen = [entry for entry in entries if not entry["changes"]] or entries[:1] if defaults_only else entries
         for index, entry in enumerate(chosen):
             found = entry["all"]
             low, high = found["versus_baseline_interval"]
-            cells = [f"`{name}`" if not index else "", setting(entry["changes"]), f"{found['nfe']:.1f}"]
+            cells = [f"`{name}`" if not index else "", setting(entry["changes"])]
+            cells += [str(found["fillings"]), f"{found['nfe']:.1f}"]
             cells += [f"{found['recovery']:.1f}", f"{found['versus_baseline']:+.1f} ({low:+.1f} to {high:+.1f})"]
             cells.append(f"{data['aup'][name]:.0f}" if not index and name in data["aup"] else "")
             lines.append("| " + " | ".join(cells) + " |")
