@@ -8,15 +8,17 @@ residues are masked at random, once per seed, and filled at temperature 0 by eve
 with its `frontier` settings; what counts is the share of masked residues that come back, beside the forwards (NFE).
 
 The baseline is the threshold rule at 0.9. An encoder has no end token and every sequence keeps its length, so that no
-method wins or loses by stopping early. `adablock` is left out: its blocks end at delimiters, and proteins have none.
+method wins or loses by stopping early. `adablock` is left out, since its blocks end at delimiters and proteins have
+none, and `maskgit` and its kin, which are made to draw.
+
 One residue a step, the default of the rules with a fixed schedule, is measured for `low_confidence` alone unless
 `--sequential` asks for all of them: it costs more than everything else together. For the same reason a configuration
 that makes fewer than three residues final per forward under the first seed is measured under that seed only; results
 say how many fillings stand behind each line.
 
 Every configuration fills the same sequences under the same masks, and is compared with the baseline on what both have
-filled. Intervals are percentile bootstraps over sequences
-(95 %; the mean over a sequence's seeds is one number); "versus baseline" is the interval of the paired difference.
+filled. Intervals are percentile bootstraps over sequences (95 %; the mean over a sequence's seeds is one number);
+"versus baseline" is the interval of the paired difference.
 
 Work is done in units: four heavy or four light chains under one seed, by all configurations. Results are written after
 every unit. A run begins no unit that would likely end after `--minutes`; `--resume` goes on where the last one ended.
@@ -54,7 +56,7 @@ SHARE = 0.9
 """Of the residues, masked."""
 UNIT = 4
 """Sequences filled together."""
-LEFT_OUT = ("adablock",)
+LEFT_OUT = ("adablock", "maskgit", "halton", "recap")
 SLOW = 3
 """Residues per forward; what does not reach it is measured under one seed."""
 SEQUENTIAL = "low_confidence"
