@@ -311,12 +311,15 @@ def _float32_stats(logits: Tensor, wanted: frozenset[str], temperature: float, i
         ids_prob = (source.gather(-1, chosen).double() - top.unsqueeze(-1)).exp() * best.unsqueeze(-1)
         ids_prob = ids_prob.view_as(ids)
     second_prob = (second - top).exp() * best
-    if "smoothed_entropy" in wanted:
-        p = share * best.float().unsqueeze(-1)
-        smoothed = -((p + EPSILON).log_().mul_(p).sum(-1).double() + best * (best + EPSILON).log())
-    if "entropy" in wanted:
+    if "entropy" in wanted or "smoothed_entropy" in wanted:
         weight = apart.clamp_(min=FLOOR).mul_(share).sum(-1)
         entropy = torch.where(nonfinite, torch.nan, rest.log1p() - weight / total)
+    if "smoothed_entropy" in wanted:
+        # p ln(p + e) is p ln p + p ln(1 + e/p), and that addend e p / (p + e/2) to within e/13: no second logarithm.
+        # With s the share, p / (p + e/2) is 1 - h / (s + h); the best word's share stands at 0
+        half = EPSILON / 2 * total
+        others = share.shape[-1] - half * torch.add(share, half.float().unsqueeze(-1), out=apart).reciprocal_().sum(-1)
+        smoothed = entropy - EPSILON * others - best * (EPSILON / best).log1p()
     return TokenStats(
         token=at.squeeze(-1),
         prob=best,
