@@ -4,78 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.masked_images import generate_masked_images
 from paradec.models.grid import Grid
 from paradec.models.image import ImageModel
 from paradec.models.masked_image import MaskedImageModel
+from paradec.pictures import OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
-from paradec.trace import Trace
 
-OUTPUT_TYPES = ("pil", "pt", "latent")
-
-
-@dataclass
-class ImageOutput:
-    """What `generate_images` returns. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included)."""
-
-    images: Any
-    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes again ("latent");
-    None after an interrupt, when some picture is not whole."""
-    codes: Tensor | None
-    """[B, h, w] int64: indices into the codebook, row by row; None after an interrupt."""
-    tokens: Tensor
-    """[B, N] int64: the answers as the model writes them."""
-    grid: Grid
-    row_nfe: list[int]
-    """Forward calls that each row took part in."""
-    row_forwards: int
-    """Rows evaluated, all calls together (a guidance pair counts 2)."""
-    forwarded_tokens: int
-    """Positions evaluated, all rows together, padding excluded."""
-    accepted: np.ndarray
-    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended."""
-    seconds: float
-    """Wall time of the decoding loop, without the VQ decoder."""
-    prompt_lengths: list[int]
-    trace: Trace | None = None
-
-    @property
-    def nfe(self) -> int:
-        """Number of function evaluations: forward calls of the row that took part in most."""
-        return max(self.row_nfe)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens per forward call, mean over all rows' calls."""
-        return self.tokens.numel() / max(1, sum(self.row_nfe))
-
-    @property
-    def steps(self) -> np.ndarray:
-        """[B, h, w] int64: the step, from 0, at which each image token became final; -1 where none did.
-
-        Read from the trace where there is one, else from `accepted`, as if each row was written in order (all samplers
-        but `zipar` do).
-        """
-        offsets = self.grid.cell_offsets.numpy()
-        if self.trace is None:
-            ends = self.accepted.cumsum(0)  # [steps, B]
-            steps = np.stack([np.searchsorted(row, offsets, side="right") for row in ends.T])
-            steps[steps == len(ends)] = -1
-        else:
-            written = np.full((len(self.prompt_lengths), max(self.prompt_lengths) + self.grid.length), -1)
-            for index, step in enumerate(self.trace.steps):
-                for row, position, _, _ in step.commits:
-                    written[row, position] = index
-            steps = np.stack([row[first + offsets] for row, first in zip(written, self.prompt_lengths)])
-        return steps.reshape(-1, self.grid.height, self.grid.width)
+__all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
 
 def generate_images(
@@ -136,8 +80,6 @@ def generate_images(
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens until then.
     """
     if isinstance(model, MaskedImageModel):
-        from paradec.masked_images import generate_masked_images
-
         for name, value in (("prompts", prompts), ("negative_prompt", negative_prompt)):
             if value is not None:
                 raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on class_labels")
@@ -249,83 +191,3 @@ def _output(state: Any, grid: Grid, seconds: float) -> ImageOutput:
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------
-
-
-def pillow() -> Any:
-    """The library's `Image`, or an ImportError that says what to do."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "pictures need pillow: pip install pillow (output_type='pt' gives tensors without it)"
-        ) from error
-    return Image
-
-
-def to_pil(images: Tensor) -> list[Any]:
-    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB".
-
-    Raises:
-        ImportError: pillow is missing.
-    """
-    library = pillow()
-    pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
-
-
-def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 2, enlarge: int = 1) -> Any:
-    """One PIL image with all of them, row by row on white.
-
-    Args:
-        images: PIL images of one size.
-        columns: pictures in a row; by default about as many as rows.
-        gap: pixels between them.
-        enlarge: pixels that a pixel becomes, along each side.
-
-    Raises:
-        ValueError: no images, or an argument out of its range.
-    """
-    if not images:
-        raise ValueError("images is empty; give at least one")
-    columns = int(np.ceil(len(images) ** 0.5)) if columns is None else columns
-    for name, value, low in (("columns", columns, 1), ("gap", gap, 0), ("enlarge", enlarge, 1)):
-        check_int(name, value, low=low)
-    library = pillow()
-    columns = min(columns, len(images))
-    rows = -(-len(images) // columns)
-    width, height = (side * enlarge for side in images[0].size)
-    mode = images[0].mode
-    size = (columns * (width + gap) - gap, rows * (height + gap) - gap)
-    sheet = library.new(mode, size, 255 if mode == "L" else (255, 255, 255))
-    for index, image in enumerate(images):
-        place = (index % columns * (width + gap), index // columns * (height + gap))
-        sheet.paste(image.resize((width, height), library.Resampling.NEAREST), place)
-    return sheet
-
-
-RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Dark blue to yellow, evenly bright steps apart."""
-
-
-def step_pictures(output: ImageOutput, pixels: int = 8) -> list[Any]:
-    """For every picture, which step made which token final: dark first, yellow last, black what no step did.
-
-    Tokens of one colour were committed together.
-
-    Args:
-        pixels: along the side of a token.
-
-    Returns:
-        B PIL images of [w * pixels, h * pixels].
-    """
-    check_int("pixels", pixels, low=1)
-    library = pillow()
-    steps = output.steps
-    last = max(1, int(steps.max()))
-    share = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)
-    low = np.clip(share.astype(int), 0, len(RAMP) - 2)
-    ramp = np.array(RAMP, float)
-    colours = ramp[low[..., 0]] + (share - low) * (ramp[low[..., 0] + 1] - ramp[low[..., 0]])
-    colours[steps < 0] = 0
-    pictures = colours.round().astype(np.uint8).repeat(pixels, 1).repeat(pixels, 2)
-    return [library.fromarray(picture) for picture in pictures]

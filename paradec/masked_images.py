@@ -10,9 +10,9 @@ from torch import Tensor
 from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_temperature, shown
 from paradec.generate import Output, generate
-from paradec.images import OUTPUT_TYPES, ImageOutput, pillow, to_pil
 from paradec.models.grid import Grid
 from paradec.models.masked_image import MaskedImageModel
+from paradec.pictures import OUTPUT_TYPES, ImageOutput, pillow, to_pil
 from paradec.protocol import Interrupted, Sampler
 from paradec.registry import unknown
 

@@ -17,7 +17,7 @@ from paradec.models.facts import ModelFacts
 from paradec.protocol import Sampler
 from paradec.samplers.masked import Stage
 from paradec.samplers.masked_state import rows_of
-from paradec.samplers.statistics import Raised, best_with_probability
+from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
 ROWS, BLOCK, BLOCKS = 3, 6, 2
@@ -416,6 +416,18 @@ def test_unwritten_words_equal_written_ones(dtype: torch.dtype) -> None:
     assert Raised(logits, *best_with_probability(logits), ids, by).statistics()[1].isnan().nonzero().tolist() == [
         [0, 0]
     ]
+
+
+@pytest.mark.parametrize(("words", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
+                                                          (LARGE, torch.float32, False)])  # fmt: skip
+def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(words: int, dtype: torch.dtype, smoothed: bool) -> None:
+    logits = 3 * torch.randn(5, words, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    p = logits.double().softmax(-1)
+    found = token_statistics(logits, ("confidence", "negative_entropy"))[1]["negative_entropy"]
+    forms = [(p * (p + add).log()).sum(-1) for add in (1e-10, 0.0)]
+    assert 0 < (forms[0] - forms[1]).max() < 1e-10 * words
+    tolerance = 1e-12 if smoothed else 1e-6
+    torch.testing.assert_close(found, forms[0 if smoothed else 1], rtol=tolerance, atol=tolerance)
 
 
 def test_unwritten_ties_go_to_the_lower_id() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import paradec
-from paradec import images
+from paradec import pictures
 from paradec.cli import app
 from paradec.evaluation.digits import frechet_distance, load_classifier, moments
 from paradec.images import ImageOutput, contact_sheet, step_pictures
@@ -93,7 +93,9 @@ def test_pictures_of_steps(tiny: LlamaGenModel) -> None:
         assert (pixels == pixels[:, :1, :, :1]).all()
         colours = {int(step): tuple(pixels[y, 0, x, 0]) for (y, x), step in np.ndenumerate(steps)}
         assert len(set(colours.values())) == len(colours) == len(np.unique(steps))
-        assert colours[0] == images.RAMP[0] and (max(colours) < out.nfe - 1 or colours[out.nfe - 1] == images.RAMP[-1])
+        assert colours[0] == pictures.RAMP[0] and (
+            max(colours) < out.nfe - 1 or colours[out.nfe - 1] == pictures.RAMP[-1]
+        )
 
 
 def test_contact_sheet() -> None:

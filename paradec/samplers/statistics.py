@@ -23,6 +23,8 @@ FIELDS = {
     "logit_gap": "gap",
 }
 """What the quantities are called in `TokenStats`; entropies with the other sign, so that higher is surer."""
+IN_ONE_READ = FIELDS | {"negative_entropy": "entropy"}
+"""The same where a second read, or a second logarithm, would cost more than the first."""
 CHUNK = 2**25
 """Logits of an accelerator held in float32 at a time: 128 MB."""
 CPU_CHUNK = 2**19
@@ -42,11 +44,15 @@ def token_statistics(
 
     Returns:
         The tokens [...] int64, and the quantities by name, each [...] float64: "confidence" p(token), "margin"
-        p(1st) - p(2nd), "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is surer), "minus_entropy"
-        sum p ln p, "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are NaN
-        where a logit is NaN or +inf.
+        p(1st) - p(2nd), "minus_entropy" sum p ln p, "negative_entropy" sum p ln(p + 1e-10) (Dream's form; higher is
+        surer), "best_token" the likeliest token (int64), "logit_gap" z(1st) - z(2nd). All but the last two are NaN
+        where a logit is NaN or +inf. Large vocabularies, which are read in float32, have sum p ln p in place of
+        Dream's form: less by 1e-10 a word at most, where its second logarithm would cost more than all else.
     """
-    stats = read_stats(logits, _fields(reads), ids=tokens)
+    fields = FIELDS
+    if "negative_entropy" in reads and path_for(logits) != "float64":
+        fields = IN_ONE_READ
+    stats = read_stats(logits, _wanted(reads, fields is FIELDS), ids=tokens)
     found: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
@@ -54,14 +60,15 @@ def token_statistics(
         elif name == "best_token":
             found[name] = stats.token
         else:
-            value = getattr(stats, FIELDS[name])
+            value = getattr(stats, fields[name])
             found[name] = -value if name.endswith("entropy") else value
     return stats.token if tokens is None else tokens, found
 
 
 @lru_cache(maxsize=64)
-def _fields(reads: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(FIELDS[name] for name in reads if name in FIELDS)
+def _wanted(reads: tuple[str, ...], smoothed: bool) -> frozenset[str]:
+    fields = FIELDS if smoothed else IN_ONE_READ
+    return frozenset(fields[name] for name in reads if name in fields)
 
 
 def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
