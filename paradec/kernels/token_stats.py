@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -204,46 +204,41 @@ def _torch_stats(
     path: str, logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: Draws | None
 ) -> TokenStats:
     """Both PyTorch paths, a few rows at a time."""
-    if path == "float64" and draws is None and logits.numel() <= FLOAT64_CPU_CHUNK:
+    if draws is not None:
+        sample = _samples(logits, draws)
+        asked = sample if ids is None else torch.cat((ids.reshape(*sample.shape, -1), sample.unsqueeze(-1)), -1)
+        found = _torch_stats(path, logits, wanted, temperature, asked, None)
+        if ids is None:
+            return found._replace(ids_prob=None, sample=sample, sample_prob=found.ids_prob)
+        both = found.ids_prob
+        return found._replace(ids_prob=both[..., :-1].reshape(ids.shape), sample=sample, sample_prob=both[..., -1])
+    if path == "chunked":
+        found = _joined(_sums(rows, wanted, temperature) for rows in _pieces(logits, CPU_CHUNK, CHUNK))
+        return _from_sums(found, logits, temperature, ids)
+    if logits.numel() <= (FLOAT64_CPU_CHUNK if logits.is_cpu else CHUNK):
         return float64_stats(logits, wanted, temperature, ids)
-    stats = float64_stats if path == "float64" else _float32_stats
-    lead, words = logits.shape[:-1], logits.shape[-1]
-    most = (FLOAT64_CPU_CHUNK if path == "float64" else CPU_CHUNK) if logits.is_cpu else CHUNK
-    if draws is not None and not logits.is_cpu:
-        most = NOISE_CHUNK
-    if logits.numel() <= most and draws is None:
-        return stats(logits, wanted, temperature, ids)
+    lead, found, at = logits.shape[:-1], [], 0
     queue = None if ids is None else ids.reshape(-1, *ids.shape[len(lead) :])
-    noise = None if draws is None else _flat(draws)
-    found, at = [], 0
-    for rows in _pieces(logits, max(1, most // words)):
+    for rows in _pieces(logits, FLOAT64_CPU_CHUNK, CHUNK):
         here = slice(at, at + len(rows))
-        named = None if queue is None else queue[here]
-        if draws is None or noise is None:
-            part = stats(rows, wanted, temperature, named)
-        else:
-            sample = _sample(rows, *(own[here] for own in noise), draws.temperature)
-            part = stats(rows, wanted, temperature, sample)._replace(sample=sample)
-            part = part._replace(sample_prob=part.ids_prob, ids_prob=None)
-            if named is not None:
-                part = part._replace(ids_prob=stats(rows, frozenset(), temperature, named).ids_prob)
-        found.append(part)
+        found.append(float64_stats(rows, wanted, temperature, None if queue is None else queue[here]))
         at = here.stop
-    if not found:  # no rows
-        return stats(logits, wanted, temperature, ids)
-    joined = (None if part[0] is None else torch.cat(part) for part in zip(*found, strict=True))
-    return TokenStats(*(None if whole is None else whole.view(lead + whole.shape[1:]) for whole in joined))
+    return TokenStats(*(None if each is None else each.view(lead + each.shape[1:]) for each in _joined(found)))
 
 
-def _pieces(logits: Tensor, rows: int) -> Iterator[Tensor]:
-    """[..., V] as views [n, V] of at most so many rows, in order."""
-    if logits.dim() <= 2:
-        yield from logits.view(-1, logits.shape[-1]).split(rows)
-    elif logits.is_contiguous():
-        yield from logits.view(-1, logits.shape[-1]).split(rows)
+def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+    """Field by field, the parts' rows one below the other."""
+    return [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
+
+
+def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
+    """[..., V] as views [n, V] of about so many words, in order: one at least."""
+    rows = max(1, (on_cpu if logits.is_cpu else elsewhere) // logits.shape[-1])
+    if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
+        yield from logits.reshape(-1, logits.shape[-1]).split(rows)
     else:
         for part in logits:
-            yield from _pieces(part, rows)
+            yield from _pieces(part, on_cpu, elsewhere)
 
 
 def float64_stats(
@@ -292,36 +287,56 @@ def float64_stats(
     return TokenStats(first, best, second, margin, entropy, smoothed, logsumexp, gap, nonfinite, ids_prob)
 
 
-def _float32_stats(logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None) -> TokenStats:
-    """The portable path, for as many rows as fit into the caches."""
-    source = logits
+class _Sums(NamedTuple):
+    """What the portable path reads of rows [n, V]; all else follows from it at once for all rows. Each [n]."""
+
+    token: Tensor
+    top: Tensor
+    """Float64, as all that follows: the largest logit over the temperature."""
+    second: Tensor
+    rest: Tensor
+    weight: Tensor | None
+    others: Tensor | None
+    """Sum of p / (p + EPSILON / 2) over all words but the best."""
+
+
+def _sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Sums:
+    """Of as many rows as fit into the caches."""
     if temperature != 1 or logits.dtype != torch.float32:
-        source = logits.to(torch.float32, copy=True).mul_(1 / temperature)
-    at, top, second = _two_best(source)
-    apart = (source - top).scatter_(-1, at, -torch.inf)
+        logits = logits.to(torch.float32, copy=True).mul_(1 / temperature)
+    at, top, second = _two_best(logits)
+    apart = (logits - top).scatter_(-1, at, -torch.inf)
     share = apart.exp()
     rest = share.sum(-1).double()
-    top, second = top.squeeze(-1).double(), second.double()
+    weight = others = None
+    if "entropy" in wanted or "smoothed_entropy" in wanted:
+        weight = apart.clamp_(min=FLOOR).mul_(share).sum(-1).double()
+    if "smoothed_entropy" in wanted:
+        # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h); the best word's share stands at 0
+        half = EPSILON / 2 * (1 + rest)
+        others = share.shape[-1] - half * torch.add(share, half.float().unsqueeze(-1), out=apart).reciprocal_().sum(-1)
+    return _Sums(at.squeeze(-1), top.squeeze(-1).double(), second.double(), rest, weight, others)
+
+
+def _from_sums(sums: Sequence[Tensor | None], logits: Tensor, temperature: float, ids: Tensor | None) -> TokenStats:
+    """Statistics of logits [..., V] from the fields of `_Sums` for each of their rows."""
+    lead = logits.shape[:-1]
+    token, top, second, rest, weight, others = (None if each is None else each.view(lead) for each in sums)
     total = 1 + rest
     nonfinite = ~(top.isfinite() & rest.isfinite())
     best = torch.where(nonfinite, torch.nan, 1 / total)
     ids_prob = entropy = smoothed = None
     if ids is not None:
-        chosen = ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)
-        ids_prob = (source.gather(-1, chosen).double() - top.unsqueeze(-1)).exp() * best.unsqueeze(-1)
-        ids_prob = ids_prob.view_as(ids)
+        chosen = logits.gather(-1, ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)).float() * (1 / temperature)
+        ids_prob = ((chosen.double() - top.unsqueeze(-1)).exp() * best.unsqueeze(-1)).view(ids.shape)
     second_prob = (second - top).exp() * best
-    if "entropy" in wanted or "smoothed_entropy" in wanted:
-        weight = apart.clamp_(min=FLOOR).mul_(share).sum(-1)
+    if weight is not None:
         entropy = torch.where(nonfinite, torch.nan, rest.log1p() - weight / total)
-    if "smoothed_entropy" in wanted:
-        # p ln(p + e) is p ln p + p ln(1 + e/p), and that addend e p / (p + e/2) to within e/13: no second logarithm.
-        # With s the share, p / (p + e/2) is 1 - h / (s + h); the best word's share stands at 0
-        half = EPSILON / 2 * total
-        others = share.shape[-1] - half * torch.add(share, half.float().unsqueeze(-1), out=apart).reciprocal_().sum(-1)
+    if others is not None:
+        # p ln(p + e) is p ln p + p ln(1 + e/p), and that addend e p / (p + e/2) to within e/13: no second logarithm
         smoothed = entropy - EPSILON * others - best * (EPSILON / best).log1p()
     return TokenStats(
-        token=at.squeeze(-1),
+        token=token,
         prob=best,
         second_prob=second_prob,
         margin=best - second_prob,
@@ -364,10 +379,16 @@ def _flat(draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _sample(rows: Tensor, keys: Tensor, steps: Tensor, positions: Tensor, temperature: float) -> Tensor:
-    """Draw a word from each of the rows [n, V], in float64: [n]."""
-    uniform = rng.uniform(keys, steps, positions.unsqueeze(1), rows.shape[-1], rng.TOKEN_STREAM).squeeze(1)
-    return (rows.double() / temperature + rng.gumbel(uniform)).argmax(-1)
+def _samples(logits: Tensor, draws: Draws) -> Tensor:
+    """Draw a word from each of the rows [..., V], in float64: [...]."""
+    found, at, noise = [], 0, _flat(draws)
+    for rows in _pieces(logits, CPU_CHUNK, NOISE_CHUNK):
+        here = slice(at, at + len(rows))
+        keys, steps, positions = (own[here] for own in noise)
+        uniform = rng.uniform(keys, steps, positions.unsqueeze(1), rows.shape[-1], rng.TOKEN_STREAM).squeeze(1)
+        found.append((rows.double() / draws.temperature + rng.gumbel(uniform)).argmax(-1))
+        at = here.stop
+    return torch.cat(found).view(logits.shape[:-1])
 
 
 # ---- Triton ---------------------------------------------------------------------------------------------------------
