@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import product
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 MASK32 = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
+CACHED = 3 * 2**12
+"""Calls of philox at once on the CPU."""
 
 TOKEN_STREAM = 0
 """Draws that choose a token."""
@@ -23,21 +27,22 @@ POSITION_STREAM = 1
 """Draws that choose positions. A stream of its own: another temperature leaves the order alone."""
 
 
-def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32. All tensors int64 holding 32-bit values, broadcastable; so is the result."""
+Integers = TypeVar("Integers", Tensor, np.ndarray)
+"""[...] 32-bit values: int64 tensors, or uint64 arrays."""
+
+
+def philox(counter: Sequence[Integers], key: Sequence[Integers]) -> tuple[Integers, Integers, Integers, Integers]:
+    """Ten rounds of Philox4x32. What it is given is broadcastable, all tensors or all arrays; so is the result."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap modulo 2**64, which leaves all 64 bits of the unsigned product in place
+        # products wrap modulo 2**64, which leaves all 64 bits of the unsigned product in place
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((second >> 32) & MASK32) ^ c1 ^ k0,
-            second & MASK32,
-            ((first >> 32) & MASK32) ^ c3 ^ k1,
-            first & MASK32,
-        )
+        # c1 and c3 are the products' lower halves; their upper ones go with those of the next round, or at the end
+        c0, c2 = ((second >> 32) ^ c1 ^ k0) & MASK32, ((first >> 32) ^ c3 ^ k1) & MASK32
+        c1, c3 = second, first
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
-    return c0, c1, c2, c3
+    return c0, c1 & MASK32, c2, c3 & MASK32
 
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -69,21 +74,41 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, words: int, stream: in
     Returns:
         [R, W, words] float64.
     """
-    # one call of philox gives four 32-bit words: two draws
-    pairs = torch.arange((words + 1) // 2, device=keys.device)
-    counter = (
-        pairs.view(1, 1, -1),
-        position.unsqueeze(-1),
-        step.view(-1, 1, 1),
-        torch.full_like(pairs[:1], stream).view(1, 1, 1),
-    )
-    a, b, c, d = philox(counter, (keys[:, 0].view(-1, 1, 1), keys[:, 1].view(-1, 1, 1)))
-    high = torch.stack((a, c), dim=-1).flatten(-2)
-    low = torch.stack((b, d), dim=-1).flatten(-2)
-    bits = (high << 21) | (low >> 11)  # 53 bits
-    return ((bits.double() + 0.5) * 2.0**-53)[..., :words]
+    rows, width = position.shape
+    count = (words + 1) // 2
+    place = [each.expand(rows, width).reshape(-1, 1) for each in (position, step.unsqueeze(1), *keys.T.unsqueeze(-1))]
+    if keys.is_cpu:
+        draws = torch.from_numpy(_on_host(*(each.numpy().astype(np.uint64) for each in place), count, stream))
+    else:
+        bits = torch.stack(_bits(torch.arange(count, device=keys.device), *place, stream), -1)
+        draws = (bits.double() + 0.5) * 2.0**-53
+    return draws.view(rows, width, 2 * count)[..., :words]
+
+
+def _bits(
+    calls: Integers, position: Integers, step: Integers, key0: Integers, key1: Integers, stream: int
+) -> tuple[Integers, Integers]:
+    """Two draws of 53 bits per call; one of philox gives four 32-bit words."""
+    a, b, c, d = philox((calls, position, step, stream), (key0, key1))
+    return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
+
+
+def _on_host(
+    position: np.ndarray, step: np.ndarray, key0: np.ndarray, key1: np.ndarray, count: int, stream: int
+) -> np.ndarray:
+    """Draws [N, count, 2] of N places; in pieces that stay in the processor's cache, which is several times faster."""
+    draws = np.empty((len(position), count, 2))
+    wide = min(max(count, 1), CACHED)
+    tall = CACHED // wide
+    for top, left in product(range(0, len(draws), tall), range(0, count, wide)):
+        part, rows = draws[top : top + tall, left : left + wide], slice(top, top + tall)
+        calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
+        part[..., 0], part[..., 1] = _bits(calls, position[rows], step[rows], key0[rows], key1[rows], stream)
+        part += 0.5
+        part *= 2.0**-53
+    return draws
 
 
 def gumbel(noise: Tensor) -> Tensor:
     """Standard Gumbel noise from uniform draws in (0, 1)."""
-    return -torch.log(-torch.log(noise))
+    return noise.log().neg_().log_().neg_()

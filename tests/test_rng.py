@@ -52,6 +52,26 @@ def test_draws_depend_on_everything_named_and_nothing_else() -> None:
     assert torch.equal(draws(words=3, rows=2, width=4), base[:2, :4, :3])
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "words"), [(2, 3, 5), (1, 1, 40_001), (3, 2, 10_001), (200, 100, 3), (2, 0, 3)]
+)
+def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, words: int) -> None:
+    """Accelerators draw with tensors and all at once, the CPU with arrays and piece by piece."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(0, 2**32, (rows, 2), generator=generator)
+    step = torch.randint(0, 2**31, (rows,), generator=generator)
+    position = torch.randint(0, 2**32, (rows, width), generator=generator)
+    pairs = torch.arange((words + 1) // 2)
+    stream = torch.full((1, 1, 1), 3)
+    a, b, c, d = rng.philox(
+        (pairs.view(1, 1, -1), position.unsqueeze(-1), step.view(-1, 1, 1), stream),
+        (keys[:, 0].view(-1, 1, 1), keys[:, 1].view(-1, 1, 1)),
+    )
+    bits = torch.stack((a * 2**21 + b // 2**11, c * 2**21 + d // 2**11), -1).flatten(-2)[..., :words]
+    found = rng.uniform(keys, step, position, words, 3)
+    assert found.dtype == torch.float64 and torch.equal(found, (bits.double() + 0.5) / 2**53)
+
+
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 2**63 - 1))
 @settings(max_examples=50, deadline=None)
 def test_row_keys(prompts: list[list[int]], seed: int) -> None:

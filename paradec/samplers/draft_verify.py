@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.request import Request
-from paradec.samplers.statistics import filter_logits
+from paradec.samplers.statistics import argmax, filter_logits
 
 UNIFORM, CERTAIN = -1, -2
 """Instead of a place in `DraftLaws.dense`: drawn uniformly from the support; put there, whatever the model says."""
@@ -52,10 +52,12 @@ class DraftLaws:
 
     def at(self, slot: Tensor) -> Tensor:
         """The whole laws of slots [R, N] -> [R, N, V]."""
-        source = self.source.gather(1, slot).unsqueeze(-1)
-        law = self.dense.take_along_dim(source.clamp(min=0), 1)
-        law = torch.where(source >= 0, law, torch.where(source == UNIFORM, self.support, 0))
-        return law.scatter_add(-1, self.tokens.gather(1, slot).unsqueeze(-1), (source == CERTAIN).to(law.dtype))
+        source = self.source.gather(1, slot)
+        law = laws_at(self.dense, source.clamp(min=0))
+        law = torch.where((source == UNIFORM).unsqueeze(-1), self.support, law)
+        certain = (source == CERTAIN).unsqueeze(-1)
+        law.mul_(~certain)
+        return law.scatter_add_(-1, self.tokens.gather(1, slot).unsqueeze(-1), certain.to(law.dtype))
 
 
 class Judged(NamedTuple):
@@ -107,8 +109,7 @@ def judge(
         if redraw:
             tokens = torch.where(fell, redrawn, tokens)
     elif redraw:
-        p = law.take_along_dim(standing.unsqueeze(-1), 1)
-        redrawn = draw(leftover(p, drafts.at(standing)), uniform[..., 1].gather(1, standing))
+        redrawn = draw(leftover(laws_at(law, standing), drafts.at(standing)), uniform[..., 1].gather(1, standing))
         tokens = torch.where(fell, redrawn, fresh)
     if not redraw:
         tokens = torch.where(fell, fresh, tokens)
@@ -120,7 +121,14 @@ def judge(
 def leftover(p: Tensor, q: Tensor) -> Tensor:
     """Weights max(0, p - q) [..., V] of what replaces a fallen draft; p itself where only rounding leaves nothing."""
     weights = (p - q).clamp_(min=0)
-    return torch.where((weights > 0).any(-1, keepdim=True), weights, p)
+    nothing = weights.amax(-1, keepdim=True) <= 0
+    # p is added once or not at all: a choice between the two would copy either
+    return weights.addcmul_(p, nothing.to(p.dtype))
+
+
+def laws_at(laws: Tensor, slot: Tensor) -> Tensor:
+    """Of laws [R, W, V] those of slots [R, N] -> [R, N, V], a copy."""
+    return laws[torch.arange(len(laws), device=laws.device).unsqueeze(1), slot]
 
 
 def probability(law: Tensor, tokens: Tensor) -> Tensor:
@@ -143,7 +151,7 @@ def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if request.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
+        return torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1)
     if request.temperature != 1:  # no overflow, however low the temperature
         logits = (logits - logits.amax(-1, keepdim=True)) / request.temperature
     return filter_logits(logits, request.top_p, request.top_k).softmax(-1)

@@ -14,9 +14,26 @@ from torch import Tensor
 from paradec.checks import check_int, check_number
 from paradec.samplers.draft_verify import DraftLaws
 from paradec.samplers.jacobi import JacobiSampler
+from paradec.samplers.statistics import ascending
 
 EMBEDDED = 10_000
 """Ids whose embeddings the public code compares; a group with another id in it is not filtered by distance."""
+
+
+def around(law: Tensor, words: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where words [..., 1] stand in the order of law [..., V] (the lower id first on ties), [..., 1]; the places from
+    `half` before to half - 1 behind, [..., 2 * half]; and the words there, at the ends of the order again and again."""
+    ids = torch.arange(law.shape[-1], device=law.device)
+    if law.dtype == torch.float32:
+        # the bits of numbers from 0 on grow with them: with the id behind them, one number to sort by
+        keys = law.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
+        order = ascending(keys)
+        rank = torch.searchsorted(order, keys.gather(-1, words))
+    else:
+        order = law.argsort(dim=-1, stable=True)
+        rank = (order == words).int().argmax(-1, keepdim=True)
+    at = rank + torch.arange(-half, half, device=law.device)
+    return rank, at, order.gather(-1, at.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # of a key the id alone
 
 
 @dataclass(frozen=True)
@@ -61,10 +78,7 @@ class GSD(JacobiSampler):
     def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
         half, size = self.group_half_width, law.shape[-1]
         x = drafts.tokens.unsqueeze(-1)
-        order = law.argsort(dim=-1, stable=True)
-        rank = (order == x).int().argmax(-1, keepdim=True)
-        at = rank + torch.arange(-half, half, device=law.device)
-        group = order.gather(-1, at.clamp(0, size - 1))  # [R, W, 2 * half]
+        rank, at, group = around(law, x, half)
         p = law.gather(-1, group)
         member = (at < size) & ((p - law.gather(-1, x)).abs() < self.p_threshold)
         if latents is not None:
@@ -72,7 +86,7 @@ class GSD(JacobiSampler):
             # the public code looks at the ids before it drops any by probability
             far = ((group > EMBEDDED) & (at < size)).any(-1, keepdim=True)
             member &= near | far
-        member |= group == x
+        member |= at == rank
         p, q = (torch.where(member, values, 0).sum(-1) for values in (p, drafts.of(group)))
         token = super().accept(law, drafts, fresh, latents)
         return torch.where(rank.squeeze(-1) < half, token, (p / q).clamp(max=1))

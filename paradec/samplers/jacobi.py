@@ -13,10 +13,8 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,10 +26,12 @@ from paradec.checks import check_choice, check_int, shown
 from paradec.models.facts import ModelFacts
 from paradec.models.grid import Grid
 from paradec.prompts import Prompts, encode
-from paradec.protocol import Commit, Cost, Memory, MemorySpec, Proposal, Query, Sampler, State
-from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, guided, judge, probability, token_law
+from paradec.protocol import Commit, Cost, Memory, MemorySpec, Proposal, Query, Sampler
+from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, guided, judge, laws_at, probability
+from paradec.samplers.jacobi_state import JacobiState
 from paradec.samplers.masked_state import put_rows, rows_of
 from paradec.samplers.request import Request, make_request, randomness
+from paradec.samplers.statistics import argmax
 from paradec.trace import Trace
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
@@ -40,240 +40,11 @@ Verification draws from TOKEN_STREAM."""
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 RANDOM_LAWS = ("uniform", "one_hot")
-WITHOUT_MEANING = ("blocks", "block_length", "steps", "stop", "stop_strings", "cache", "attention") + (
-    "prefix",
-    "keep_prefix",
-    "share_prefix",
+MASKED_ONLY = (
+    *("blocks", "block_length", "steps", "stop", "stop_strings"),
+    *("cache", "attention", "prefix", "keep_prefix", "share_prefix"),
 )
 """Arguments of `generate` that are for the masked family."""
-
-
-@dataclass
-class JacobiState(State):
-    """What changes while a window of drafts is verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
-    words.
-
-    Slot i of a row's window stands for position `committed + i`. What stands in the last slot is never judged.
-    Memory: "drafts" [B, W], "draft_source" [B, W] and "draft_law" [B, W, V], as `DraftLaws` has them; with Gumbel noise
-    "noise" [B, W, V], where position i has place i % W; with inits that look at the likeliest word "best" [B, L].
-    """
-
-    facts: ModelFacts
-    request: Request
-    pads: bool
-    context: Tensor
-    """[branches * B, L] int64 ids, conditional rows first; positions from `committed` on hold the fill id."""
-    shift: np.ndarray
-    """[branches, B] int64: how much further right a position lies in a branch, whose prompt may have another length."""
-    prompt_length: np.ndarray
-    length: np.ndarray
-    """[B] int64 on the host: where each row ends."""
-    keys: Tensor
-    """[B, 2] int64 random keys."""
-    width: int
-    """W: the sampler's window, or the whole answer where that is shorter."""
-    support: Tensor
-    """[V] float: the uniform law of random guesses."""
-    support_ids: Tensor
-    """[S] int64: words that have a share in it."""
-    allowed: Tensor | None
-    """[V] bool: words that may be drawn; None when all may."""
-    ends: Tensor
-    """[E] int64: ids that end a row."""
-    grid: Grid | None = None
-    layout: Tensor | None = None
-    """[N] int64: what must stand at each offset behind the prompt, -1 where the model chooses."""
-    latents: Tensor | None = None
-    """[V, d] float: what the method's `accept` reads of the model's words."""
-    store: Any = None
-    draft_store: Any = None
-    """Of the model that drafts, if there is one; likewise what follows with that name."""
-
-    revises: ClassVar[bool] = False
-    attention_state: ClassVar[None] = None
-    cache: ClassVar[Any] = SimpleNamespace(name="causal")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.committed = self.prompt_length.copy()
-        self.row_step = np.zeros(self.batch, np.int64)
-        self.asked, self.end = self.length, self.length.copy()
-        self.answer_start = self.prompt_length
-        self.stopped = np.zeros(self.batch, bool)
-        self.reused = np.zeros(self.batch, np.int64)
-        self.rows = np.arange(self.batch)
-        """[R] int64 on the host: the rows that are not finished."""
-        self.accepted: list[np.ndarray] = []
-        """[B] int64 per step: how many tokens each row made final."""
-        self.held, self.draft_fed, self.draft_nfe = np.zeros((3, self.batch), np.int64)
-        """[B] int64: positions that the stores hold, where that is not `committed - 1`; and the drafter's forwards."""
-        self.schedule: list[Any] = []
-        """What each step evaluates, for methods that know it beforehand."""
-
-    @property
-    def canvas(self) -> Tensor:
-        """[B, L] int64 ids."""
-        return self.context[: self.batch]
-
-    @property
-    def branches(self) -> int:
-        """Rows of the model per row of the state: 2 under guidance."""
-        return len(self.shift)
-
-    @property
-    def max_new_tokens(self) -> int:
-        return int((self.length - self.prompt_length).max())
-
-    @property
-    def running(self) -> np.ndarray:
-        """[B] bool."""
-        return np.isin(np.arange(self.batch), self.rows)
-
-    @property
-    def decided(self) -> np.ndarray:
-        """[B] int64: tokens that are final."""
-        return self.committed - self.prompt_length
-
-    @property
-    def given(self) -> Tensor:
-        """[B, L] bool: prompts."""
-        return self._column < torch.as_tensor(self.prompt_length, device=self.context.device).unsqueeze(1)
-
-    @property
-    def undecided(self) -> Tensor:
-        """[B, L] bool: positions that a row has not reached yet."""
-        ends = torch.as_tensor(np.stack((self.committed, self.end)), device=self.context.device).unsqueeze(-1)
-        return (self._column >= ends[0]) & (self._column < ends[1])
-
-    @property
-    def done(self) -> bool:
-        return len(self.rows) == 0
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        total = self.length - self.prompt_length
-        return int(np.where(self.running, self.decided, total).sum()), int(total.sum())
-
-    @property
-    def _column(self) -> Tensor:
-        return torch.arange(self.context.shape[1], device=self.context.device)
-
-    def slots(self, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: slots of each row's window that lie before its end."""
-        return np.minimum(self.width, self.length[rows] - self.committed[rows])
-
-    def positions(self, rows: np.ndarray) -> Tensor:
-        """[R, W] int64: positions of the slots; those past a row's end are counted on."""
-        return torch.as_tensor(self.committed[rows, None] + np.arange(self.width), device=self.context.device)
-
-    def uniform(self, rows: np.ndarray, positions: Tensor, words: int, stream: int, ahead: int = 0) -> Tensor:
-        """[R, W, words] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""
-        steps = torch.as_tensor(self.row_step[rows] + ahead, device=positions.device)
-        return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, words, stream)
-
-    def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """[R, W] int64: what must stand at positions, -1 where the model chooses and behind the end."""
-        offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)
-        found = self.layout[offset.clamp(0, len(self.layout) - 1)]
-        return torch.where(offset < len(self.layout), found, -1)
-
-    def laws(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """What tokens are drawn from at positions [R, W]: logits [R, W, V] -> [R, W, V]."""
-        law = token_law(logits, self.request, self.allowed)
-        if self.grid is not None and self.grid.length > self.grid.height * self.grid.width:
-            forced = self.forced(rows, positions).unsqueeze(-1)
-            law = law.masked_fill(forced >= 0, 0)
-            law.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(law.dtype))
-        return law
-
-    def calls(
-        self,
-        store: Any,
-        pads: bool,
-        rows: np.ndarray,
-        drafts: Tensor,
-        begin: np.ndarray,
-        stop: np.ndarray,
-        first: np.ndarray,
-        count: int,
-    ) -> list[Query]:
-        """Evaluate spans of rows: one call, or one per length for models without padding.
-
-        Args:
-            store: where what lies before a span is read from and the span is written; None evaluates rows from 0.
-            drafts: [R, W] int64: tokens from `committed` on.
-            begin, stop: [R] int64: the positions to evaluate; from 0 on this is the branch's own whole prompt.
-            first: [R] int64: logits are wanted of `count` positions from here on; those past the span repeat its last.
-        """
-        begin = np.zeros_like(begin) if store is None else begin
-        groups = [np.arange(len(rows))]
-        if not pads:
-            spans = np.stack((begin, stop), 1)
-            groups = [np.flatnonzero((spans == span).all(1)) for span in np.unique(spans, axis=0)]
-        return [
-            self._call(store, rows[index], index, drafts, begin[index], stop[index], first[index], count)
-            for index in groups
-        ]
-
-    def _call(
-        self,
-        store: Any,
-        rows: np.ndarray,
-        index: np.ndarray,
-        drafts: Tensor,
-        begin: np.ndarray,
-        stop: np.ndarray,
-        first: np.ndarray,
-        count: int,
-    ) -> Query:
-        device, shift = self.context.device, self.shift[:, rows]
-        # [branches * N], branch after branch, as all that follows
-        committed, stop, first = ((each + shift).reshape(-1) for each in (self.committed[rows], stop, first))
-        whole = not begin.any()
-        begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
-        column = begin[:, None] + np.arange((stop - begin).max())
-        valid = column < stop[:, None]
-        # slots past a row's end ask for any logits
-        wanted = np.minimum(first[:, None] + np.arange(count), stop[:, None] - 1) - begin[:, None]
-        store_rows = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
-        at = torch.as_tensor(store_rows, device=device)
-        positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
-        slot = torch.as_tensor(column - committed[:, None], device=device)
-        drafted = drafts[torch.as_tensor(index, device=device)].repeat(self.branches, 1)
-        final = self.context[at.unsqueeze(1), positions]
-        query = Query(
-            rows=rows,
-            tokens=torch.where(slot < 0, final, drafted.gather(1, slot.clamp(0, drafted.shape[1] - 1))),
-            positions=positions,
-            wanted=torch.as_tensor(wanted, device=device),
-            valid=None if valid.all() else torch.as_tensor(valid, device=device),
-            step=self.commits,
-            branches=self.branches,
-            # the branches' prompts may have different lengths: their mean, rounded up
-            forwarded=-(-(stop - begin).reshape(self.branches, -1).sum(0) // self.branches),
-            index=index,
-            kind="full" if whole else "window",
-        )
-        if store is None:
-            return query
-        slots = torch.as_tensor(np.where(valid, column, -1), device=device)
-        return query.but(store_rows=at, store_index=store_rows, slots=slots, reach=int(stop.max()))
-
-    @contextmanager
-    def freed_store(self) -> Iterator[None]:
-        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
-        try:
-            yield
-        finally:
-            for store in (self.store, self.draft_store):
-                if store is not None:
-                    store.release()
-
-    def cache_advice(self) -> None:
-        """There is nothing to advise: the store is always exact."""
-
-    def kept_prefix(self, model: Any) -> None:
-        """Nothing is kept for the next request."""
 
 
 @dataclass(frozen=True)
@@ -443,15 +214,15 @@ class JacobiSampler(Sampler):
             rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
             state.trace = Trace(canvas=rows, settings=self.to_dict() | asdict(request))
         nothing = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-        self._put_noise(state, state.rows, state.width)
+        self._put_noise(state, state.rows, np.full(batch, width))
         self._draft(state, state.rows, nothing, state.memory["drafts"], nothing.expand(-1, width), None)
         return state
 
     def _request(self, given: dict[str, Any]) -> Request:
-        for name in WITHOUT_MEANING:
+        for name in MASKED_ONLY:
             if given.get(name) not in (None, False, "dense"):
                 raise ValueError(f"{name}={shown(given[name])} has no meaning for sampler {self.name!r}: leave it out")
-        given = {name: value for name, value in given.items() if name not in WITHOUT_MEANING}
+        given = {name: value for name, value in given.items() if name not in MASKED_ONLY}
         request = make_request({"temperature": 1.0} | given)
         if request.rng != "counter":
             raise ValueError(f"rng={request.rng!r} is not available for sampler {self.name!r}; use rng='counter'")
@@ -521,8 +292,8 @@ class JacobiSampler(Sampler):
         law = state.laws(logits, rows, positions)
         uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
         if self.refresh == "gumbel":
-            place = (positions % state.width).unsqueeze(-1)
-            fresh = (law.log() + rows_of(state.memory, rows)["noise"].take_along_dim(place, 1)).argmax(-1)
+            noise = laws_at(rows_of(state.memory, rows)["noise"], positions % state.width)
+            fresh = argmax(law.log() + noise)
         else:
             fresh = draw(law, uniform[..., 0])
         return Proposal(
@@ -546,8 +317,7 @@ class JacobiSampler(Sampler):
             FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
             ValueError: a proposal made from an earlier state.
         """
-        if proposal.made_at != state.commits:
-            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+        state.check_current(proposal)
         rows, law = proposal.rows, proposal.quantities["law"]
         drafts = self._drafts(state, rows)
         # the last slot before a row's end is the token after all drafts: nothing was drafted there
@@ -566,7 +336,7 @@ class JacobiSampler(Sampler):
         state.committed[rows] += written
         state.row_step[rows] += 1
         state.commits += 1
-        self._put_noise(state, rows, int(written.max()))
+        self._put_noise(state, rows, written)
         dense, source = law, slot.expand(len(rows), -1)
         if judged.kept is not None:
             old, held = drafts.source, judged.kept
@@ -690,17 +460,18 @@ class JacobiSampler(Sampler):
     ) -> None:
         """Note the likeliest word of every slot, final or not: inits that look at it ask for the neighbours'."""
         best = state.memory["best"]
-        best[torch.as_tensor(rows, device=best.device).unsqueeze(1), positions % best.shape[1]] = law.argmax(-1)
+        best[torch.as_tensor(rows, device=best.device).unsqueeze(1), positions % best.shape[1]] = argmax(law)
 
-    def _put_noise(self, state: JacobiState, rows: np.ndarray, new: int) -> None:
-        """Gumbel noise of the last `new` positions of the rows' windows: one vector per position, for good."""
+    def _put_noise(self, state: JacobiState, rows: np.ndarray, new: np.ndarray) -> None:
+        """Gumbel noise of the last new [R] positions of the rows' windows: one vector per position, for good."""
         if "noise" not in state.memory:
             return
-        noise, at = state.memory["noise"], torch.as_tensor(rows, device=state.context.device)
-        positions = state.positions(rows)[:, state.width - new :]
-        steps = torch.zeros_like(at)
-        drawn = rng.gumbel(rng.uniform(state.keys[at], steps, positions, noise.shape[-1], NOISE_STREAM))
-        noise[at.unsqueeze(1), positions % state.width] = drawn.to(noise.dtype)
+        noise, device = state.memory["noise"], state.context.device
+        index, slot = np.nonzero(np.arange(state.width) >= state.width - new[:, None])
+        at = torch.as_tensor(rows[index], device=device)
+        position = torch.as_tensor(state.committed[rows[index]] + slot, device=device)
+        drawn = rng.uniform(state.keys[at], torch.zeros_like(at), position.unsqueeze(1), noise.shape[-1], NOISE_STREAM)
+        noise[at, position % state.width] = rng.gumbel(drawn).squeeze(1).to(noise.dtype)
 
 
 @dataclass(frozen=True)

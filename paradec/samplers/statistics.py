@@ -56,7 +56,7 @@ def token_statistics(
     found: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
-            found[name] = stats.prob if tokens is None else stats.ids_prob
+            found[name] = getattr(stats, "prob" if tokens is None else "ids_prob")
         elif name == "best_token":
             found[name] = stats.token
         else:
@@ -152,17 +152,61 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
 def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
     """Exclude (-inf) all but the nucleus of mass `top_p`, then all but the `top_k` best. logits: [..., V].
 
-    Dream's order; the word that crosses `top_p` stays in, and so does the best one always.
+    Dream's order; the word that crosses `top_p` stays in, and so does the best one always. Words as good as the
+    `top_k`-th stay; which of equal words the nucleus ends with is left to `torch.sort`.
     """
+    nucleus = top_p is not None and top_p < 1
+    if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
+        return logits
+    if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64):
+        return _filter_by_rank(logits, top_p, top_k)
+    least, known = _least_kept(logits.detach(), top_p if nucleus else None, top_k)
+    filtered = torch.where(logits < least.unsqueeze(-1), -torch.inf, logits)
+    if not known.all():
+        filtered[~known] = _filter_by_rank(logits[~known], top_p, top_k)
+    return filtered
+
+
+def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
+    """`filter_logits` word by word."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before > top_p)
+        law = ordered.softmax(-1)
+        out = torch.zeros_like(law, dtype=torch.bool).scatter(-1, order, law.cumsum(-1) - law > top_p)
         logits = logits.masked_fill(out, -torch.inf)
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     return logits
+
+
+def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
+    """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
+    several equal words. On the CPU."""
+    size = logits.shape[-1]
+    top_k = size if top_k is None else min(top_k, size)
+    if top_p is None:
+        kth = torch.from_numpy(np.partition(logits.numpy(), size - top_k)[..., size - top_k])
+        return kth, torch.ones_like(kth, dtype=torch.bool)
+    ordered = ascending(logits).flip(-1)
+    law = ordered.softmax(-1)[..., :top_k]
+    out = law.cumsum(-1) - law > top_p  # from some word on all: sums grow, shares fall, and rounding keeps their order
+    kept = top_k - out.sum(-1, keepdim=True)
+    least, following = ordered.gather(-1, kept - 1), ordered.gather(-1, kept.clamp(max=size - 1))
+    known = (least > following) | (kept == size) | (least == -torch.inf)
+    return least.squeeze(-1), known.squeeze(-1)
+
+
+def ascending(values: Tensor) -> Tensor:
+    """Values [..., N] in ascending order. On the CPU by numpy, which sorts values an order of magnitude faster than
+    torch sorts values and places."""
+    return torch.from_numpy(np.sort(values.numpy())) if values.is_cpu else values.sort(-1).values
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Where the largest of values [..., N] is, [...] int64, the first on ties. Float32 or float64: on the CPU numpy's
+    search is again an order of magnitude faster."""
+    return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
 
 
 def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
