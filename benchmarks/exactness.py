@@ -33,6 +33,7 @@ from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
 from paradec.samplers.draft_verify import probability, token_law
 from paradec.samplers.jacobi import JacobiSampler, JacobiState
+from paradec.samplers.multi_draft import DynamicTree
 from paradec.samplers.request import Request
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
@@ -215,6 +216,8 @@ def samplers(drafter: TableModel) -> dict[str, JacobiSampler]:
         found[f"speculative, window {window}"] = create("speculative", window=window, drafter=drafter)
     for rule, tree in TREES.items():
         found[f"speculative, {rule} tree"] = create("speculative", drafter=drafter, tree=tree, rule=rule)
+    grown = DynamicTree(nodes=8, depth=3, top_k=3)
+    found["speculative, dynamic tree"] = create("speculative", drafter=drafter, tree=grown, rule="naive")
     return found
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "hf_generate",
     "infill",
     "load",
+    "load_drafter",
     "samplers",
     "wrap",
 ]
@@ -53,6 +54,10 @@ def __getattr__(name: str) -> Any:
         from paradec.images import generate_images
 
         return generate_images
+    if name == "load_drafter":  # imports transformers' Llama
+        from paradec.models.eagle import load_drafter
+
+        return load_drafter
     if name == "accelerate":
         from paradec.hooks.session import accelerate
 

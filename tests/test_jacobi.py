@@ -104,7 +104,8 @@ def test_reference_tree_verification(path: Path) -> None:
     drafts = torch.tensor([case["node_tokens"]])[:, order]
     embed = torch.tensor(case["embed"], dtype=torch.float64)
     additive = settings["delta"] <= 1  # the public code's one argument is lambda above 1
-    rule = NodeRule(embed, settings["k"], additive, settings["delta"], settings["mode"] == "static")
+    near = settings["k"] if settings["lantern"] else 0
+    rule = NodeRule(embed, near, additive, settings["delta"], settings["mode"] == "static")
     numbers, used, node = case["u_accept"], 0, 0
     uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
     for depth in range(tree.depth + 1):  # where a number goes depends on the path so far

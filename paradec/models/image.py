@@ -89,6 +89,15 @@ class ImageModel(Model):
         """[vocab_size, d]: the input embeddings of the ids that samplers see."""
         return self._embed(torch.arange(self.facts.vocab_size, device=self.device).unsqueeze(0), None)[0]
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that `Query.keep_hidden` asks for."""
+        return self.module.config.hidden_size
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [R, W, d] -> [R, W, vocab_size]."""
+        return self._head(hidden)
+
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         """ids [R, Q] int64 -> [R, Q, d]. `query` is None for ids below the vocabulary's size."""
         raise NotImplementedError
@@ -122,6 +131,8 @@ class ImageModel(Model):
             cache = None if store is None else store.bind(query)
             mask = self._visible(query) if store is None else self._over_store(query, store)
             hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
+            if query.keep_hidden:
+                query.hidden = hidden
             return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _over_store(self, query: Query, store: Any) -> Tensor:

@@ -393,10 +393,14 @@ class LlamaGenModel(ImageModel):
             given = take_rows(self._captions[self._rows(query)], (ids - vocab).clamp(min=0))
         return torch.where(prompt.unsqueeze(-1), given, tokens)
 
-    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+    def cells(self, query: Query) -> Tensor:
+        """[R, Q] int64: the raster index of each column's cell; negative for the condition's."""
         # a class label is one token; captions have lengths of their own
         first = 1 if self._prompt_length is None else self._prompt_length[self._rows(query)].unsqueeze(1)
-        return self.module.backbone(embeddings, query.positions - first, mask, cache)
+        return query.positions - first
+
+    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+        return self.module.backbone(embeddings, self.cells(query), mask, cache)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self.module.head(hidden)

@@ -41,6 +41,11 @@ class TextToImageModel(ImageModel):
         super().__init__(module.eval(), facts, tokenizer)
         self.text_config = text
 
+    @property
+    def hidden_size(self) -> int:
+        """See `ImageModel.hidden_size`."""
+        return self.text_config.hidden_size
+
     # ---- what a family says ---------------------------------------------------------------------------------------
 
     @property

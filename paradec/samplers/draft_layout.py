@@ -35,7 +35,7 @@ class Ahead:
     @functools.cached_property
     def candidates(self) -> Tensor:
         """[R, W] bool: undecided positions."""
-        return self.state.window.undecided(self.tokens, self.state.facts.mask_token_id)
+        return self.state.window.undecided(self.tokens, self.state.facts.mask_id)
 
     @functools.cached_property
     def remaining(self) -> np.ndarray:
@@ -66,6 +66,7 @@ def rows_of_part(part: Part, chosen: np.ndarray) -> Part:
 
 def batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
     """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
+    assert query.wanted is not None  # as `part_query` makes it
     step, owner = (np.arange(copies.max())[:, None] < copies).nonzero()
     index = np.concatenate([owner + branch * len(copies) for branch in range(query.branches)])
     called = torch.as_tensor(index, device=state.canvas.device)
@@ -88,6 +89,7 @@ def batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: n
 
 def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
     """A call in which the drafts of a row stand one after the other in its row, each seeing itself alone."""
+    assert query.wanted is not None
     (count, width), device = query.positions.shape, state.canvas.device
     most = int(copies.max())
     step, owner = (index.ravel() for index in np.indices((most, len(copies))))
@@ -96,7 +98,7 @@ def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np
     number = torch.arange(most, device=device).repeat_interleave(width)
     visible = (number[:, None] == number).expand(count, -1, -1)
     if state.facts.topology == "block_causal":
-        block = positions // state.facts.block_length
+        block = positions // state.facts.block_unit
         visible = visible & (block[:, :, None] >= block[:, None, :])
     valid = None
     if query.valid is not None or (copies < most).any():
@@ -125,6 +127,7 @@ def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np
 def _tokens_of(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
     """[branches * D, Q] int64: what D drafts hold at a query's positions. step, owner: [D], the draft's number and the
     query's row that it is of."""
+    assert query.index is not None
     device, window = state.canvas.device, state.window
     running = torch.as_tensor(query.index[owner], device=device)
     rows = torch.as_tensor(query.rows[owner], device=device)
@@ -132,6 +135,6 @@ def _tokens_of(state: MaskedState, query: Query, drafts: list[Ahead], step: np.n
     canvas = state.canvas.index_select(0, rows).scatter(1, window.positions[running], own)
     branches = [canvas]
     if query.branches == 2:
-        branches.append(canvas.masked_fill(state.given[rows], state.facts.mask_token_id))
+        branches.append(canvas.masked_fill(state.given[rows], state.facts.mask_id))
     positions = query.positions[: len(query.rows)][torch.as_tensor(owner, device=device)]
     return torch.cat([branch.gather(1, positions) for branch in branches])

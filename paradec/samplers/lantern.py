@@ -7,15 +7,16 @@ in a picture, so that the model's probability of a draft may count that of its n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from paradec.checks import check_int, check_number
 from paradec.samplers.draft_verify import DraftLaws, probability
-from paradec.samplers.jacobi import JacobiSampler
-from paradec.samplers.multi_draft import Sequential, normalized, without
+from paradec.samplers.drafting import DraftingSampler
+from paradec.samplers.jacobi import JacobiState
+from paradec.samplers.multi_draft import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
 
 
 def neighbours(latents: Tensor, words: Tensor, count: int) -> Tensor:
@@ -45,19 +46,25 @@ def relaxed(law: Tensor, words: Tensor, near: Tensor, additive: bool, bound: flo
 
 
 @dataclass(frozen=True)
-class Lantern(JacobiSampler):
+class Lantern(DraftingSampler):
     """A draft x stands with probability min(1, m(x) / q(x)), m(x) = p(x) and that of as many of the `k` codes nearest
     to x as stay within `delta` together. One that falls is redrawn from norm(max(0, p - q)).
 
     Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
-    variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD.
+    variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD (with a drafter:
+    speculative decoding). At temperature 0 it is greedy decoding: laws of one word have no neighbours to add. (The
+    public code relaxes untempered laws there.)
 
-    The public code needs a trained drafter and walks a tree (`NodeRule` is its rule, checked against it); here the
-    drafts are SJD's own.
+    Without a drafter the drafts are SJD's own. The public code has a trained drafter (`paradec.load_drafter`), which
+    draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes are
+    judged by `NodeRule`, the rule that its traces replay with. That rule leaves another law than p - q of a node that
+    falls, and is not exact at delta=0 either where words have no probability.
 
     Args:
         k: neighbours looked at.
         delta: the most probability that they may add.
+        drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
+        tree: of drafts, see `paradec.samplers.drafting.DraftingSampler`; None is a chain of `window - 1`.
         random_law: "one_hot" lets a random guess stand with m(x). Under the uniform law nearly every guess would, since
             `delta` is far above one word's share.
         window, init, refresh: see `paradec.samplers.jacobi.JacobiSampler`.
@@ -73,6 +80,7 @@ class Lantern(JacobiSampler):
     summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
     lossless = False
     reads = "codebook"
+    hits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +92,14 @@ class Lantern(JacobiSampler):
         """Whether the limit is additive, and its number."""
         return True, self.delta
 
+    def node_rule(self, state: JacobiState) -> NodeRule:
+        """See `DraftingSampler.node_rule`."""
+        assert state.latents is not None  # `reads` has seen to it
+        drawn = not isinstance(self.tree, DynamicTree)
+        return NodeRule(state.latents, self.k, *self.bound, drawn, state.allowed)
+
     def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
+        assert latents is not None  # likewise
         near = neighbours(latents, drafts.tokens, self.k)
         return (relaxed(law, drafts.tokens, near, *self.bound)[0] / drafts.of_drafts()).clamp(max=1)
 
@@ -98,7 +113,7 @@ class LanternPlusPlus(Lantern):
         k: neighbours looked at.
         lam: the paper's lambda.
         delta: takes no part.
-        random_law: see `Lantern`. window, init, refresh: see `paradec.samplers.jacobi.JacobiSampler`.
+        drafter, tree, random_law: see `Lantern`. window, init, refresh: see `paradec.samplers.jacobi.JacobiSampler`.
     """
 
     k: int = 10
@@ -122,35 +137,44 @@ class NodeRule(Sequential):
     """The public code's rule for a node of a tree (`paradec.samplers.multi_draft.Rule`). Not exact.
 
     Drafts that were taken, not drawn (dynamic trees), stand with m(x); those drawn without replacement (static trees)
-    with m(x) / q(x), q being what is left of the drafter's law. A draft that falls takes its neighbours along, one
-    more than `k` of them, as that code has it. Where nothing is left it goes on with a uniform law; here only the
-    draft is taken out.
+    with m(x) / q(x), q being what is left of the drafter's law, and are passed over where that is nothing. A draft that
+    falls takes its neighbours along, one more than `k` of them, and where nothing is left every word is as likely, as
+    that code has it.
 
     Args:
-        latents: [V, d]. k: neighbours. additive, bound: see `relaxed`. drawn: whether the drafts were drawn.
+        latents: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed`.
+        drawn: whether the drafts were drawn.
+        allowed: [V] bool: the words that are likely where nothing is left (that code: all); None is all.
     """
 
     distinct = True
 
-    def __init__(self, latents: Tensor, k: int, additive: bool, bound: float, drawn: bool):
+    def __init__(
+        self, latents: Tensor, k: int, additive: bool, bound: float, drawn: bool, allowed: Tensor | None = None
+    ):
         self.latents, self.k, self.additive, self.bound, self.drawn = latents, k, additive, bound, drawn
+        floor = torch.ones((), device=latents.device) if allowed is None else allowed
+        self.floor = floor.to(latents.dtype)
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """See `Rule.children`."""
+        rule = WithoutReplacement() if self.drawn else Naive()
+        return rule.children(q, count, uniform)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        near = neighbours(self.latents, x, self.k + 1)
-        mass, any_near = relaxed(p, x, near[..., : self.k], self.additive, self.bound)
-        gone = torch.where(any_near.unsqueeze(1), near, -1)
-        alone = without(p, x.unsqueeze(1))
+        mass, gone = probability(p, x), torch.full_like(x, -1).unsqueeze(1)
+        if self.k:
+            near = neighbours(self.latents, x, self.k + 1)
+            mass, any_near = relaxed(p, x, near[..., : self.k], self.additive, self.bound)
+            gone = torch.where(any_near.unsqueeze(1), near, -1)
         if not self.drawn:
-            rest = without(alone, gone)
-            return mass, _normalized(rest, alone, p), q
-        left = without(q, x.unsqueeze(1))
-        rest = (p - without(q, gone)).clamp(min=0)
-        return mass / probability(q, x), _normalized(rest, alone, p), normalized(left)
+            return mass, self._or_uniform(without(without(p, x.unsqueeze(1)), gone)), q
+        own = probability(q, x)
+        possible = (own > 0).unsqueeze(1)
+        left = self._or_uniform(without(q, x.unsqueeze(1)))  # uniform only where no draft can follow
+        rest = torch.where(possible, self._or_uniform((p - without(q, gone)).clamp(min=0)), p)
+        return torch.where(own > 0, mass / own, 0), rest, left
 
-
-def _normalized(*weights: Any) -> Tensor:
-    """The first [R, V] with anything in it, row by row, of sum 1."""
-    found = weights[-1]
-    for other in reversed(weights[:-1]):
-        found = torch.where((other > 0).any(-1, keepdim=True), other, found)
-    return normalized(found)
+    def _or_uniform(self, weights: Tensor) -> Tensor:
+        """weights [R, V] of sum 1, all allowed words alike where there are none."""
+        return normalized(torch.where((weights > 0).any(-1, keepdim=True), weights, self.floor))

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from paradec.checks import check_int, shown
+from paradec.registry import unknown
 from paradec.samplers.draft_verify import draw, leftover, probability
 
 BISECTIONS = 40
@@ -37,7 +38,7 @@ MOST_NODES = 256
 class Rule(Protocol):
     """How one node's children are drawn and judged."""
 
-    distinct: bool
+    distinct: ClassVar[bool]
     """Whether a child that repeats an earlier one is passed over."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
@@ -191,6 +192,15 @@ RULES: dict[str, Rule] = {
 }
 
 
+TREES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "mc_sim_7b_63": tuple(
+        tuple(map(int, path))
+        for path in "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
+    ),
+}
+"""Published static trees by the name that their code gives them: EAGLE's, which LANTERN's command line takes too."""
+
+
 @dataclass(frozen=True)
 class Tree:
     """A static tree of drafts. Node 0 is the last final token; the others stand in order of depth, then of their paths.
@@ -218,12 +228,16 @@ class Tree:
 
     @classmethod
     def of(cls, tree: Any) -> Tree:
-        """A tree from its paths, or from how many children every node of each depth has: (2, 2, 1).
+        """A tree from its paths, from how many children every node of each depth has: (2, 2, 1), or by name.
 
         Raises:
-            ValueError: neither.
+            ValueError: none of these.
         """
-        if not isinstance(tree, Sequence) or isinstance(tree, str) or len(tree) == 0:
+        if isinstance(tree, str):
+            if tree not in TREES:
+                raise ValueError(unknown("tree", tree, TREES))
+            return cls(TREES[tree])
+        if not isinstance(tree, Sequence) or len(tree) == 0:
             raise ValueError(f"tree={shown(tree)} must be children per depth, (2, 2, 1) say, or paths")
         if not all(isinstance(entry, int) for entry in tree):
             if not all(isinstance(entry, Sequence) and not isinstance(entry, str) for entry in tree):
@@ -271,6 +285,101 @@ class Tree:
         path_of = [(), *self.paths]
         return torch.tensor([[own[: len(other)] == other for other in path_of] for own in path_of])
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The same for all rows."""
+        index = {(): 0} | {path: i for i, path in enumerate(self.paths, start=1)}
+        parents = torch.tensor([[-1, *(index[path[:-1]] for path in self.paths)]])
+        return Layout(parents, self.depth, self.children.shape[1])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the nodes of the rows' trees hang together. Parents stand before their children, siblings in the order in
+    which they are judged. `R` rows, or 1 where all have the same tree.
+
+    Args:
+        parents: [R, N] int64, -1 for the root, which is node 0.
+        depth: of the deepest node that there may be.
+        widest: the most children that a node may have.
+    """
+
+    parents: Tensor
+    depth: int
+    widest: int
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[R, N, N] bool: whether a node (row) sees another: those on the path to it, and itself."""
+        column = torch.arange(self.parents.shape[1], device=self.parents.device)
+        up = column.expand_as(self.parents)
+        found = torch.zeros((), dtype=torch.bool, device=up.device)
+        for _ in range(self.depth + 1):
+            found = found | (up.unsqueeze(-1) == column)
+            up = torch.where(up < 0, -1, self.parents.gather(1, up.clamp(min=0)))
+        return found
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[R, N] int64: how far each node is from the root."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def children(self) -> Tensor:
+        """[R, N, K] int64: every node's children, -1 where it has fewer than `widest`."""
+        rows, size = self.parents.shape
+        elder = (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
+        found = torch.full((rows, size * self.widest), -1, dtype=torch.int64, device=self.parents.device)
+        node = torch.arange(1, size, device=found.device).expand(rows, -1)
+        return found.scatter_(1, (self.parents * self.widest + elder)[:, 1:], node).unflatten(1, (size, -1))
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's tree, another one for every row and step (arXiv 2406.16858, section 4). Level by level the drafter
+    names the `top_k` likeliest words below each of the `top_k` likeliest nodes of the level before (below the root at
+    first), all by their path's probability; of everything that it named, the likeliest `nodes - 1` are kept.
+
+    These drafts are taken, not drawn: of the exact rules "naive" alone judges them.
+
+    Args:
+        nodes: the root and the drafts that are kept (the paper's 60 for 7B models).
+        depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
+        top_k: see above.
+
+    Raises:
+        ValueError: a number out of its range, or more nodes than are ever named.
+    """
+
+    nodes: int = 60
+    depth: int = 6
+    top_k: int = 10
+
+    def __post_init__(self) -> None:
+        check_int("nodes", self.nodes, low=2, high=MOST_NODES)
+        check_int("depth", self.depth, low=1)
+        check_int("top_k", self.top_k, low=1)
+        named = self.top_k + (self.depth - 1) * self.top_k**2
+        if self.nodes - 1 > named:
+            raise ValueError(
+                f"nodes={self.nodes} is more than depth={self.depth} and top_k={self.top_k} name ({named}) and the root"
+            )
+
+    @property
+    def size(self) -> int:
+        """Nodes, the root included."""
+        return self.nodes
+
+    def to_dict(self) -> dict[str, int]:
+        """Its settings as plain data."""
+        return {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}
+
+
+@lru_cache(maxsize=64)
+def tree_of(tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tree:
+    """`Tree.of`, once for equal trees."""
+    return Tree.of(tree)
+
 
 @dataclass
 class Walk:
@@ -286,7 +395,9 @@ class Walk:
     """[R, V]: what the last token was drawn from; not normalised."""
 
 
-def walk(tree: Tree, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True) -> Walk:
+def walk(
+    tree: Tree | Layout, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True
+) -> Walk:
     """Judge a tree of drafts from the root down.
 
     Args:
@@ -297,14 +408,15 @@ def walk(tree: Tree, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: 
             rule of `RULES`.
     """
     rows, device = len(drafts), drafts.device
-    children = tree.children.to(device)
+    layout = tree.layout if isinstance(tree, Tree) else tree
+    children = layout.children.to(device).expand(rows, -1, -1)
     node = torch.zeros(rows, dtype=torch.int64, device=device)
     going = torch.ones(rows, dtype=torch.bool, device=device)
     nodes, tokens = [node], []
     accepted, weights = torch.zeros_like(node), p[:, 0]
     row = torch.arange(rows, device=device)
     for depth in range(tree.depth + 1):
-        below = children[node]
+        below = children[row, node]
         words = torch.where(below >= 0, drafts.gather(1, below.clamp(min=0)), -1)
         if rule.distinct:
             again = (words.unsqueeze(2) == words.unsqueeze(1)).tril(-1).any(-1)

@@ -1,0 +1,325 @@
+"""EAGLE drafters: one decoder layer that carries a model's hidden states on by a position at a time.
+
+Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077, section 4.1.
+EAGLE-2, arXiv 2406.16858, and LANTERN, arXiv 2410.03355, draft with the same network. (EAGLE-3's is another one.)
+
+The feature of a position is the model's last hidden state there, after the final norm. The drafter reads the feature
+of position i - 1 beside the embedding of the token at i, and its output stands for the feature of position i: the
+model's own output matrix makes logits of it, and it is read in turn where drafts go on. So the first token of a prompt
+has no column of its own, and columns are rotated as position i - 1, or, over LlamaGen, by the token's own cell.
+
+A published folder has config.json (a Llama's fields, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin
+with embed_tokens.weight, fc.weight, sometimes fc.bias, and layers.0: a Llama's decoder layer without its first norm
+(Qwen2's drafters: with biases on q, k and v).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+from paradec.checks import shown
+from paradec.models.adapter import Model, take_columns
+from paradec.models.checkpoint import CheckpointError, fetch, listed, positive, read_json
+from paradec.models.llamagen import LlamaGenModel, angles
+from paradec.models.weights import read_weights
+from paradec.protocol import Query
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+UNUSED = "rotary_emb.inv_freq"
+"""Ending of a name that old checkpoints hold and nothing needs."""
+EAGLE_3 = ("midlayer.", "d2t", "t2d")
+"""Beginnings of names that only EAGLE-3's drafters have."""
+
+
+class EagleHead(nn.Module):
+    """The network; parameter names are those of the published checkpoints.
+
+    Args:
+        config: a Llama's, of one layer.
+        bias: whether `fc` has one.
+        qkv_bias: whether q, k and v have.
+    """
+
+    def __init__(self, config: LlamaConfig, bias: bool = False, qkv_bias: bool = False):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        layer = LlamaDecoderLayer(config, 0)
+        layer.input_layernorm = nn.Identity()
+        for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
+            plain = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+        self.layers = nn.ModuleList([layer])
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """Features of the tokens' own positions.
+
+        Args:
+            tokens: [R, Q] int64. features: [R, Q, D], each of the position left of the token's.
+            rotation: cosine and sine [R, Q, head_dim].
+            mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
+            cache: what `update(keys, values, layer)` gives keys and values to attend over.
+
+        Returns:
+            [R, Q, D].
+        """
+        embedded = self.embed_tokens(tokens).to(features.dtype)
+        x = self.fc(torch.cat((embedded, features), -1))
+        return self.layers[0](x, attention_mask=mask, past_key_values=cache, position_embeddings=rotation)
+
+
+class EagleDrafter:
+    """An EAGLE head over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
+
+    Exactness does not depend on it: a bad head costs acceptance, nothing else. Two conventions of the public code for
+    image models: an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and guidance mixes the logits
+    of both branches, each drafted from its own features. That code also attends to a caption's padding, which is left
+    out here.
+
+    Args:
+        module: the network.
+        base: the model that it drafts for, as loaded or wrapped.
+
+    Raises:
+        ValueError: a base that gives no hidden states, runs over no store or is not causal, or other sizes than the
+            base's.
+    """
+
+    reads_features: ClassVar[bool] = True
+    """Whether drafts go on from the model's hidden states (`Query.keep_hidden`)."""
+    pads = supports_store = supports_visibility = True
+
+    def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
+        check_base(base)
+        config = module.config
+        for what, own, needed in (
+            ("hidden_size", config.hidden_size, base.hidden_size),
+            ("vocab_size", config.vocab_size, base.facts.vocab_size),
+        ):
+            if own != needed:
+                raise ValueError(f"drafter {name} has {what}={own}, {base.facts.name} {needed}; it drafts for another")
+        self.module = module.eval()
+        self.base: Any = base
+        self.facts = dataclasses.replace(base.facts, name=name)
+        self.rotary = LlamaRotaryEmbedding(config).to(self.device)
+        self.raster = None
+        if isinstance(base, LlamaGenModel):
+            heads = {"n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads}
+            self.raster = dataclasses.replace(base.module.config, **heads)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return self.module.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self.module.fc.weight.dtype
+
+    def bound(self, model: Model) -> EagleDrafter:
+        """The drafter over what `base` became for one request (image models know its rows in a copy).
+
+        Raises:
+            ValueError: another model.
+        """
+        if getattr(model, "module", None) is not self.base.module:
+            raise ValueError(
+                f"drafter {self.facts.name} was loaded for {self.base.facts.name}, whose features it reads, and cannot "
+                f"draft for {model.facts.name}: load it again with base= this model"
+            )
+        bound = copy.copy(self)
+        bound.base = model
+        return bound
+
+    def make_store(self, rows: int, length: int) -> KeyValueStore:
+        """An empty store of the layer's keys and values. A token's slot is its position; slot 0 stays empty.
+
+        Raises:
+            ValueError: it would not fit into what the device has.
+        """
+        needed = store_bytes(self.module.config, rows, length, self.dtype)
+        check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
+        return KeyValueStore(rows, length, self.device)
+
+    def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
+        """Evaluate tokens of positions 1 and on.
+
+        Args:
+            query: one with `visible`.
+            features: [R, Q, D]: of the position left of each column's, or, beside a draft, what was made of its parent.
+
+        Returns:
+            Logits [R, W, V] of the wanted columns, and what was made of them, [R, W, D].
+        """
+        with torch.no_grad():
+            features = features.to(self.device, self.dtype)
+            cache = store.bind(query)
+            mask, _ = store.visible(query)  # no slot is filled right of the columns: this is causal
+            tokens = torch.where(query.tokens < self.facts.vocab_size, query.tokens, 0)
+            made = self.module(tokens, features, self._rotation(query, features), mask, cache)
+            made = (made if query.wanted is None else take_columns(made, query.wanted)).to(self.base.dtype)
+            return self.base.head(made), made
+
+    def _rotation(self, query: Query, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [R, Q, head_dim]."""
+        if self.raster is None:
+            return self.rotary(features, (query.positions - 1).clamp(min=0))
+        halves = angles(self.base.cells(query), self.raster)
+        cos, sin = (torch.cat((half, half), -1).squeeze(1).to(features.dtype) for half in halves)
+        return cos, sin
+
+
+def check_base(base: Any) -> None:
+    """Raise ValueError unless EAGLE can draft for the model."""
+    facts = getattr(base, "facts", None)
+    if facts is None:
+        raise ValueError(f"base={shown(base)} must be a model from paradec.load or paradec.wrap")
+    if (facts.topology, facts.prediction) != ("causal", "shifted"):
+        raise ValueError(f"base {facts.name} must be causal and predict the next token; it is {facts.topology!r}")
+    if getattr(base, "hidden_size", None) is None:
+        raise ValueError(f"base {facts.name} gives no hidden states, which an EAGLE drafter reads")
+    if not (base.supports_store and base.supports_visibility):
+        raise ValueError(f"base {facts.name} does not run over a key/value store, which an EAGLE drafter needs")
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def load_drafter(
+    source: str | os.PathLike[str],
+    *,
+    base: Model,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> EagleDrafter:
+    """Read an EAGLE drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN.
+
+    `.bin` files are read with `weights_only=True`. The network goes to the base's device.
+
+    Args:
+        source: the folder or repository.
+        base: the model that it was trained for: a transformers decoder that paradec loaded or wrapped as causal, a
+            LlamaGen, or an image model on a Llama-like backbone. Its output matrix makes the drafter's logits.
+        dtype: of the parameters; the base's by default.
+        revision: of a hub repository.
+
+    Raises:
+        CheckpointError (a ValueError): missing or corrupt files, weights that are missing, unexpected or of another
+            shape (named), another hidden size or vocabulary than the base's, EAGLE-3's format.
+        ValueError: a base that EAGLE cannot draft for.
+    """
+    check_base(base)
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
+    source = os.fspath(source)
+    config = _config(source, read_json(source, "config.json", revision, required=True), base)
+    path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
+    if path is None:
+        raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")
+    weights = {name: tensor for name, tensor in read_weights(path)[0].items() if not name.endswith(UNUSED)}
+    if any(name.startswith(EAGLE_3) for name in weights):
+        raise CheckpointError(f"{source!r} is an EAGLE-3 drafter, which is not read; EAGLE's and EAGLE-2's are")
+    module = EagleHead(config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
+    needed = module.state_dict()
+    wrong = {
+        "missing": [name for name in needed if name not in weights],
+        "unexpected": [name for name in weights if name not in needed],
+        "mismatched": [
+            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
+            for name, tensor in weights.items()
+            if name in needed and tensor.shape != needed[name].shape
+        ],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(wrong)}")
+    if isinstance(base, LlamaGenModel):
+        weights = halves_of_pairs(weights, config.head_dim)
+    module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
+    module.load_state_dict(weights)
+    try:
+        return EagleDrafter(module, base, os.path.basename(source.rstrip("/")) or source)
+    except ValueError as error:  # heads that LlamaGen's angles do not split
+        raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def halves_of_pairs(weights: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """Weights of a layer that rotates adjacent pairs of a head, for one that rotates its halves: the rows of q and k in
+    another order, which changes no product of the two."""
+    found = dict(weights)
+    for name, tensor in weights.items():
+        if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
+            heads = tensor.unflatten(0, (-1, head_dim))
+            found[name] = torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)
+    return found
+
+
+def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
+    """Raises CheckpointError: a field that is missing, out of its range, or not the base's."""
+    layers = config.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
+    hidden, vocab, heads, inner = (
+        positive(config, name) for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    )
+    for name, own, needed in (("hidden_size", hidden, base.hidden_size), ("vocab_size", vocab, base.facts.vocab_size)):
+        if own != needed:
+            raise CheckpointError(
+                f"{source!r} has {name}={own}, {base.facts.name} {needed}: it drafts for another model"
+            )
+    defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    given = {**defaults, **{name: value for name, value in config.items() if value is not None}}
+    kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
+    if heads % kv_heads or width % 2:
+        raise CheckpointError(
+            f"config.json of {source!r}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim="
+            f"{width} do not go together"
+        )
+    activation = config.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise CheckpointError(f"config.json of {source!r}: hidden_act={shown(activation)} is not known")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    try:
+        angles_of: dict[str, Any] = {"rope_theta": float(positive(given, "rope_theta")), **rope}
+        angles_of["rope_type"] = angles_of.get("rope_type", angles_of.pop("type", "default"))
+        found = LlamaConfig(
+            hidden_size=hidden,
+            vocab_size=vocab,
+            intermediate_size=inner,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=width,
+            hidden_act=activation,
+            rms_norm_eps=float(positive(given, "rms_norm_eps")),
+            max_position_embeddings=positive({"max_position_embeddings": 2048, **given}, "max_position_embeddings"),
+            rope_parameters=angles_of,
+            attention_bias=False,
+            mlp_bias=False,
+            attn_implementation="sdpa",
+        )
+        LlamaRotaryEmbedding(found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json of {source!r}: rope_scaling={shown(rope)} is not understood: {error}"
+        ) from error
+    return found
