@@ -2,6 +2,7 @@
 
     python examples/digits_dit.py                      # offline, no GPU; writes digits-dit.png, a row for each run
     python examples/digits_dit.py --interval 3 --basis newton --order 2
+    python examples/digits_dit.py --plot errors.png    # error over speed, a curve for each basis
     python examples/digits_dit.py --tiny               # two pictures, few steps, no file
 
 `paradec.accelerate` attaches to the pipeline as to any other of diffusers, and `session.report()` says what it did.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import paradec
+from paradec.evaluation import forecasts
 from paradec.images import contact_sheet, to_pil
 from paradec.models.pixel_dit import PixelDiTPipeline
 
@@ -29,8 +31,12 @@ def main() -> None:
     parser.add_argument("--basis", default="taylor", help="taylor, newton, hermite, reuse, foca, dmd")
     parser.add_argument("--target", default="module", help="module, block, output")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", metavar="FILE.png", default="digits-dit.png", help="(default: %(default)s)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--tiny", action="store_true", help="two pictures, 10 steps, no file")
     args = parser.parse_args()
+    if args.plot:
+        forecasts.check_plot(args.plot)
     if args.tiny:
         args.classes, args.steps = [3, 8], 10
 
@@ -38,10 +44,13 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     rows: list[Tensor] = []
 
+    def paint(steps: int) -> Tensor:
+        draw = torch.Generator().manual_seed(args.seed)
+        return pipe(args.classes, num_inference_steps=steps, generator=draw, output_type="pt").images
+
     def run(name: str, steps: int) -> None:
         begin = time.perf_counter()
-        draw = torch.Generator().manual_seed(args.seed)
-        rows.append(pipe(args.classes, num_inference_steps=steps, generator=draw, output_type="pt").images)
+        rows.append(paint(steps))
         away = (rows[-1] - rows[0]).abs().mean()
         print(f"{name}: {time.perf_counter() - begin:.2f} s, pixels {away:.4f} away from the full run's")
 
@@ -55,7 +64,11 @@ def main() -> None:
         run(f"{args.steps} steps, {fewer} evaluated", args.steps)
     print(session.report())
     if not args.tiny:
-        contact_sheet(to_pil(torch.cat(rows)), columns=len(args.classes), enlarge=4).save("digits-dit.png")
+        contact_sheet(to_pil(torch.cat(rows)), columns=len(args.classes), enlarge=4).save(args.compare)
+    if args.plot:
+        points = forecasts.sweep(pipe, lambda: paint(args.steps), first_enhance=1)
+        print(forecasts.table(points))
+        forecasts.draw(points, args.plot)
 
 
 if __name__ == "__main__":

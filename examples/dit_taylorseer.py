@@ -1,6 +1,7 @@
 """A class-conditional DiT, plain and with TaylorSeer: how long both take, how far the pictures are apart, a report.
 
-    python examples/dit_taylorseer.py --device cuda --classes "golden retriever" volcano
+    python examples/dit_taylorseer.py --device cuda --classes "golden retriever" volcano --compare dit.png
+    python examples/dit_taylorseer.py --device cuda --plot errors.png     # error over speed, a curve for each basis
     python examples/dit_taylorseer.py --tiny           # random weights: no download, no GPU, no picture worth a look
 
 The settings are the paper's for DiT-XL/2: 50 DDIM steps of which 14 are evaluated, fourth order.
@@ -16,6 +17,8 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
 import paradec
+from paradec.evaluation import forecasts
+from paradec.images import contact_sheet
 
 
 def tiny() -> DiTPipeline:
@@ -35,8 +38,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--basis", default="taylor", help="taylor, newton, hermite, reuse, foca, dmd")
     parser.add_argument("--target", default="module", help="module, block, output")
+    parser.add_argument("--compare", metavar="FILE.png", help="save the pictures, the plain run's above")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    if args.plot:
+        forecasts.check_plot(args.plot)
 
     if args.tiny:
         pipe, labels = tiny(), [1, 2]
@@ -46,22 +53,26 @@ def main() -> None:
         labels = pipe.get_label_ids(args.classes)
     pipe.set_progress_bar_config(disable=True)
 
-    def run(name: str) -> np.ndarray:
-        start = time.perf_counter()
+    def run() -> np.ndarray:
         generator = torch.Generator().manual_seed(0)
-        images = pipe(labels, num_inference_steps=args.steps, generator=generator, output_type="np").images
-        print(f"{name}: {time.perf_counter() - start:.2f} s")
-        if not args.tiny:
-            for label, image in zip(args.classes, pipe.numpy_to_pil(images), strict=True):
-                image.save(f"{label}-{name}.png")
-        return images
+        return pipe(labels, num_inference_steps=args.steps, generator=generator, output_type="np").images
 
-    plain = run("plain")
+    start = time.perf_counter()
+    plain = run()
+    print(f"plain: {time.perf_counter() - start:.2f} s")
     sampler = paradec.samplers.create("taylorseer", preset="dit", basis=args.basis, target=args.target)
     with paradec.accelerate(pipe, sampler) as session:
-        fast = run("taylorseer")
+        start = time.perf_counter()
+        fast = run()
+        print(f"taylorseer: {time.perf_counter() - start:.2f} s")
         print(session.report())
     print(f"mean difference of the pixels: {np.abs(plain - fast).mean():.4f}")
+    if args.compare:
+        contact_sheet(pipe.numpy_to_pil(np.concatenate((plain, fast))), columns=len(labels)).save(args.compare)
+    if args.plot:
+        points = forecasts.sweep(pipe, lambda: torch.from_numpy(run()), first_enhance=2)
+        print(forecasts.table(points))
+        forecasts.draw(points, args.plot)
 
 
 if __name__ == "__main__":

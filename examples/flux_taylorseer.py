@@ -1,6 +1,7 @@
 """FLUX, plain and with TaylorSeer: how long both take, how far the latents are apart, and the report.
 
-    python examples/flux_taylorseer.py --device cuda "a tiger in the snow"
+    python examples/flux_taylorseer.py --device cuda --compare flux.png "a tiger in the snow"
+    python examples/flux_taylorseer.py --device cuda --plot errors.png    # error over speed, a curve for each basis
     python examples/flux_taylorseer.py --device cuda --max-memory 2GB "a tiger in the snow"
     python examples/flux_taylorseer.py --tiny          # random weights: no download, no GPU
 
@@ -17,6 +18,8 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 import paradec
+from paradec.evaluation import forecasts
+from paradec.images import contact_sheet
 
 
 def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
@@ -25,7 +28,8 @@ def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
     heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
     embeds = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
     transformer = FluxTransformer2DModel(**heads, **embeds, in_channels=4).eval()
-    vae = AutoencoderKL(block_out_channels=(4,), layers_per_block=1, latent_channels=1, norm_num_groups=1)
+    scale = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    vae = AutoencoderKL(block_out_channels=(4,), layers_per_block=1, latent_channels=1, norm_num_groups=1, **scale)
     parts = dict.fromkeys(["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
     pipe = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), vae=vae, transformer=transformer, **parts)
     prompt = {"prompt_embeds": torch.randn(1, 8, 32), "pooled_prompt_embeds": torch.randn(1, 32)}
@@ -43,8 +47,12 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=6)
     parser.add_argument("--target", default="module", help="module, block, output")
     parser.add_argument("--max-memory", default=None, help='what the histories may take, "2GB", say')
+    parser.add_argument("--compare", metavar="FILE.png", help="save both pictures side by side, the plain run's first")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    if args.plot:
+        forecasts.check_plot(args.plot)
 
     if args.tiny:
         pipe, call = tiny()
@@ -53,24 +61,30 @@ def main() -> None:
         call = {"prompt": args.prompt}
     pipe.set_progress_bar_config(disable=True)
 
-    def run(name: str) -> torch.Tensor:
-        start = time.perf_counter()
+    def run(output_type: str = "latent") -> Any:
         generator = torch.Generator().manual_seed(0)
-        latent = pipe(**call, num_inference_steps=args.steps, generator=generator, output_type="latent").images
-        print(f"{name}: {time.perf_counter() - start:.2f} s")
-        return latent
+        return pipe(**call, num_inference_steps=args.steps, generator=generator, output_type=output_type).images
 
-    plain = run("plain")
+    start = time.perf_counter()
+    plain = run()
+    print(f"plain: {time.perf_counter() - start:.2f} s")
     sampler = paradec.TaylorSeer(interval=args.interval, target=args.target, max_memory=args.max_memory)
     session = paradec.accelerate(pipe, sampler)
-    fast = run("taylorseer")
+    start = time.perf_counter()
+    fast = run()
+    print(f"taylorseer: {time.perf_counter() - start:.2f} s")
     print(session.report())
     session.detach()
     print(f"relative difference of the latents: {float((plain - fast).norm() / plain.norm()):.4f}")
-    if not args.tiny:
-        generator = torch.Generator().manual_seed(0)
+    if args.compare:
+        pictures = run("pil")
         with paradec.accelerate(pipe, sampler):
-            pipe(**call, num_inference_steps=args.steps, generator=generator).images[0].save("flux-taylorseer.png")
+            pictures += run("pil")
+        contact_sheet(pictures, columns=2).save(args.compare)
+    if args.plot:
+        points = forecasts.sweep(pipe, run)
+        print(forecasts.table(points))
+        forecasts.draw(points, args.plot)
 
 
 if __name__ == "__main__":

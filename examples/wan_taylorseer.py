@@ -1,6 +1,7 @@
 """Wan, plain, with TaylorSeer, and with BAC's schedules: guidance makes two calls a step, which share one decision.
 
-    python examples/wan_taylorseer.py --device cuda "a fox runs through tall grass"
+    python examples/wan_taylorseer.py --device cuda --compare wan.png "a fox runs through tall grass"
+    python examples/wan_taylorseer.py --device cuda --plot errors.png     # error over speed, a curve for each basis
     python examples/wan_taylorseer.py --tiny           # random weights: no download, no GPU
 
 The settings are the public code's for Wan2.1: 50 steps of which 10 are evaluated, first order. BAC's calibration
@@ -17,7 +18,9 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
 import paradec
+from paradec.evaluation import forecasts
 from paradec.hooks import bac
+from paradec.images import contact_sheet
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:
@@ -40,8 +43,12 @@ def main() -> None:
     parser.add_argument("--model", default="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", help="hub id or folder")
     parser.add_argument("--tiny", action="store_true", help="use random weights")
     parser.add_argument("--steps", type=int, default=None, help="default: 50, or 12 with --tiny")
+    parser.add_argument("--compare", metavar="FILE.png", help="save every run's middle frame, the plain run's first")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw error over speed for several settings (matplotlib)")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    if args.plot:
+        forecasts.check_plot(args.plot)
     steps = args.steps or (12 if args.tiny else 50)
 
     if args.tiny:
@@ -51,9 +58,13 @@ def main() -> None:
         call = {"prompt": args.prompt, "height": 480, "width": 832, "num_frames": 81}
     pipe.set_progress_bar_config(disable=True)
 
-    def run() -> torch.Tensor:
+    def run(output_type: str = "latent") -> Any:
         generator = torch.Generator().manual_seed(0)
-        return pipe(**call, num_inference_steps=steps, generator=generator, output_type="latent").frames
+        return pipe(**call, num_inference_steps=steps, generator=generator, output_type=output_type).frames
+
+    def middle() -> Any:
+        frames = run("pil")[0]
+        return frames[len(frames) // 2]
 
     start = time.perf_counter()
     plain = run()
@@ -63,6 +74,7 @@ def main() -> None:
     schedule = bac.calibrate(pipe, run, updates)
     if not args.tiny:
         schedule.save("wan-bac.json")
+    frames = [middle()] if args.compare else []
     samplers = {
         "taylorseer": paradec.samplers.create("taylorseer", preset="wan"),
         "taylorseer, output only": paradec.samplers.create("taylorseer", preset="wan", target="output"),
@@ -73,13 +85,21 @@ def main() -> None:
             start = time.perf_counter()
             fast = run()
             seconds = time.perf_counter() - start
-        report, difference = session.report(), float((plain - fast).norm() / plain.norm())
+            report = session.report()
+            frames += [middle()] if args.compare else []
+        difference = float((plain - fast).norm() / plain.norm())
         hooked = sum(call.evaluated + call.forecast for call in report.calls)
         evaluated = sum(call.evaluated for call in report.calls) / hooked
         print(
             f"{name}: {seconds:.2f} s, {evaluated:.0%} of the modules evaluated, "
             f"histories {report.bytes / 1e6:.3g} MB, relative difference of the latents {difference:.4f}"
         )
+    if args.compare:
+        contact_sheet(frames, columns=len(frames)).save(args.compare)
+    if args.plot:
+        points = forecasts.sweep(pipe, run, first_enhance=1)
+        print(forecasts.table(points))
+        forecasts.draw(points, args.plot)
 
 
 if __name__ == "__main__":

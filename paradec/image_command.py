@@ -1,18 +1,26 @@
-"""What `paradec image` does around `generate_images`: reading classes, writing the sheets, and the summary."""
+"""What `paradec image` does around `generate_images`: which model it is, reading classes, the sheets, the summary."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paradec import samplers
 from paradec.checks import check_int
 from paradec.images import ImageOutput, contact_sheet, step_pictures
+from paradec.models.checkpoint import CheckpointError, read_json
+from paradec.models.image_loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
 
 MOST_CLASSES = 100_000
 """Longest range of classes that is written out."""
 TRACE_SIDE = 160
 """Pixels along a picture of `--trace`, about."""
+SAMPLED_BY = {"uvit": ("masked", "maskgit"), "mar": ("continuous", "mar")}
+"""The family of samplers that a `model_type` takes, and the default; of others the next two."""
+AUTOREGRESSIVE = ("draft_verify", "sjd")
 
 
 @dataclass
@@ -43,22 +51,28 @@ class ImageJob:
             raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
         if self.prompts is not None:
             self.conditions = {"prompts": self.prompts}
-        else:
+        elif self.classes is not None:
             self.conditions = {"class_labels": read_classes(self.classes)}
 
-    def write(self, output: ImageOutput) -> None:
-        """Write the sheets; after an interrupt there are no pictures, only the trace."""
-        if output.images is not None:
-            contact_sheet(output.images, self.columns, enlarge=self.enlarge).save(self.out)
+    def write(self, images: Sequence[Any] | None, steps: Any = None) -> None:
+        """Write the sheets.
+
+        Args:
+            images: None after an interrupt: there are no pictures then.
+            steps: [B, h, w] int64, which step made which token final, for `--trace`.
+        """
+        if images is not None:
+            contact_sheet(images, self.columns, enlarge=self.enlarge).save(self.out)
         if self.trace is not None:
-            pictures = step_pictures(output, max(1, TRACE_SIDE // max(output.grid.height, output.grid.width)))
-            contact_sheet(pictures, self.columns).save(self.trace)
+            contact_sheet(step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:]))), self.columns).save(
+                self.trace
+            )
 
     def summary(self, output: ImageOutput) -> str:
         """One line."""
-        count, most = len(output.row_nfe), output.tokens_per_forward
-        what = f"{count} picture{'' if count == 1 else 's'} of {output.grid.height} x {output.grid.width} tokens"
+        what = f"{count(len(output.row_nfe))} of {output.grid.height} x {output.grid.width} tokens"
         end = f" in {self.out}" if output.images is not None else ", interrupted"
+        most = output.tokens_per_forward
         return f"{what}{end}: {output.nfe} forwards, {most:.2f} tokens per forward, {output.seconds:.2f} s"
 
     def report(self, output: ImageOutput, sampler: Any) -> dict[str, Any]:
@@ -77,6 +91,49 @@ class ImageJob:
             "sampler": sampler.to_dict(),
             "interrupted": output.images is None,
         }
+
+
+def count(pictures: int) -> str:
+    """ "1 picture", "2 pictures"."""
+    return f"{pictures} picture{'' if pictures == 1 else 's'}"
+
+
+def pipeline_index(source: str) -> dict[str, Any] | None:
+    """What `model_index.json` says, if `source` is a diffusers pipeline; None for models of `paradec.load`.
+
+    Raises:
+        CheckpointError: neither of them.
+    """
+    if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):
+        return None
+    folder = packaged_image(source) if source in PACKAGED_PIPELINES and not os.path.exists(source) else source
+    config = read_json(folder, "config.json", None)
+    index = {} if config.get("model_type") in FAMILIES else read_json(folder, "model_index.json", None)
+    if not config and not index:
+        raise CheckpointError(f"{source!r} has neither config.json nor model_index.json")
+    return index | {"folder": folder} if index else None
+
+
+def sampler_for(source: str, sampler: str | None, settings: dict[str, Any]) -> Any:
+    """The sampler of one command for a model of `paradec.load`, before its weights are read.
+
+    Raises:
+        ValueError: a sampler of a family that this model does not take, or no image model.
+    """
+    place = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
+    single = os.path.isfile(place)
+    model_type = file_type(place) if single else read_json(place, "config.json", None).get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
+            + ", ".join(FAMILIES)
+        )
+    family, default = SAMPLED_BY.get(model_type, AUTOREGRESSIVE)
+    if family == "continuous":
+        from paradec.continuous_images import continuous_sampler
+
+        return continuous_sampler(sampler, **settings)
+    return samplers.resolve(samplers.create(default if sampler is None else sampler, **settings), family, repr(source))
 
 
 def read_classes(text: str) -> list[int]:

@@ -12,9 +12,11 @@ import torch
 
 from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.continuous_images import generate_continuous_images
 from paradec.masked_images import generate_masked_images
 from paradec.models.grid import Grid
 from paradec.models.image import ImageModel
+from paradec.models.mar import MARModel
 from paradec.models.masked_image import MaskedImageModel
 from paradec.pictures import OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
@@ -23,7 +25,7 @@ __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "
 
 
 def generate_images(
-    model: ImageModel | MaskedImageModel,
+    model: ImageModel | MaskedImageModel | MARModel,
     prompts: Any = None,
     *,
     class_labels: Any = None,
@@ -44,7 +46,7 @@ def generate_images(
     trace: bool = False,
     output_type: str = "pil",
 ) -> ImageOutput:
-    """Make pictures with an autoregressive or a masked image model.
+    """Make pictures with an autoregressive or a masked image model, or one of continuous tokens (MAR).
 
     >>> model = paradec.load("digits-ar")                                        # doctest: +SKIP
     >>> paradec.generate_images(model, class_labels=range(10)).images[3]         # doctest: +SKIP
@@ -79,10 +81,33 @@ def generate_images(
         FloatingPointError: the model returned NaN or infinite logits.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens until then.
     """
-    if isinstance(model, MaskedImageModel):
+    if isinstance(model, (MaskedImageModel, MARModel)):
         for name, value in (("prompts", prompts), ("negative_prompt", negative_prompt)):
             if value is not None:
                 raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on class_labels")
+    if isinstance(model, MARModel):
+        for name, value in (("cache", cache), ("top_k", top_k), ("top_p", top_p)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={shown(value)} is for models of codes; {model.facts.name} has continuous tokens"
+                )
+        return generate_continuous_images(
+            model,
+            class_labels,
+            sampler=sampler,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            height=height,
+            width=width,
+            num_images=num_images,
+            temperature=temperature,
+            seed=seed,
+            generator=generator,
+            callback=callback,
+            trace=trace,
+            output_type=output_type,
+        )
+    if isinstance(model, MaskedImageModel):
         return generate_masked_images(
             model,
             class_labels,
@@ -106,15 +131,9 @@ def generate_images(
         raise TypeError(f"model={shown(model)} must be an image model: from paradec.load, or one of paradec.models")
     for name, value in (("steps", steps), ("cache", cache)):
         if value is not None:
-            raise ValueError(f"{name}={shown(value)} is for masked image models; {model.facts.name} is none")
-    sampler = "sjd" if sampler is None else sampler
-    method = samplers.create(sampler) if isinstance(sampler, str) else sampler
-    if not isinstance(method, Sampler):
-        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
-    if method.family != "draft_verify":
-        raise ValueError(
-            f"sampler {method.name!r} is of family {method.family!r}; generate_images takes the 'draft_verify' family"
-        )
+            also = " and MAR" if name == "steps" else ""
+            raise ValueError(f"{name}={shown(value)} is for masked image models{also}; {model.facts.name} is none")
+    method = samplers.resolve("sjd" if sampler is None else sampler, "draft_verify", model.facts.name)
     given = {"prompts": prompts, "class_labels": class_labels}
     for name, value in given.items():
         if value is not None and name != model.conditions:
@@ -187,6 +206,7 @@ def _output(state: Any, grid: Grid, seconds: float) -> ImageOutput:
         seconds=seconds,
         prompt_lengths=[int(length) for length in state.prompt_length],
         trace=state.trace,
+        draft_nfe=state.draft_nfe.tolist(),
     )
 
 

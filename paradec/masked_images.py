@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from paradec import samplers
-from paradec.checks import check_bool, check_choice, check_int, check_temperature, shown
+from paradec.checks import check_bool, check_choice, check_int, check_temperature
 from paradec.generate import Output, generate
 from paradec.models.grid import Grid
 from paradec.models.masked_image import MaskedImageModel
@@ -43,10 +43,7 @@ def generate_masked_images(
 
     Raises: as `generate_images`.
     """
-    sampler = "maskgit" if sampler is None else sampler
-    method = samplers.create(sampler) if isinstance(sampler, str) else sampler
-    if not isinstance(method, Sampler):
-        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+    method = samplers.resolve("maskgit" if sampler is None else sampler, "masked", model.facts.name)
     if class_labels is None:
         raise ValueError(f"{model.facts.name} needs class_labels")
     for name in request:
@@ -92,12 +89,13 @@ def generate_masked_images(
 def _output(model: MaskedImageModel, found: Output, grid: Grid, output_type: str) -> ImageOutput:
     """Pictures of what was decoded; none where something is still masked."""
     tokens: Tensor = found.new_tokens.cpu()
-    whole = not (tokens == model.facts.mask_token_id).any()
+    whole = not tokens.eq(model.facts.mask_id).any()
     codes = grid.codes(tokens) if whole else None
     images: Any = codes
     if whole and output_type != "latent":
         images = model.decode(tokens, grid).cpu()
         images = to_pil(images) if output_type == "pil" else images
+    assert found.trace is not None
     accepted = np.zeros((len(found.trace.steps), len(tokens)), np.int64)
     for index, step in enumerate(found.trace.steps):
         rows = [row for row, _, token, _ in step.commits if token != model.facts.mask_token_id]
@@ -114,4 +112,5 @@ def _output(model: MaskedImageModel, found: Output, grid: Grid, output_type: str
         seconds=found.seconds,
         prompt_lengths=[1] * len(tokens),
         trace=found.trace,
+        draft_nfe=[0] * len(tokens),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,16 @@ OUTPUT_TYPES = ("pil", "pt", "latent")
 
 @dataclass
 class ImageOutput:
-    """What `generate_images` returns. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included)."""
+    """What `generate_images` returns. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included).
+    Models of continuous tokens (MAR) have no codes: `C'` numbers for each token instead."""
 
     images: Any
-    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes again ("latent");
-    None after an interrupt, when some picture is not whole."""
+    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes again ("latent"; for
+    continuous tokens [B, C', h, w]); None after an interrupt, when some picture is not whole."""
     codes: Tensor | None
-    """[B, h, w] int64: indices into the codebook, row by row; None after an interrupt."""
+    """[B, h, w] int64: indices into the codebook, row by row; None after an interrupt, and for continuous tokens."""
     tokens: Tensor
-    """[B, N] int64: the answers as the model writes them."""
+    """[B, N] int64: the answers as the model writes them; [B, N, C'] float where they are continuous."""
     grid: Grid
     row_nfe: list[int]
     """Forward calls that each row took part in."""
@@ -41,6 +42,8 @@ class ImageOutput:
     """Wall time of the decoding loop, without the VQ decoder."""
     prompt_lengths: list[int]
     trace: Trace | None = None
+    draft_nfe: list[int] = field(default_factory=list)
+    """Forward calls of the smaller model that drafted for each row, which `row_nfe` leaves out; 0 without one."""
 
     @property
     def nfe(self) -> int:
@@ -50,15 +53,20 @@ class ImageOutput:
     @property
     def tokens_per_forward(self) -> float:
         """Tokens per forward call, mean over all rows' calls."""
-        return self.tokens.numel() / max(1, sum(self.row_nfe))
+        return self.tokens.shape[:2].numel() / max(1, sum(self.row_nfe))
 
     @property
     def steps(self) -> np.ndarray:
         """[B, h, w] int64: the step, from 0, at which each image token became final; -1 where none did.
 
-        Read from the trace where there is one, else from `accepted`, as if each row was written in order (all samplers
-        but `zipar` do).
+        Read from the trace where there is one, else from `accepted`, as if each row was written in order (the samplers
+        of autoregressive models but `zipar` do).
+
+        Raises:
+            ValueError: continuous tokens, which are not written in order, without a trace.
         """
+        if self.trace is None and self.tokens.ndim == 3:
+            raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
         offsets = self.grid.cell_offsets.numpy()
         if self.trace is None:
             ends = self.accepted.cumsum(0)  # [steps, B]
@@ -129,12 +137,13 @@ RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37
 """Dark blue to yellow, evenly bright steps apart."""
 
 
-def step_pictures(output: ImageOutput, pixels: int = 8) -> list[Any]:
+def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any]:
     """For every picture, which step made which token final: dark first, yellow last, black what no step did.
 
     Tokens of one colour were committed together.
 
     Args:
+        output: of `generate_images`, or steps as its `steps` has them: [B, h, w] int64.
         pixels: along the side of a token.
 
     Returns:
@@ -142,7 +151,7 @@ def step_pictures(output: ImageOutput, pixels: int = 8) -> list[Any]:
     """
     check_int("pixels", pixels, low=1)
     library = pillow()
-    steps = output.steps
+    steps = output if isinstance(output, np.ndarray) else output.steps
     last = max(1, int(steps.max()))
     share = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)
     low = np.clip(share.astype(int), 0, len(RAMP) - 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
 DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
-NAMES = ["llada_generate", "dream_generate", "infill", "llada2_swap_in", *DIFFUSION, *DIGITS, *IMAGES]
+GROUPS = ["amused_recap", "mar_recap"]
+NAMES = ["llada_generate", "dream_generate", "infill", "llada2_swap_in", *DIFFUSION, *DIGITS, *GROUPS, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
 import runpy, sys
@@ -26,7 +28,7 @@ def test_examples_run_offline() -> None:
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    _, llada, dream, infill, swap_in, dit, flux, wan, recap, digits, *images = done.stdout.split("=" * 9)
+    _, llada, dream, infill, swap_in, dit, flux, wan, recap, digits, amused, mar, *images = done.stdout.split("=" * 9)
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
@@ -41,6 +43,11 @@ def test_examples_run_offline() -> None:
     assert recap.count("4 forwards that read [100, 100, 100, 100]") == 2  # of maskgit and halton; ReCAP reads fewer
     assert re.search(r"recap: 4 forwards that read \[100, \d\d, 100, \d\d\]", recap)
     assert "10 calls, 2 full, 8 forecast, 0 mixed" in digits and digits.count("away from the full run's") == 3
+    read = {name: json.loads(cells) for name, cells in re.findall(r"(\w+): .* step by step: (\[.*\])", amused)}
+    assert [read[name] for name in ("AmusedScheduler", "MaskGITScheduler", "HaltonScheduler")] == [[64] * 12] * 3
+    assert [some < 64 for some in read["ReCAP"]] == [False] * 5 + [True, False, True, False, True, False, True]
+    assert "12 calls, 4 local" in amused
+    assert mar.count("full 36") == 8 + 6 and mar.count("local") == 2 and "recap: 8 forwards" in mar
     # tokens of the pictures: token by token, then fewer forwards with the same tokens in all
     for output, tokens in zip(images, (49, 33, 38, 16), strict=True):
         forwards = [int(count) for count in re.findall(r": (\d+) forwards", output)]

@@ -1,9 +1,10 @@
 """Chameleon's kin that draw, on transformers' own class: Anole and Lumina-mGPT.
 
-Chern et al., "Anole", arXiv 2407.06135; Liu et al., "Lumina-mGPT", 2408.02657; Chameleon: 2405.09818.
 Chern et al., "Anole", arXiv 2407.06135; Liu et al., "Lumina-mGPT", arXiv 2408.02657; Chameleon is arXiv 2405.09818.
-its parts instead, and nothing is suppressed. Its VQ has no decoder either: `paradec.models.vq` has one, which reads
-Chameleon's `vqgan.ckpt`.
+
+The class suppresses image tokens in its own forward, since Chameleon was released for text. The adapter runs its parts
+instead, and nothing is suppressed. Its VQ has no decoder either: `paradec.models.vq` has one, which reads Chameleon's
+`vqgan.ckpt`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.resources
 import inspect
@@ -18,15 +19,37 @@ FAMILIES = {
     "chameleon": "paradec.models.chameleon:load_chameleon",
     "janus": "paradec.models.janus:load_janus",
     "uvit": "paradec.models.masked_image:load_masked_image",
+    "mar": "paradec.models.mar:load_mar",
 }
 """What loads an image model, by the `model_type` of config.json."""
-PACKAGED = ("digits-ar", "digits-maskgit")
+PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
+
+PACKAGED_PIPELINES = ("digits-dit",)
+"""Diffusion pipelines inside the package."""
 
 
 def packaged_image(name: str) -> str:
     """The folder of an image model inside the package."""
     return str(Path(str(importlib.resources.files("paradec"))) / "data" / name)
+
+
+def file_type(source: str | os.PathLike[str]) -> str:
+    """The `model_type` of a checkpoint that is one file: MAR's by the names of its tensors, else LlamaGen's."""
+    import torch
+    from safetensors import safe_open
+
+    try:
+        if str(source).endswith(".safetensors"):
+            with safe_open(source, framework="pt") as file:
+                names = set(file.keys())
+        else:  # mapped: nothing but names is read
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+            names = set(data.get("model_ema", data.get("model", data)))
+    except Exception:  # the loader says what is wrong with it
+        return "llamagen"
+    return "mar" if "diffusion_pos_embed_learned" in names else "llamagen"
 
 
 def image_loader(model_type: Any) -> Callable[..., Any] | None:
@@ -48,7 +71,9 @@ def load_image_model(model_type: str, source: str, options: Mapping[str, Any], *
         ValueError: an option that this family does not take; the message lists those it does.
     """
     loader = image_loader(model_type)
-    takes = [name for name in inspect.signature(loader).parameters if name != "source"]
+    assert loader is not None  # the caller asked
+    parameters = inspect.signature(loader).parameters.values()
+    takes = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
     for name in options:
         if name not in takes:
             raise ValueError(unknown(f"option of {model_type!r} models", name, takes))

@@ -28,7 +28,13 @@ from paradec.models.checkpoint import (
 from paradec.models.facts import ModelFacts
 from paradec.models.family import Family
 from paradec.models.image_loading import PACKAGED as PACKAGED_IMAGES
-from paradec.models.image_loading import image_loader, load_image_model, packaged_image
+from paradec.models.image_loading import (
+    PACKAGED_PIPELINES,
+    file_type,
+    image_loader,
+    load_image_model,
+    packaged_image,
+)
 
 logger = logging.getLogger("paradec")
 
@@ -84,9 +90,9 @@ def load(
     disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
     that these files and the tokenizer's turn ends name.
 
-    Image models (`paradec.generate_images`): LlamaGen's single files and folders, and Emu3, Chameleon's kin and Janus
-    in transformers' format; "digits-ar" is the small one inside the package, and "digits-maskgit" a
-    masked one (`paradec.models.masked_image`).
+    Image models (`paradec.generate_images`): LlamaGen's and MAR's single files and folders, and Emu3, Chameleon's kin
+    and Janus in transformers' format; "digits-ar" is the small one inside the package, "digits-ar-drafter"
+    a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.masked_image`).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package.
@@ -98,7 +104,7 @@ def load(
         mask_token_id: overrides the checkpoint's; needed where it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
-        image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder; see
+        image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.llamagen.load_llamagen` and its kin.
 
     Raises:
@@ -135,8 +141,14 @@ def load(
     source = os.fspath(source)
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
-    single = os.path.isfile(source) and not source.endswith(".json")  # LlamaGen's are the only checkpoints of one file
-    config = {"model_type": "llamagen"} if single else read_json(source, "config.json", revision, required=True)
+    pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
+    if pipeline or (source in PACKAGED_PIPELINES and not os.path.exists(source)):
+        raise CheckpointError(
+            f"{source!r} is a diffusers pipeline: load it with diffusers and give it to paradec.accelerate, or give "
+            "its name to `paradec image`"
+        )
+    single = os.path.isfile(source) and not source.endswith(".json")  # only image models' checkpoints are one file
+    config = {"model_type": file_type(source)} if single else read_json(source, "config.json", revision, required=True)
     if image_loader(config.get("model_type")) is not None:
         own = {
             "device_map": device_map,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from paradec.checks import check_choice, check_int
-from paradec.models.checkpoint import CheckpointError
+from paradec.checks import check_choice, check_int, shown
+from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys
+from paradec.models.grid import Grid
+from paradec.models.image import pixels_to_codes
+from paradec.models.kl import KLDecoder, load_kl
 from paradec.models.weights import PICKLES, read_weights
+from paradec.registry import unknown
 
 PRESETS = {
     "mar_base": {"width": 768, "depth": 12, "heads": 12, "head_depth": 6, "head_width": 1024},
@@ -30,6 +36,12 @@ PRESETS = {
     "mar_huge": {"width": 1280, "depth": 20, "heads": 16, "head_depth": 12, "head_width": 1536},
 }
 """The published models (class-conditional ImageNet, 256 pixels: 16 x 16 tokens of KL-16's 16 channels)."""
+PUBLISHED_WIDTHS = {
+    768: {"heads": 12, "guidance_scale": 2.9},
+    1024: {"heads": 16, "guidance_scale": 3.0},
+    1280: {"heads": 16, "guidance_scale": 3.2},
+}
+"""What their weights do not tell: heads, and the guidance that their authors sample with."""
 TRAINED_STEPS = 1000
 
 
@@ -205,7 +217,8 @@ class DiffusionHead(nn.Module):
         Args:
             condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
             noise: [n, steps + 1, channels] standard normal numbers: the start, then one row per step (the last of them
-                is not used: the last step adds none).
+                is not used: the last step adds none). Its type is that of the draws, float32 at least: the network
+                alone is evaluated in a narrower one.
             temperature: scales the noise that steps add, not the start's.
             guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
 
@@ -217,7 +230,7 @@ class DiffusionHead(nn.Module):
         for index in range(len(times))[::-1]:
             branches = 1 if guidance is None else 2
             time = torch.full((len(x) * branches,), float(times[index]), device=x.device, dtype=x.dtype)
-            found = self.net(x.repeat(branches, 1), time, condition)
+            found = self.net(x.repeat(branches, 1).to(condition.dtype), time, condition).to(x.dtype)
             epsilon, variance = found.chunk(2, -1)
             if guidance is not None:
                 (epsilon, other), variance = epsilon.chunk(2), variance.chunk(2)[0]
@@ -288,7 +301,7 @@ class TimeEmbedding(nn.Module):
     def forward(self, time: Tensor) -> Tensor:
         frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=time.device, dtype=time.dtype) / 128)
         angles = time.unsqueeze(-1) * frequencies
-        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1))
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(self.mlp[0].weight.dtype))
 
 
 class HeadBlock(nn.Module):
@@ -318,20 +331,47 @@ class HeadOutput(nn.Module):
 # ---- the adapter ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class MARFacts:
+    """What messages say of the model."""
+
+    name: str
+
+
 class MARModel:
     """The adapter of a `MAR`.
 
     Args:
         module: the network; it is put into evaluation mode.
+        vae: a `paradec.models.kl.KLDecoder`; None gives latents alone.
+        defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`.
+        name: what messages call it.
 
     Raises:
-        TypeError: another kind of module.
+        TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
     """
 
-    def __init__(self, module: MAR):
+    conditions = "class_labels"
+
+    def __init__(
+        self,
+        module: MAR,
+        vae: KLDecoder | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ):
         if not isinstance(module, MAR):
             raise TypeError(f"module must be a paradec.models.mar.MAR, not {type(module).__name__}")
-        self.module = module.eval()
+        if vae is not None and not isinstance(vae, KLDecoder):
+            raise TypeError(f"vae must be a paradec.models.kl.KLDecoder, not {type(vae).__name__}")
+        if vae is not None and vae.config.z_channels != module.channels:
+            raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
+        self.module, self.vae, self.facts = module.eval(), vae, MARFacts(name or "MAR")
+        own = {"steps": min(64, module.positions), "guidance_scale": 1.0}
+        for key in defaults or ():
+            if key not in own:
+                raise ValueError(unknown("default of requests", key, own))
+        self.defaults = own | dict(defaults or {})
 
     @property
     def device(self) -> torch.device:
@@ -358,7 +398,7 @@ class MARModel:
         decoded, decoder = module.decode(encoded, columns, targets, None if reads is None else reads.decoder, buffer)
         wanted = both(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
         conditions = decoded.gather(1, wanted)  # [R, W, width]
-        noise = query.noise.to(conditions.dtype).flatten(0, 1)
+        noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
         drawn = module.diffloss.sample(conditions.flatten(0, 1), noise, query.temperature, query.guidance)
         kept = None if query.drop is None else self._kept(encoder, decoder, both(query.drop), query.keep_buffer)
         return ContinuousAnswer(drawn.unflatten(0, query.wanted.shape), conditions, kept)
@@ -383,33 +423,134 @@ class MARModel:
         scale, 0.2325 for KL-16)."""
         return tokens.transpose(1, 2).unflatten(2, (self.module.side, self.module.side))
 
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture; its one kind of cell stands for all continuous tokens.
 
-def load_mar(source: str | os.PathLike[str], preset: str = "mar_large", **sizes: Any) -> MARModel:
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        side, scale = self.module.side, 16 if self.vae is None else self.vae.config.scale
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels_to_codes(name, pixels, side, scale) != side:
+                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
+        return Grid(side, side, range(1))
+
+    def check_decodes(self) -> None:
+        """Raise ValueError where there is nothing to make pixels with."""
+        if self.vae is None:
+            raise ValueError(
+                f"{self.facts.name} has no VAE decoder; load it with vae=..., or take output_type='latent'"
+            )
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, positions, channels] -> images [B, C, H, W] float32 in [0, 1]."""
+        self.check_decodes()
+        assert self.vae is not None
+        with torch.no_grad():
+            images = self.vae.decode(self.image(tokens.to(self.device, self.vae.post_quant_conv.weight.dtype)))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def load_mar(
+    source: str | os.PathLike[str],
+    preset: str | None = None,
+    *,
+    vae: str | os.PathLike[str] | KLDecoder | None = None,
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    **sizes: Any,
+) -> MARModel:
     """Read a published MAR checkpoint: safetensors, or a `.pth` of which tensors alone are read (its averaged weights,
     "model_ema", where it has them).
 
     Args:
-        source: the file. preset: a name of `PRESETS`. sizes: of `MAR`, instead of the preset's.
+        source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; where there are such, "eps",
+            "vae", the file of the VAE beside it, and "defaults" of requests).
+        preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
+        vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
+        heads: of encoder and decoder, which the weights do not tell; known from the width for the published models.
+        dtype: of the network's parameters; float32 by default. Tokens are float32 at least.
+        sizes: of `MAR`, instead of the preset's or the weights'.
 
     Raises:
-        ValueError: an unknown preset or size. CheckpointError: no such file, or other weights than the preset's.
+        ValueError: an unknown preset or size. CheckpointError: no such file, or other weights than expected.
     """
-    check_choice("preset", preset, PRESETS)
-    module = MAR(**{**PRESETS[preset], **sizes})
-    path = Path(source)
-    if path.suffix in PICKLES and path.is_file():
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            data = torch.load(path, map_location="cpu", weights_only=True)
-        weights = data.get("model_ema", data.get("model", data))
-    else:
-        weights, _ = read_weights(path)
+    if preset is not None:
+        check_choice("preset", preset, PRESETS)
+    path, fields = Path(source), {}
+    name = path.stem
+    if path.is_dir():
+        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
+        named = path / str(fields.get("vae", "vae.safetensors"))
+        vae = named if vae is None and named.is_file() else vae
+        path = path / "model.safetensors"
+    weights = _weights(path)
+    published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
+    try:
+        if preset is None:
+            known = sizes_of(weights)
+            heads = fields.get("heads", published.get("heads")) if heads is None else heads
+        else:
+            known = dict(PRESETS[preset])
+        sizes = known | ({"eps": fields["eps"]} if "eps" in fields else {}) | sizes
+        if heads is not None:
+            sizes["heads"] = heads
+        if "heads" not in sizes:
+            raise CheckpointError(f"heads: no published MAR is {sizes['width']} wide; give heads=...")
+        module = MAR(**sizes)
+    except (KeyError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{str(path)!r} does not hold the weights of a MAR: {error}") from error
     found = module.state_dict()
     wrong = [
-        name
-        for name in sorted({*found, *weights})
-        if name not in found or name not in weights or found[name].shape != weights[name].shape
+        key
+        for key in sorted({*found, *weights})
+        if key not in found or key not in weights or found[key].shape != weights[key].shape
     ]
     if wrong:
-        raise CheckpointError(f"{str(path)!r} does not hold the weights of {preset!r}: {', '.join(wrong[:4])}")
+        raise CheckpointError(
+            f"{str(path)!r} does not hold the weights of {preset or 'a MAR'!r}: {', '.join(wrong[:4])}"
+        )
     module.load_state_dict(weights)
-    return MARModel(module)
+    module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
+    if vae is not None and not isinstance(vae, KLDecoder):
+        vae = load_kl(vae, fields.get("norm_groups", 32))
+    vae = None if vae is None else vae.to(device)
+    scale = {"guidance_scale": published["guidance_scale"]} if published else {}
+    return MARModel(module, vae, scale | fields.get("defaults", {}), name)
+
+
+def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """The sizes of `MAR` that its weights tell: all but `heads` and `eps`.
+
+    Raises:
+        KeyError: a tensor that every MAR has is missing.
+    """
+    positions, width = weights["diffusion_pos_embed_learned"].shape[1:]
+    return {
+        "side": math.isqrt(positions),
+        "channels": weights["z_proj.weight"].shape[1],
+        "width": width,
+        "depth": _count(weights, "encoder_blocks"),
+        "classes": weights["class_emb.weight"].shape[0],
+        "buffer": weights["encoder_pos_embed_learned"].shape[1] - positions,
+        "head_depth": _count(weights, "diffloss.net.res_blocks"),
+        "head_width": weights["diffloss.net.input_proj.weight"].shape[0],
+    }
+
+
+def _count(weights: Mapping[str, Tensor], blocks: str) -> int:
+    numbers = [name[len(blocks) + 1 :].partition(".")[0] for name in weights if name.startswith(f"{blocks}.")]
+    return 1 + max(map(int, numbers), default=-1)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """Raises CheckpointError: no such file, or none with tensors."""
+    if path.suffix not in PICKLES or not path.is_file():
+        return read_weights(path)[0]
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # an older file, or a broken one, which this names
+        return read_weights(path)[0]
+    return data.get("model_ema", data.get("model", data))

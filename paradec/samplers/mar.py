@@ -17,7 +17,8 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.models.continuous import ContinuousAnswer, ContinuousQuery, Kept
-from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State
+from paradec.trace import Trace
 
 LARGEST_GUIDANCE = 1e6
 
@@ -51,10 +52,12 @@ class MARState(State):
         return int(self.left[0] - self.left[self.index]) * self.batch, int(self.left[0]) * self.batch
 
 
-@dataclass
-class MARProposal(Proposal):
+@dataclass(kw_only=True)
+class MARProposal(LatentProposal):
     """A proposal, and what its evaluation kept."""
 
+    positions: Tensor
+    """[R, W] int64: where the values would be written."""
     kept: Kept | None = None
     conditions: Tensor | None = None
     """[R, W, width]: what the head drew from."""
@@ -122,7 +125,9 @@ class MAR(Sampler):
         steps: int = 64,
         guidance_scale: float = 1.0,
         seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
         order: Tensor | None = None,
+        trace: bool = False,
     ) -> MARState:
         """Make the state of one request.
 
@@ -131,14 +136,17 @@ class MAR(Sampler):
             prompt: the class labels, one per image.
             steps: T, 1 to S; 64 in the paper's fast setting, 256 in its best one.
             guidance_scale: s in uncond + s (cond - uncond); 1 is off. The published models: 2.9, 3.0 and 3.2.
-            seed: an int, or one per image; None draws one from torch's global generator.
+            seed: an int, or one per image; None draws one from `generator`, or else from torch's global generator.
             order: [B, S] int64, the random order to use, last position first; None draws it.
+            trace: record every step in `state.trace`; a token is its numbers there, None where undecided.
 
         Raises:
             ValueError: an argument out of its range; the message names it.
         """
-        if not hasattr(model, "module") or not hasattr(model.module, "positions"):
-            raise TypeError(f"model={shown(model)} must be a paradec.models.mar.MARModel")
+        if not hasattr(model, "module") or not hasattr(model.module, "diffloss"):
+            raise TypeError(
+                f"sampler 'mar' needs a model of continuous tokens (paradec.models.mar), not {shown(model)}"
+            )
         module = model.module
         size, labels = module.positions, [prompt] if isinstance(prompt, int) else list(prompt)
         if not labels:
@@ -147,14 +155,22 @@ class MAR(Sampler):
             check_int("label", label, low=0, high=module.classes - 1)
         check_int("steps", steps, low=1, high=size)
         check_number("guidance_scale", guidance_scale, low=0, high=LARGEST_GUIDANCE)
+        check_bool("trace", trace)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator={shown(generator)} must be a torch.Generator")
+        if seed is not None and generator is not None:
+            raise ValueError("give seed or generator, not both")
         seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(labels)
         if len(seeds) != len(labels):
             raise ValueError(f"seed has {len(seeds)} entries for {len(labels)} images; give one int, or one per image")
         for entry in seeds:
             check_int("seed", entry, low=0, high=2**63 - 1, none=True)
-        drawn = int(torch.randint(2**62, ())) if None in seeds else 0
+        drawn = 0
+        if None in seeds:
+            owner = None if generator is None else generator.device
+            drawn = int(torch.randint(2**62, (1,), generator=generator, device=owner))
         seeds = [drawn if entry is None else int(entry) for entry in seeds]
-        device = model.device
+        device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
         keys = torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device)
         if order is None:
             at = torch.arange(size, device=device).expand(len(labels), size)
@@ -163,16 +179,21 @@ class MAR(Sampler):
         order = torch.as_tensor(order, device=device)
         if order.shape != (len(labels), size) or not (order.sort(-1).values == torch.arange(size, device=device)).all():
             raise ValueError(f"order has shape {tuple(order.shape)}; it must permute {size} positions for each image")
-        return MARState(
+        state = MARState(
             batch=len(labels),
             memory=Memory({}, len(labels), {}, device),
-            tokens=torch.zeros(len(labels), size, module.channels, dtype=module.mask_token.dtype, device=device),
+            tokens=torch.zeros(len(labels), size, module.channels, dtype=dtype, device=device),
             order=order,
             labels=torch.tensor(labels, device=device),
             keys=keys,
             left=left_after(size, steps),
             guidance_scale=guidance_scale,
         )
+        if trace:
+            request = {"labels": labels, "steps": steps, "guidance_scale": guidance_scale, "seed": seeds}
+            empty: list[list[Any]] = [[None] * size for _ in labels]
+            state.trace = Trace(empty, self.to_dict() | request)
+        return state
 
     # ---- groups -----------------------------------------------------------------------------------------------------
 
@@ -258,14 +279,13 @@ class MAR(Sampler):
             conditions=answer.conditions,
         )
 
-    def commit(self, state: MARState, proposal: Proposal) -> Commit:
+    def commit(self, state: MARState, proposal: MARProposal) -> Commit:
         """Write the chunk.
 
         Raises:
             FloatingPointError: the model returned NaN or infinite numbers. Nothing is written then.
         """
-        if proposal.made_at != state.commits:
-            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+        state.check_current(proposal)
         if not torch.isfinite(proposal.values).all():
             raise FloatingPointError(f"the model returned NaN or infinite tokens at step {state.index}")
         at = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
@@ -276,7 +296,8 @@ class MAR(Sampler):
         state.index += 1
         if state.done or state.index == self.group(state)[0]:
             state.kept = None  # the next step evaluates everything
-        return Commit(proposal.rows, proposal.values, proposal.positions, kind=proposal.kind)
+        written = torch.ones_like(proposal.positions, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, written, kind=proposal.kind)
 
 
 def left_after(size: int, steps: int) -> np.ndarray:
