@@ -1,45 +1,50 @@
 """Checks and timings on one CUDA device: kernels, and whole decoding steps. Made for an H100 or H200; under 10 minutes.
 
     python benchmarks/gpu.py [--only statistics step sparsed] [--out benchmarks/results/gpu.json]
+    python benchmarks/gpu.py --dry-run    # on a CPU: every line of this with tiny shapes, for nothing but typing errors
 
 Every kernel is first checked against a float64 reference on fresh random inputs; then it is timed.
 
 - statistics: bytes of logits per second, over those of a copy measured in the same run, and the speed-up over what the
   public codes do at temperature 0 (argmax, softmax in float64, gather).
-- step: random models of LLaDA-8B's and Dream-7B's shape, bfloat16, a block of 32 over 1024 cached positions: forwards
-  per second of paradec's loop ("eager") and of the captured step ("graphed"), as shares of what the memory (and at
-  batch 8 the arithmetic) allows; how much of the graphed step is not the model; and as yardstick a loop as the public
-  codes have it: all 1024 positions at every step, float64 softmax over them. Random weights make times, not texts.
+- step: random models of LLaDA-8B's and Dream-7B's shape, bfloat16, a block of 32 at the end of 1024 positions with
+  stored keys and values: forwards per second of paradec's loop ("eager") and of the captured step ("graphed"), as
+  shares of what the memory (and at batch 8 the arithmetic) allows; how much of the graphed step is not the model; what
+  a row that does not fill its canvas costs ("padded": attention by a mask); a request that captures its graphs, and one
+  that finds them; and as yardstick a loop as the public codes have it: all 1024 positions at every step, float64
+  softmax over them. Random weights make times, not texts.
 - sparsed: see benchmarks/gpu_sparsed.py.
 
-Writes one JSON file with the device's name and prints Markdown tables. Exit code 2 where there is no CUDA device, 1
-where a check failed or a section broke off; both say so and print no table of what is missing.
+Writes one JSON file with the device's name and, where that is the default one, the tables of docs/performance.md. What
+fails, or does not fit into its section's time, stands under "problems" there, beside what was measured. Exit code 2
+where there is no CUDA device, 1 where there was a problem. A dry run writes no tables, and JSON only with --out. With
+TRITON_INTERPRET=1 it runs the kernels, elsewhere their references.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import json
+import re
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_sparsed
 import torch
+from timing import Section, markdown, milliseconds
 from torch import Tensor
 
 import paradec
 from paradec import engine
-from paradec.kernels.token_stats import IN_ONE_READ, Draws, token_stats
+from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, token_stats
 from paradec.protocol import decode
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK, CONTEXT = 32, 1024
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 312e12)}
 """Bytes and bfloat16 operations per second by the data sheets (SXM)."""
 SHAPES = {
@@ -70,6 +75,58 @@ SHAPES = {
 }
 
 
+TINY = {
+    "vocab_size": 9000,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is; `DRY` goes through the same lines in seconds, on a CPU."""
+
+    checked_vocabularies: tuple[int, ...] = (8193, 50_257, 126_464, 152_064)
+    checked_rows: tuple[tuple[int, float], ...] = ((1, 1.0), (37, 0.7), (300, 1.0))
+    """Rows, and the temperature of their statistics."""
+    vocabularies: tuple[int, ...] = (126_464, 152_064)
+    rows: tuple[int, ...] = (32, 256, 1024)
+    working_set: int = 800_000_000
+    """Bytes of logits that are read in turns: several times the second-level cache."""
+    copied: int = 2**31
+    """Bytes of the copy that bandwidth is measured by."""
+    samplers: tuple[str, ...] = tuple(sorted(engine.SAMPLERS))
+    batches: tuple[int, ...] = (1, 8)
+    block: int = 32
+    context: int = 1024
+    repeats: int = 20
+    dtype: torch.dtype = torch.bfloat16
+    tiny: bool = False
+
+    def repeated(self, most: int) -> int:
+        return min(most, self.repeats)
+
+
+DRY = Scale(
+    checked_vocabularies=(8193,),
+    checked_rows=((1, 1.0), (3, 0.7)),
+    vocabularies=(9000,),
+    rows=(2,),
+    working_set=10**5,
+    copied=2**16,
+    samplers=("entropy", "threshold"),
+    batches=(1, 2),
+    block=8,
+    context=64,
+    repeats=2,
+    dtype=torch.float32,
+    tiny=True,
+)
+
+
 class CheckFailed(AssertionError):
     """A result that differs from its reference."""
 
@@ -79,38 +136,27 @@ def check(holds: bool, what: str) -> None:
         raise CheckFailed(what)
 
 
-def milliseconds(function: Callable[[int], Any], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median time on the device of function(i), which i tells to take other inputs each time."""
-    for index in range(warm_up):
-        function(index)
-    pairs = []
-    for index in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function(index)
-        end.record()
-        pairs.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written together, of a copy of 2 GiB."""
-    source = torch.empty(2**30, dtype=torch.int16, device=device)
+def copy_bandwidth(device: torch.device, scale: Scale) -> float:
+    """Bytes per second, read and written together, of a copy."""
+    source = torch.empty(scale.copied, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (milliseconds(lambda _: target.copy_(source)) * 1e-3)
+    return 2 * scale.copied / (milliseconds(lambda _: target.copy_(source), device, scale.repeats) * 1e-3)
+
+
+def kernel_path(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" or interpreting() else "chunked"
 
 
 # ---- token statistics -----------------------------------------------------------------------------------------------
 
 
-def check_statistics(device: torch.device) -> int:
+def check_statistics(device: torch.device, scale: Scale) -> int:
     """The kernel against float64, over dtypes, odd vocabularies, strides, temperatures, splits; returns how many."""
     generator = torch.Generator(device).manual_seed(time.time_ns() % 2**31)
     done = 0
-    for vocabulary in (8193, 50_257, 126_464, 152_064):
+    for vocabulary in scale.checked_vocabularies:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for rows, temperature in ((1, 1.0), (37, 0.7), (300, 1.0)):
+            for rows, temperature in scale.checked_rows:
                 wide = torch.randn(rows, vocabulary + 8, generator=generator, device=device)
                 logits = (wide * torch.linspace(0.5, 9, rows, device=device).unsqueeze(1)).to(dtype)[:, :vocabulary]
                 logits[:, 17] = -torch.inf
@@ -121,7 +167,7 @@ def check_statistics(device: torch.device) -> int:
                 numbers = torch.randint(2**31, (rows, 4), generator=generator, device=device)
                 draws = Draws(numbers[:, :2], numbers[:, 2] % 1000, numbers[:, 3] % 5000, 0.8)
                 arguments = {"fields": tuple(IN_ONE_READ), "temperature": temperature, "ids": ids, "draws": draws}
-                found = token_stats(logits, path="triton", **arguments)
+                found = token_stats(logits, path=kernel_path(device), **arguments)
                 exact = token_stats(logits, path="float64", **arguments)
                 what = f"token statistics of [{rows}, {vocabulary}] {dtype} at temperature {temperature}"
                 good = ~exact.nonfinite
@@ -142,42 +188,42 @@ def reference_statistics(logits: Tensor) -> Tensor:
     return logits.to(torch.float64).softmax(-1).gather(-1, token.unsqueeze(-1))
 
 
-def time_statistics(device: torch.device, copied: float) -> list[dict[str, Any]]:
+def time_statistics(vocabulary: int, count: int, device: torch.device, copied: float, scale: Scale) -> dict[str, float]:
+    many = max(2, scale.working_set // (2 * count * vocabulary))
+    logits = [torch.randn(count, vocabulary, device=device).bfloat16() for _ in range(many)]
+    fields, path = tuple(IN_ONE_READ), kernel_path(device)
+    kernel = milliseconds(lambda i: token_stats(logits[i % many], fields=fields, path=path), device, scale.repeats)
+    plain = milliseconds(lambda i: reference_statistics(logits[i % many]), device, scale.repeated(5))
+    rate = logits[0].nbytes / (kernel * 1e-3)
+    return {
+        "kernel_ms": kernel,
+        "reference_ms": plain,
+        "bytes_per_second": rate,
+        "of_copy": rate / copied,
+        "speed_up": plain / kernel,
+    }
+
+
+def run_statistics(section: Section, device: torch.device, copied: float, scale: Scale) -> dict[str, Any]:
     rows = []
-    for vocabulary in (126_464, 152_064):
-        for count in (32, 256, 1024):
-            # together larger than the second-level cache several times over
-            many = max(2, int(4e8) // (2 * count * vocabulary))
-            logits = [torch.randn(count, vocabulary, device=device).bfloat16() for _ in range(many)]
-            kernel = milliseconds(
-                lambda i, x=logits: token_stats(x[i % len(x)], fields=tuple(IN_ONE_READ), path="triton")
+    checks = section.attempt("checks of the statistics", lambda: check_statistics(device, scale))
+    for vocabulary in scale.vocabularies:
+        for count in scale.rows:
+            what = {"vocabulary": vocabulary, "rows": count}
+            found = section.attempt(
+                f"statistics {what}", lambda v=vocabulary, c=count: time_statistics(v, c, device, copied, scale)
             )
-            plain = milliseconds(lambda i, x=logits: reference_statistics(x[i % len(x)]), repeats=5)
-            rate = logits[0].nbytes / (kernel * 1e-3)
-            rows.append(
-                {
-                    "vocabulary": vocabulary,
-                    "rows": count,
-                    "kernel_ms": kernel,
-                    "reference_ms": plain,
-                    "bytes_per_second": rate,
-                    "of_copy": rate / copied,
-                    "speed_up": plain / kernel,
-                }
-            )
-    return rows
-
-
-def run_statistics(device: torch.device, copied: float) -> dict[str, Any]:
-    checks = check_statistics(device)
-    return {"checks": checks, "rows": time_statistics(device, copied)}
+            if found is not None:
+                rows.append(what | found)
+    return section.close(checks=checks, rows=rows)
 
 
 # ---- whole steps ----------------------------------------------------------------------------------------------------
 
 
-def check_steps(device: torch.device) -> int:
-    """Captured decoding against the plain loop on small random models in float64: the same tokens and counts."""
+def check_steps(device: torch.device, scale: Scale) -> int:
+    """Captured decoding against the plain loop on small random models in float64: the same tokens and counts, for two
+    requests after each other."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {
@@ -189,7 +235,7 @@ def check_steps(device: torch.device) -> int:
         "num_key_value_heads": 2,
         "initializer_range": 0.4,
     }
-    prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14], [20, 21, 22]]
+    prompts = [[[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14], [20, 21, 22]], [[5], [6, 7], [8, 9, 10], [11] * 9]]
     done = 0
     for module, prediction in (
         (LlamaForCausalLM(LlamaConfig(**sizes)), "same"),
@@ -202,21 +248,22 @@ def check_steps(device: torch.device) -> int:
             prediction=prediction,
             topology="bidirectional",
         )
-        for name in sorted(engine.SAMPLERS):
+        for name in scale.samplers:
             for cache in sorted(engine.CACHES):
                 sampler = paradec.samplers.create(name)
                 request = {"max_new_tokens": 16, "block_length": 8, "seed": 1, "cache": cache, "temperature": 0.7}
-                plain, graphed = sampler.start(model, prompts, **request), sampler.start(model, prompts, **request)
-                decode(sampler, model, plain)
-                engine.decode(sampler, model, graphed)
-                what = f"captured {name} with cache {cache}, prediction {prediction}"
-                check(torch.equal(plain.canvas, graphed.canvas), f"{what}: tokens")
-                check(bool((plain.counts == graphed.counts).all()), f"{what}: counts")
-                done += 1
+                for rows in prompts:
+                    plain, graphed = (sampler.start(model, rows, **request) for _ in range(2))
+                    decode(sampler, model, plain)
+                    engine.decode(sampler, model, graphed, capture=device.type == "cuda")
+                    what = f"captured {name} with cache {cache}, prediction {prediction}"
+                    check(torch.equal(plain.canvas, graphed.canvas), f"{what}: tokens")
+                    check(bool((plain.counts == graphed.counts).all()), f"{what}: counts")
+                    done += 1
     return done
 
 
-def build(name: str, device: torch.device) -> Any:
+def build(name: str, device: torch.device, scale: Scale) -> Any:
     """A random model of a published shape."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -225,186 +272,246 @@ def build(name: str, device: torch.device) -> Any:
         (LlamaConfig, LlamaForCausalLM) if shape["prediction"] == "same" else (Qwen2Config, Qwen2ForCausalLM)
     )
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(scale.dtype)
+    sizes = TINY if scale.tiny else shape["config"]
     try:
         with device:
-            made = module(config(**shape["config"], max_position_embeddings=4096, tie_word_embeddings=False))
+            made = module(config(**sizes, max_position_embeddings=4096, tie_word_embeddings=False))
     finally:
         torch.set_default_dtype(before)
     return paradec.wrap(
         made,
-        mask_token_id=shape["mask"],
+        mask_token_id=sizes["vocab_size"] - 1 if scale.tiny else shape["mask"],
         eos_token_id=(),
         prediction=shape["prediction"],
         topology="bidirectional",
     )
 
 
-def roofline(model: Any, batch: int, peaks: tuple[float, float]) -> float:
+def roofline(model: Any, batch: int, peaks: tuple[float, float], scale: Scale) -> float:
     """Forwards per second at best: the weights and the stored keys and values are read once, every weight takes two
     operations per position."""
     config = model.module.config
     embedded = model.module.get_input_embeddings().weight.numel()
     weights = sum(parameter.numel() for parameter in model.module.parameters()) - embedded
     head = config.hidden_size // config.num_attention_heads
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * head * (CONTEXT + BLOCK) * batch
-    attended = 4 * config.num_hidden_layers * config.hidden_size * (CONTEXT + BLOCK) * BLOCK * batch
-    return 1 / max(2 * (weights + kept) / peaks[0], (2 * weights * BLOCK * batch + attended) / peaks[1])
+    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * head * scale.context * batch
+    attended = 4 * config.num_hidden_layers * config.hidden_size * scale.context * scale.block * batch
+    return 1 / max(2 * (weights + kept) / peaks[0], (2 * weights * scale.block * batch + attended) / peaks[1])
 
 
-def time_steps(model: Any, batch: int, peaks: tuple[float, float]) -> dict[str, float]:
-    """Steps inside a block, after the forward that opened it."""
-    sampler = paradec.samplers.create("threshold")
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(1000, (batch, CONTEXT), generator=generator).tolist()
+class Steps:
+    """Times of one model and batch. Steps are those inside a block, after the forward that opened it."""
 
-    def start() -> Any:
-        return sampler.start(model, prompt, max_new_tokens=BLOCK, block_length=BLOCK, cache="dual")
+    def __init__(self, model: Any, batch: int, scale: Scale):
+        self.model, self.batch, self.scale, self.device = model, batch, scale, model.device
+        self.sampler = paradec.samplers.create("threshold")
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch, scale.context - scale.block)
+        self.prompt = torch.randint(1000, shape, generator=generator).tolist()
+        self.canvas: Tensor | None = None
 
-    state = start()
-    forward, times = [], []
-    with torch.inference_mode(), state.freed_store():
-        while not state.done:
-            torch.cuda.synchronize()
+    def start(self, shorter: int = 0) -> Any:
+        prompt = [row[shorter:] for row in self.prompt]
+        return self.sampler.start(
+            self.model, prompt, max_new_tokens=self.scale.block, block_length=self.scale.block, cache="dual"
+        )
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def eager(self) -> dict[str, float]:
+        state, times = self.start(), []
+        with torch.inference_mode(), state.freed_store():
+            while not state.done:
+                self.wait()
+                begin = time.perf_counter()
+                self.sampler.commit(state, self.sampler.step(self.model, state))
+                self.wait()
+                times.append(time.perf_counter() - begin)
+            self.canvas = state.canvas.clone()
+        return {"eager_per_second": 1 / statistics.median(times[min(3, len(times) - 1) :])}
+
+    def graphed(self, shorter: int = 0) -> dict[str, Any]:
+        """Replayed, with the host's wait after each step; also how much of that is the model, and whether the tokens
+        are the eager ones."""
+        state, batch = self.start(shorter), self.batch
+        with torch.inference_mode():
+            table = engine.block_table(state)
+            layout = engine.Layout.of(self.sampler, state, table[0], self.device.type == "cuda")
+            device = engine.Engine(layout)
+            device.load(self.model, state, table)
+            device._play("full", batch, device.columns)
+            width = device._width(int(device.flags[2]))
+            device._play("window", batch, width)  # captured here
+            times = []
+            while device.running.any():
+                begin = time.perf_counter()
+                device._play("window", batch, width)
+                device.flags.tolist()  # what the host waits for at every step
+                times.append(time.perf_counter() - begin)
+            # surplus steps take as long, and change nothing
+            replayed = milliseconds(lambda _: device._play("window", batch, width), self.device, self.scale.repeats)
+            seconds = statistics.median(times[1:]) if len(times) > 1 else replayed * 1e-3
+            if shorter:
+                return {"padded_per_second": 1 / seconds}
+            device.write_back(state)
+            rows = torch.arange(batch, device=self.device)
+            device._window(rows)
+            query, _ = device._query("window", rows, device.running, device.length, width)
+            forward: Any = lambda: self.model(query, device.store)  # noqa: E731
+            if layout.capture:
+                forward = engine.captured(device, forward)
+            alone = milliseconds(lambda _: forward(), self.device, self.scale.repeats) * 1e-3
+        return {
+            "graphed_per_second": 1 / seconds,
+            "replayed_per_second": 1e3 / replayed,
+            "outside_model": 1 - alone / seconds,
+            "same_tokens_as_eager": None if self.canvas is None else torch.equal(self.canvas, state.canvas),
+        }
+
+    def requests(self) -> dict[str, float]:
+        """A whole request that captures its graphs, and the next one."""
+        seconds = []
+        for _ in range(2):
+            state = self.start()
+            self.wait()
             begin = time.perf_counter()
-            sampler.commit(state, sampler.step(model, state))
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        eager_canvas = state.canvas.clone()
-    eager = statistics.median(times[3:])
+            engine.decode(self.sampler, self.model, state, capture=self.device.type == "cuda")
+            self.wait()
+            seconds.append(time.perf_counter() - begin)
+        engine.clear_graphs(self.model)
+        return {"first_request_seconds": seconds[0], "next_request_seconds": seconds[1]}
 
-    state = start()
-    with torch.inference_mode(), state.freed_store():
-        device = engine.Engine(sampler, model, state, capture=True)
-        device._play("full", batch, state.canvas.shape[1])
-        width = device._width(int(device.flags[2]))
-        device._play("window", batch, width)  # captured here
-        times = []
-        while device.running.any():
-            begin = time.perf_counter()
-            device._play("window", batch, width)
-            device.flags.tolist()  # what the host waits for at every step
-            times.append(time.perf_counter() - begin)
-        graphed = statistics.median(times[1:])
-        # surplus steps take the same time, and change nothing
-        replayed = milliseconds(lambda _: device._play("window", batch, width)) * 1e-3
-        device.write_back()
-        same = torch.equal(eager_canvas, state.canvas)
-        rows = torch.arange(batch, device=state.canvas.device)
-        device._window(rows)
-        query, _ = device._query("window", rows, device.running, device.length, width)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=device.pool):
-            model(query, state.store)
-        forward = milliseconds(lambda _: graph.replay()) * 1e-3
+    def plain(self) -> dict[str, float]:
+        """The public codes' loop."""
+        model, block, mask = self.model, self.scale.block, self.model.facts.mask_token_id
+        x = torch.full((self.batch, self.scale.context), mask, device=self.device)
+        x[:, :-block] = torch.tensor(self.prompt, device=self.device)
 
-    mask, x = model.facts.mask_token_id, torch.tensor(prompt, device=eager_canvas.device)
-    x[:, -BLOCK:] = mask
+        def step(_: int) -> None:
+            logits = model.module(input_ids=x, use_cache=False).logits
+            token = logits.argmax(-1)
+            confidence = logits.to(torch.float64).softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+            confidence = torch.where(x == mask, confidence, -torch.inf)
+            at = confidence.argmax(1, keepdim=True)
+            x.scatter_(1, at, token.gather(1, at))
 
-    def plain(_: int) -> None:
-        logits = model.module(input_ids=x, use_cache=False).logits
-        token = logits.argmax(-1)
-        confidence = logits.to(torch.float64).softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
-        confidence = torch.where(x == mask, confidence, -torch.inf)
-        at = confidence.argmax(1, keepdim=True)
-        x.scatter_(1, at, token.gather(1, at))
-
-    with torch.inference_mode():
-        yardstick = milliseconds(plain, repeats=6, warm_up=2) * 1e-3
-    best = roofline(model, batch, peaks)
-    return {
-        "batch": batch,
-        "roofline_per_second": best,
-        "eager_per_second": 1 / eager,
-        "graphed_per_second": 1 / graphed,
-        "replayed_per_second": 1 / replayed,
-        "plain_loop_per_second": 1 / yardstick,
-        "eager_of_roofline": 1 / eager / best,
-        "graphed_of_roofline": 1 / graphed / best,
-        "outside_model": 1 - forward / graphed,
-        "graphed_over_plain_loop": yardstick / graphed,
-        "same_tokens_as_eager": same,
-    }
+        with torch.inference_mode():
+            return {"plain_loop_per_second": 1e3 / milliseconds(step, self.device, self.scale.repeated(6), 2)}
 
 
-def run_steps(device: torch.device, peaks: tuple[float, float]) -> dict[str, Any]:
-    result: dict[str, Any] = {"checks": check_steps(device), "rows": []}
+def time_steps(section: Section, name: str, model: Any, batch: int, peaks: Any, scale: Scale) -> dict[str, Any]:
+    steps = Steps(model, batch, scale)
+    best = roofline(model, batch, peaks, scale)
+    row: dict[str, Any] = {"model": name, "batch": batch, "roofline_per_second": best}
+    for what, run in (
+        ("eager", steps.eager),
+        ("graphed", steps.graphed),
+        ("padded", lambda: steps.graphed(shorter=1)),
+        ("plain loop", steps.plain),
+        ("requests", steps.requests),
+    ):
+        row |= section.attempt(f"{name}, batch {batch}, {what}", run) or {}
+    for kind in ("eager", "graphed"):
+        if f"{kind}_per_second" in row:
+            row[f"{kind}_of_roofline"] = row[f"{kind}_per_second"] / best
+    if "graphed_per_second" in row and "plain_loop_per_second" in row:
+        row["graphed_over_plain_loop"] = row["graphed_per_second"] / row["plain_loop_per_second"]
+    return row
+
+
+def run_steps(section: Section, device: torch.device, peaks: tuple[float, float], scale: Scale) -> dict[str, Any]:
+    rows = []
+    checks = section.attempt("checks of the steps", lambda: check_steps(device, scale))
     for name in SHAPES:
-        model = build(name, device)
-        for batch in (1, 8):
-            result["rows"].append({"model": name, **time_steps(model, batch, peaks)})
+        model = section.attempt(f"model {name}", lambda name=name: build(name, device, scale))
+        if model is not None:
+            rows += [time_steps(section, name, model, batch, peaks, scale) for batch in scale.batches]
         del model
-        gc.collect()
-        torch.cuda.empty_cache()
-    return result
+    return section.close(checks=checks, rows=rows)
 
 
 # ---- together -------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of one kind as Markdown."""
-    names = list(rows[0])
+HEADINGS = {"statistics": "Token statistics", "step": "Whole steps", "sparsed": "SparseD"}
 
-    def cell(value: Any) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in names) + " |", "|" + "---|" * len(names)]
-    return "\n".join([*lines, *("| " + " | ".join(cell(row[name]) for name in names) + " |" for row in rows)])
+def tables(result: dict[str, Any]) -> str:
+    """What was measured, as Markdown."""
+    parts = [
+        f"On one {result['device']}, torch {result['torch']}; a copy moves {result['copy_bytes_per_second']:.3g} B/s."
+    ]
+    for section, heading in HEADINGS.items():
+        rows = result.get(section, {}).get("rows")
+        if rows:
+            parts += [f"{heading}:", markdown(rows)]
+    problems = [problem for section in HEADINGS for problem in result.get(section, {}).get("problems", ())]
+    if problems:
+        parts.append("Not measured: " + "; ".join(" ".join(problem.split()) for problem in problems) + ".")
+    return "\n\n".join(parts)
+
+
+def write_tables(text: str) -> None:
+    """Between the marks in docs/performance.md."""
+    file = ROOT / "docs" / "performance.md"
+    marked = re.compile("(<!-- gpu -->\n).*?(<!-- /gpu -->)", re.DOTALL)
+    file.write_text(marked.sub(lambda match: f"{match[1]}{text}\n{match[2]}", file.read_text()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ("statistics", "step", "sparsed")
-    parser.add_argument("--only", nargs="*", choices=sections, default=sections)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
+    parser.add_argument("--only", nargs="*", choices=tuple(HEADINGS), default=tuple(HEADINGS))
+    parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}, and the tables with it")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU; times mean nothing")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    dry = arguments.dry_run
+    if not dry and not torch.cuda.is_available():
         print("no CUDA device here: nothing was checked and nothing was measured", file=sys.stderr)
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(device)
-    copied = copy_bandwidth(device)
+    device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
+    name = "CPU (a dry run: times mean nothing)" if dry else torch.cuda.get_device_name(device)
+    scale = DRY if dry else Scale()
+    copied = copy_bandwidth(device, scale)
     known = next((peaks for key, peaks in PEAKS.items() if key in name), None)
-    peaks = known or (copied, float("inf"))
     result: dict[str, Any] = {
         "device": name,
+        "dry_run": dry,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "copy_bytes_per_second": copied,
         "peaks": "data sheet" if known else "the measured copy",
     }
-    print(f"{name}: a copy moves {copied / 1e12:.2f} TB/s")
+    print(f"{name}: a copy moves {copied / 1e12:.2f} TB/s", flush=True)
+    peaks = known or (copied, float("inf"))
+    seconds = {"statistics": 110, "step": 270, "sparsed": 180}  # together less than ten minutes
 
-    def sparsed() -> dict[str, Any]:
-        return importlib.import_module("gpu_sparsed").run(device)
+    def section_of(name: str) -> Section:
+        return Section(float("inf") if dry else seconds[name])
 
     runs = {
-        "statistics": lambda: run_statistics(device, copied),
-        "step": lambda: run_steps(device, peaks),
-        "sparsed": sparsed,
+        "statistics": lambda: run_statistics(section_of("statistics"), device, copied, scale),
+        "step": lambda: run_steps(section_of("step"), device, peaks, scale),
+        "sparsed": lambda: gpu_sparsed.run(
+            section_of("sparsed"), device, gpu_sparsed.DRY if dry else gpu_sparsed.Scale()
+        ),
     }
-    failed = []
     for section in arguments.only:
-        begin = time.perf_counter()
-        try:
-            result[section] = runs[section]()
-        except Exception:  # the others are worth having: devices are rare
-            failed.append(section)
-            traceback.print_exc()
-            continue
-        result[section]["seconds"] = time.perf_counter() - begin
-        print(f"\n{section}: checked, {result[section]['seconds']:.0f} s\n")
-        for value in result[section].values():
-            if isinstance(value, list) and value and isinstance(value[0], dict):
-                print(table(value) + "\n")
-    if failed:
-        result["failed"] = failed
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {arguments.out}")
-    if failed:
-        print(f"FAILED: {', '.join(failed)}", file=sys.stderr)
+        result[section] = runs[section]()
+        print(f"{section}: {result[section]['seconds']:.0f} s, {len(result[section]['problems'])} problems", flush=True)
+    print("\n" + tables(result) + "\n")
+    out = arguments.out or (None if dry else RESULTS)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {out}")
+    if out == RESULTS and not dry:
+        write_tables(tables(result))
+    failed = [problem for section in arguments.only for problem in result[section]["problems"]]
+    for problem in failed:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
 """SparseD's kernels on an NVIDIA GPU: checked against float64, then timed beside flash attention.
 
-    python benchmarks/gpu_sparsed.py          # prints JSON; `benchmarks/gpu.py` runs it with the other kernels
+    python benchmarks/gpu.py --only sparsed
 
 Checks: fresh random inputs (the seed is in the result), every dtype, grouped heads, odd lengths, empty lists, windows;
 each against softmax matrices in float64 of the same rounded inputs. Timings: an attention of LLaDA-8B's shape (32 heads
@@ -8,25 +8,27 @@ of 128, bfloat16, one row, 512 positions of answer, blocks of 128) at 8k to 64k 
 so the lists are too: neighbouring queries share fewer keys than a trained model's would.
 
 - "speed_up": flash attention's time over that of a sparse step's attention; "ideal" is the same in multiplications.
+  "flex_speed_up" is that of PyTorch's compiled flex_attention over the same lists (`backend="flex"`), "flex_difference"
+  its largest difference to our kernel.
 - "estimation": what the step that finds the lists takes beyond one flash attention, in flash attentions.
-- "window_ms": a block cache's step, 32 queries over all keys, `select` 0.3, beside PyTorch's choice for full attention.
-- "end_to_end": one transformer layer (its matrix products measured, the rest left out) over T steps of which SparseD's
-  20 % are dense and one finds lists, beside T dense steps: a request's gain, not a step's.
+- "window_speed_up": a block cache's step, 32 queries over all keys, beside PyTorch's choice for full attention.
+- "end_to_end_T": one transformer layer (its matrix products measured, the rest left out) over T steps of which
+  SparseD's 20 % are dense and one finds lists, beside T dense steps: a request's gain, not a step's.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timing import Section, milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -35,19 +37,59 @@ from paradec.kernels.sparsed import (
     QueryTiles,
     block_means,
     generation_block,
+    interpreting,
     select_blocks,
     sparse_attention,
 )
 
-LENGTHS = (8192, 16384, 32768, 65536)
 SHARES = (0.1, 0.3, 0.5)
-HEADS, WIDTH, HIDDEN, INNER, NEW, SIZE = 32, 128, 4096, 12288, 512, 128
+FLEX_SHARE = 0.3
+"""Compiling takes longer than all else; once a length is enough."""
 SKIP, STEPS = 0.2, (128, 1024)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest difference of outputs of size one; bfloat16 keeps 8 bits."""
 MEANS_TOLERANCE = 1e-5
-# rows, heads, key/value heads, positions, head dimension, block
-CHECKED = ((2, 4, 2, 1000, 128, 128), (1, 4, 2, 333, 96, 32), (1, 2, 2, 515, 256, 64))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is; `DRY` goes through the same lines in seconds, on a CPU."""
+
+    # rows, heads, key/value heads, positions, head dimension, block
+    checked: tuple[tuple[int, ...], ...] = (
+        (2, 4, 2, 1000, 128, 128),
+        (1, 4, 2, 333, 96, 32),
+        (1, 2, 2, 515, 256, 64),
+    )
+    lengths: tuple[int, ...] = (8192, 16384, 32768, 65536)
+    heads: int = 32
+    width: int = 128
+    hidden: int = 4096
+    inner: int = 12_288
+    new: int = 512
+    size: int = 128
+    window: int = 32
+    dtype: torch.dtype = torch.bfloat16
+    repeats: int = 5
+
+
+DRY = Scale(
+    checked=((2, 4, 2, 37, 16, 16),),
+    lengths=(96,),
+    heads=2,
+    width=16,
+    hidden=32,
+    inner=48,
+    new=32,
+    size=16,
+    window=8,
+    dtype=torch.float32,
+    repeats=1,
+)
+
+
+def kernel_backend(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" or interpreting() else "torch"
 
 
 def inputs(
@@ -79,17 +121,18 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[dict[str, Any]]:
-    """Every kernel on one shape and dtype."""
+    """Every kernel on one shape and dtype; raises AssertionError where one is too far off."""
     query, key, value, index = inputs(shape, dtype, generator)
     rows, heads, groups, length, width, size = shape
-    device, blocks, backend = query.device, math.ceil(length / size), "triton"
+    device, blocks, backend = query.device, math.ceil(length / size), kernel_backend(query.device)
     lengths = [length, length - length // 3][:rows]
     values = value.double().repeat_interleave(heads // groups, 1)
     scores, results = scores_of(query, key, lengths), []
 
     def compare(name: str, error: float, tolerance: float) -> None:
         record = {"check": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        results.append(record | {"error": error, "tolerance": tolerance, "ok": error <= tolerance})
+        results.append(record | {"error": error, "tolerance": tolerance})
+        assert error <= tolerance, results[-1]
 
     allowed = index.to_mask(blocks).repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, :length, :length]
     for name, lists, visible in (("lists", index, allowed), ("dense", None, torch.ones_like(allowed))):
@@ -128,126 +171,122 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
     return results
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 5) -> float:
-    """Median of so many runs on the device, after two that do not count."""
-    times = []
-    for turn in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        if turn > 1:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+def layer_products(length: int, device: torch.device, scale: Scale) -> Callable[[int], Any]:
+    """The matrix products of one layer besides attention."""
 
+    def weight(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=scale.dtype)
 
-def layer_products(length: int, device: torch.device) -> Callable[[], Any]:
-    """The matrix products of one LLaDA-8B layer besides attention."""
-    hidden = torch.randn(length, HIDDEN, device=device, dtype=torch.bfloat16)
-    square = [torch.randn(HIDDEN, HIDDEN, device=device, dtype=torch.bfloat16) for _ in range(4)]
-    up, gate, down = (torch.randn(*shape, device=device, dtype=torch.bfloat16) for shape in SHAPES_OF_MLP)
+    hidden = weight(length, scale.hidden)
+    square = [weight(scale.hidden, scale.hidden) for _ in range(4)]
+    up, gate, down = (
+        weight(scale.inner, scale.hidden),
+        weight(scale.inner, scale.hidden),
+        weight(scale.hidden, scale.inner),
+    )
 
-    def run() -> None:
-        for weight in square:
-            F.linear(hidden, weight)
+    def run(_: int) -> None:
+        for matrix in square:
+            F.linear(hidden, matrix)
         F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
 
     return run
 
 
-SHAPES_OF_MLP = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
-
-
-def measure(length: int, device: torch.device) -> dict[str, Any]:
-    """Times of one length."""
+def measure(section: Section, length: int, device: torch.device, scale: Scale) -> list[dict[str, Any]]:
+    """Rows of one length, one for each share."""
+    size, backend = scale.size, kernel_backend(device)
     # as projections lay them out: position by position
     query, key, value = (
-        torch.randn(1, length, HEADS, WIDTH, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)
+        torch.randn(1, length, scale.heads, scale.width, device=device, dtype=scale.dtype).transpose(1, 2)
+        for _ in range(3)
     )
     lengths = np.array([length])
-    first = generation_block(lengths, np.array([NEW]), SIZE)
+    first = generation_block(lengths, np.array([scale.new]), size)
 
-    def flash() -> Tensor:
+    def timed(run: Callable[[int], Any]) -> float:
+        return milliseconds(run, device, scale.repeats, 2)
+
+    def flash(_: int) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return F.scaled_dot_product_attention(query, key, value)
 
-    def with_sums() -> tuple[Tensor, Tensor]:
-        return sparse_attention(query, key, value, None, return_logsumexp=True)
+    def with_sums(_: int = 0) -> tuple[Tensor, Tensor]:
+        return sparse_attention(query, key, value, None, return_logsumexp=True, block_size=size, backend=backend)
 
     sums = with_sums()[1]
 
-    def means() -> Tensor:
-        return block_means(query, key, SIZE, first=first, logsumexp=sums)
+    def means(_: int = 0) -> Tensor:
+        return block_means(query, key, size, first=first, logsumexp=sums, backend=backend)
 
     found = means()
-    dense = milliseconds(flash)
-    times = {
-        "flash": dense,
-        "sdpa_default": milliseconds(lambda: F.scaled_dot_product_attention(query, key, value)),
-        "dense_with_sums": milliseconds(with_sums),
-        "means": milliseconds(means),
-        "means_two_passes": milliseconds(lambda: block_means(query, key, SIZE, first=first)),
-        "selection": milliseconds(lambda: select_blocks(found, 0.3, SIZE, lengths=lengths, first=first)),
-        "products": milliseconds(layer_products(length, device)),
-    }
+
+    def lists(share: float, _: int = 0) -> BlockIndex:
+        return select_blocks(found, share, size, lengths=lengths, first=first)
+
+    dense, products = timed(flash), timed(layer_products(length, device, scale))
     # the step that finds the lists takes the place of a dense one
-    extra = times["dense_with_sums"] + times["means"] + times["selection"] - dense
-    shares = []
+    extra = timed(with_sums) + timed(means) + timed(partial(lists, 0.3)) - dense
+    start = (length - scale.new) // size * size
+    tiles = QueryTiles.of(np.arange(start, start + scale.window)[None], None, size, device)
+    few = query[:, :, start : start + scale.window]
+    window = timed(lambda _: F.scaled_dot_product_attention(few, key, value))
+    rows = []
     for share in SHARES:
-        index = select_blocks(found, share, SIZE, lengths=lengths, first=first)
-        density = float(index.count.double().mean()) / math.ceil(length / SIZE)
-        sparse = milliseconds(lambda index=index: sparse_attention(query, key, value, index))
-        record = {"select": share, "density": density, "ms": sparse, "speed_up": dense / sparse, "ideal": 1 / density}
+        index = lists(share)
+
+        def sparse(_: int = 0, index: BlockIndex = index, backend: str = backend) -> Tensor:
+            return sparse_attention(query, key, value, index, backend=backend)
+
+        def part(_: int, index: BlockIndex = index) -> Tensor:
+            return sparse_attention(few, key, value, index, tiles=tiles, backend=backend)
+
+        density = float(index.count.double().mean()) / math.ceil(length / size)
+        each = timed(sparse)
+        row: dict[str, Any] = {
+            "length": length,
+            "select": share,
+            "density": density,
+            "flash_ms": dense,
+            "sparse_ms": each,
+            "speed_up": dense / each,
+            "ideal": 1 / density,
+            "estimation": extra / dense,
+            "window_speed_up": window / timed(part),
+            "list_bytes": index.nbytes,
+        }
         for steps in STEPS:
             full = int(steps * SKIP) + 2
-            together = full * (times["products"] + dense) + extra + (steps - full) * (times["products"] + sparse)
-            record[f"end_to_end_{steps}"] = steps * (times["products"] + dense) / together
-        shares.append(record | {"list_bytes": index.nbytes})
-    # a block cache's step: 32 queries of the answer over all keys
-    index = select_blocks(found, 0.3, SIZE, lengths=lengths, first=first)
-    start = (length - NEW) // SIZE * SIZE
-    tiles = QueryTiles.of(np.arange(start, start + 32)[None], None, SIZE, device)
-    few = query[:, :, start : start + 32]
-    window = {
-        "sdpa_default": milliseconds(lambda: F.scaled_dot_product_attention(few, key, value)),
-        "sparse": milliseconds(lambda: sparse_attention(few, key, value, index, tiles=tiles)),
-    }
-    flops = 4 * HEADS * WIDTH * length**2
-    return {
-        "length": length,
-        "ms": times,
-        "flash_tflops": flops / dense / 1e9,
-        "estimation": extra / dense,
-        "shares": shares,
-        "window_ms": window,
-    }
+            together = full * (products + dense) + extra + (steps - full) * (products + each)
+            row[f"end_to_end_{steps}"] = steps * (products + dense) / together
+
+        def flexed(sparse: Callable[..., Tensor] = sparse) -> dict[str, float]:
+            difference = float((sparse(backend="flex") - sparse()).abs().max())
+            return {
+                "flex_speed_up": dense / timed(lambda i: sparse(i, backend="flex")),
+                "flex_difference": difference,
+            }
+
+        if share == FLEX_SHARE:
+            row |= section.attempt(f"flex_attention at {length}", flexed) or {}
+        rows.append(row)
+    return rows
 
 
-def run(device: torch.device | str = "cuda") -> dict[str, Any]:
-    """Checks, then timings: {"ok", "seed", "checks", "timings", "seconds"}. Nothing is timed where a check fails."""
-    device, begin = torch.device(device), time.perf_counter()
+def run(section: Section, device: torch.device, scale: Scale) -> dict[str, Any]:
+    """Checks, then timings: "checks", "rows" and "seed". Nothing is timed where a check fails."""
     seed = time.time_ns() % 2**31
     generator = torch.Generator(device).manual_seed(seed)
+    checks, rows = [], []
     with torch.inference_mode():
-        checks = [record for shape in CHECKED for dtype in TOLERANCE for record in check(shape, dtype, generator)]
-        ok = all(record["ok"] for record in checks)
-        timings = []
-        if ok:
-            for length in LENGTHS:
-                timings.append(measure(length, device))
-                torch.cuda.empty_cache()
-    return {"ok": ok, "seed": seed, "checks": checks, "timings": timings, "seconds": time.perf_counter() - begin}
-
-
-def main() -> None:
-    if not torch.cuda.is_available():
-        print("benchmarks/gpu_sparsed.py needs an NVIDIA GPU, and torch sees none here", file=sys.stderr)
-        raise SystemExit(2)
-    result = run()
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__} | result, indent=1))
-    raise SystemExit(0 if result["ok"] else 1)
-
-
-if __name__ == "__main__":
-    main()
+        for shape in scale.checked:
+            for dtype in TOLERANCE:
+                what = f"checks of SparseD, {shape}, {dtype}"
+                checks += section.attempt(what, lambda s=shape, d=dtype: check(s, d, generator)) or []
+        if not section.problems:
+            for length in scale.lengths:
+                timings = section.attempt(
+                    f"SparseD at {length}", lambda length=length: measure(section, length, device, scale)
+                )
+                rows += timings or []
+    return section.close(seed=seed, checks=checks, rows=rows)

@@ -7,6 +7,7 @@ traceback is shown instead.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -103,6 +104,17 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; may be repeated.")
 ]
 CacheName = Annotated[str, typer.Option("--cache", help="A name that `paradec caches` lists.")]
+AttentionName = Annotated[
+    str | None, typer.Option("--attention", help="dense, or sparsed for prompts from about 8000 tokens on.")
+]
+AttentionSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attention-set",
+        metavar="NAME=VALUE",
+        help="A setting of the attention (select, skip, block_size, preset=short, ...); may be repeated.",
+    ),
+]
 BlockLength = Annotated[int | None, typer.Option(help="Tokens per block; by default the model's own.")]
 Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole or adaptive.")]
 Steps = Annotated[int | None, typer.Option(help="Steps, for samplers that follow a schedule.")]
@@ -129,6 +141,8 @@ def generate(
     sampler: SamplerName = "threshold",
     set_: Set = None,
     cache: CacheName = "none",
+    attention: AttentionName = None,
+    attention_set: AttentionSet = None,
     blocks: Blocks = None,
     block_length: BlockLength = None,
     steps: Steps = None,
@@ -165,6 +179,8 @@ def generate(
         live=live,
         as_json=as_json,
         cache=cache,
+        attention=attention,
+        attention_settings=attention_set,
         blocks=blocks,
         block_length=block_length,
         steps=steps,
@@ -192,6 +208,8 @@ def infill(
     sampler: SamplerName = "threshold",
     set_: Set = None,
     cache: CacheName = "none",
+    attention: AttentionName = None,
+    attention_set: AttentionSet = None,
     block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")] = None,
     steps: Steps = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to append to the text.")] = 0,
@@ -223,6 +241,8 @@ def infill(
         as_json=as_json,
         mask=mask,
         cache=cache,
+        attention=attention,
+        attention_settings=attention_set,
         block_length=block_length,
         steps=steps,
         max_new_tokens=max_new_tokens,
@@ -239,17 +259,28 @@ def infill(
 def image(
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")],
     model: Annotated[
-        str, typer.Option(help="A folder, a file or a hub id; digits-ar and digits-maskgit are inside the package.")
+        str,
+        typer.Option(
+            help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-maskgit "
+            "and digits-dit are inside the package."
+        ),
     ] = "digits-ar",
     prompt: Annotated[list[str] | None, typer.Option(help="What to show; may be repeated.")] = None,
     class_: Annotated[
-        str | None, typer.Option("--class", metavar="N,N,...", help="Classes, separated by commas; N-M is a range.")
+        str | None,
+        typer.Option("--class", "--class-labels", metavar="N,N,...", help="Classes, by commas; N-M is a range."),
     ] = None,
     sampler: Annotated[
-        str, typer.Option(help="Of the draft-and-verify family; for masked models maskgit, halton, recap, ...")
-    ] = "sjd",
+        str | None,
+        typer.Option(
+            help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, recap, "
+            "...; MAR: mar, recap; diffusion pipelines: taylorseer."
+        ),
+    ] = None,
     set_: Set = None,
-    steps: Annotated[int | None, typer.Option(help="Masked models: forwards planned for a picture.")] = None,
+    interval: Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")] = None,
+    order: Annotated[int | None, typer.Option(help="Of taylorseer: of the expansion.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Solver steps, or forwards planned; not autoregressive.")] = None,
     cache: Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")] = None,
     num_images: Annotated[int, typer.Option("--num-images", "-n", help="Pictures for each prompt or class.")] = 1,
     height: Annotated[int | None, typer.Option(help="In pixels; by default the model's own.")] = None,
@@ -260,9 +291,13 @@ def image(
     top_p: TopP = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 takes all.")] = None,
     seed: Seed = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Diffusion pipelines: the plain run's pictures stand above.")
+    ] = False,
     columns: Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")] = None,
     enlarge: Annotated[int, typer.Option(help="Pixels that a pixel becomes, along each side.")] = 1,
     vq: Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")] = None,
+    vae: Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw which step made which token final, dark to yellow.")
     ] = None,
@@ -270,15 +305,36 @@ def image(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make pictures with an autoregressive or masked image model, several tokens per forward."""
-    from paradec.image_command import ImageJob
+    """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
+    from paradec.image_command import ImageJob, pipeline_index, sampler_for
 
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
+    settings = _settings(set_ or [])
+    for name, value in (("interval", interval), ("order", order)):
+        if value is not None and name in settings:
+            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
+        settings |= {} if value is None else {name: value}
+    _quiet_loading()
+    index = pipeline_index(model)
+    common = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
+    common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
+    tokens = {"cache": cache, "top_p": top_p, "top_k": top_k}
+    if index is not None:
+        from paradec.pipeline_command import PipelineJob
+
+        for name, value in (tokens | {"vq": vq, "vae": vae}).items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
+        work = PipelineJob(job, index, sampler, settings, compare=compare, dtype=dtype, device=device, **common)
+        made = work.run(bars=sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+        typer.echo(json.dumps(work.report(made)) if as_json else work.summary(made))
+        return
+    if compare:
+        raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
     import paradec
 
-    method = paradec.samplers.create(sampler, **_settings(set_ or []))
-    _quiet_loading()
-    options = {} if vq is None else {"vq": vq}
+    method = sampler_for(model, sampler, settings)
+    options = {name: file for name, file in (("vq", vq), ("vae", vae)) if file is not None}
     loaded = paradec.load(model, dtype=dtype, device=device, **options)
     code = 0
     try:
@@ -286,24 +342,15 @@ def image(
             output = paradec.generate_images(
                 loaded,
                 **job.conditions,
+                **common,
+                **tokens,
                 sampler=method,
-                steps=steps,
-                cache=cache,
-                guidance_scale=guidance_scale,
-                height=height,
-                width=width,
-                num_images=num_images,
-                negative_prompt=negative_prompt,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
                 trace=trace is not None,
                 callback=bar.update,
             )
     except paradec.Interrupted as interrupt:
         code, output = 130, interrupt.output
-    job.write(output)
+    job.write(output.images, None if trace is None else output.steps)
     typer.echo(json.dumps(job.report(output, method)) if as_json else job.summary(output))
     raise typer.Exit(code)
 
@@ -324,6 +371,8 @@ def _decode(
     trace: Path | None,
     live: bool,
     as_json: bool,
+    attention: str | None,
+    attention_settings: list[str] | None,
     **request: Any,
 ) -> None:
     """Load the model, run `paradec.generate` or `paradec.infill`, and print the result."""
@@ -338,6 +387,7 @@ def _decode(
     # Settings are checked before the model is loaded, which may take minutes.
     method = paradec.samplers.create(sampler, **values)
     paradec.caches.create(request["cache"])
+    request["attention"] = _attention(attention, attention_settings)
     if request.get("blocks") is not None:
         check_choice("blocks", request["blocks"], POLICIES)
     _quiet_loading()
@@ -364,6 +414,8 @@ def _decode(
         output.trace.to_json(trace)
     if as_json:
         report = _report(output, method, request["cache"], interrupted=code != 0)
+        if output.attention is not None:
+            report["attention"] = dataclasses.asdict(output.attention)
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:
         texts = [output.text] if isinstance(output.text, str) else output.text
@@ -399,6 +451,8 @@ def compare(
         ),
     ] = None,
     cache: Annotated[str, typer.Option(help="A name that `paradec caches` lists.")] = "none",
+    attention: AttentionName = None,
+    attention_set: AttentionSet = None,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     max_new_tokens: Annotated[int | None, typer.Option(help="Length of the canvas after the prompt.")] = None,
@@ -428,6 +482,7 @@ def compare(
     names = _names(samplers)
     evaluation.configurations(names)
     paradec.caches.create(cache)
+    attends = _attention(attention, attention_set)
     if prompts is None:
         questions = evaluation.packaged_questions(_names(tasks), limit)
     else:
@@ -454,6 +509,7 @@ def compare(
                 questions=questions,
                 names=names,
                 cache=cache,
+                attention=attends,
                 batch=batch,
                 seed=seed,
                 max_new_tokens=max_new_tokens,
@@ -711,16 +767,31 @@ class _Bar:
         self.progress.update(self.task, description=what, completed=completed, total=total)
 
 
-def _settings(pairs: Iterable[str]) -> dict[str, Any]:
+def _attention(name: str | None, pairs: list[str] | None) -> Any:
+    """What `paradec.generate` takes as `attention`."""
+    import paradec
+    from paradec.checks import check_choice
+
+    settings = _settings(pairs or [], "--attention-set")
+    if name is not None:
+        check_choice("attention", name, ["dense", *paradec.attention.names()])
+    if name in (None, "dense"):
+        if settings:
+            raise ValueError("--attention-set is for an attention with settings: give --attention sparsed")
+        return name
+    return paradec.attention.create(name, **settings)
+
+
+def _settings(pairs: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """Read `name=value` pairs."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--set takes NAME=VALUE, got {pair!r}")
+            raise ValueError(f"{option} takes NAME=VALUE, got {pair!r}")
         if name in settings:
-            raise ValueError(f"--set gives {name!r} twice")
+            raise ValueError(f"{option} gives {name!r} twice")
         settings[name] = _value(text.strip())
     return settings
 

@@ -9,7 +9,12 @@ uncaptured.
 A row is in one of two phases: it evaluates itself whole (always without a cache; a block's first step with one), or its
 window. A step is of one phase and leaves the rows of the other as they are; so a step that no row needs changes nothing
 and is counted nowhere. The host reads one small tensor every `poll_every` steps to see which phase is needed. Graphs
-are kept per phase, number of rows (powers of two: rows of the phase are gathered) and width of the window.
+are made per phase, number of rows (powers of two: rows of the phase are gathered) and width of the window.
+
+Graphs outlive their request. A step reads nothing of a request but tensors that stay where they are, into which the
+next one is copied, and a `Layout`: all that is fixed while a graph is captured. An `Engine` is made from a layout
+alone, and serves requests of equal layouts only. The model keeps the engines that were used last (`KEPT`,
+`KEPT_SHARE`), until `clear_graphs`.
 
 What a row decodes does not depend on any of this: it takes the same steps as in the plain loop.
 """
@@ -17,6 +22,8 @@ What a row decodes does not depend on any of this: it takes the same steps as in
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.caches.base import Cache
 from paradec.checks import check_bool, check_int
+from paradec.models.facts import ModelFacts
 from paradec.protocol import Query
 from paradec.samplers.dream import DreamSampler
 from paradec.samplers.masked import MaskedSampler, View
 from paradec.samplers.masked_state import MaskedState
+from paradec.samplers.request import Request
 from paradec.samplers.schedules import time_share
 from paradec.samplers.statistics import top_by_rank
 from paradec.samplers.stopping import EndOfText
@@ -42,6 +52,71 @@ CACHES = frozenset(("none", "prefix", "dual"))
 WIDTHS = 64
 """Widths of windows are multiples of this where the cache's window shrinks from block to block, so that graphs serve
 again."""
+COLUMNS = 64
+"""Canvases are padded to a multiple of this, so that requests of other lengths find graphs of theirs. Where all rows
+are just as long, attention needs no mask."""
+KEPT = 4
+"""Engines that a model keeps between requests."""
+KEPT_SHARE = 0.25
+"""The share of the device's memory that the key/value stores of kept engines may take together."""
+MOST_ENDS = 9
+"""More end ids than this have torch.isin sort, and wait for the device."""
+
+
+class NotCapturable(RuntimeError):
+    """A step does something that no CUDA graph can hold. The request's state is as it was."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that is fixed in a captured step; graphs serve every request with an equal one."""
+
+    sampler: MaskedSampler
+    request: Request
+    cache: Cache
+    facts: ModelFacts
+    batch: int
+    columns: int
+    """Positions of the canvas, padding included."""
+    widest: int
+    """Positions of the widest block."""
+    blocks: int
+    """Entries of the table of blocks, per row."""
+    planned: int
+    """Steps of the longest plan of a block."""
+    level: bool
+    """Whether all rows fill the canvas."""
+    stops: bool
+    """Whether rows end at their end token."""
+    suppressed: tuple[int, ...]
+    device: torch.device
+    capture: bool
+
+    @classmethod
+    def of(cls, sampler: MaskedSampler, state: MaskedState, table: np.ndarray, capture: bool) -> Layout:
+        """The layout of a request whose blocks are `table` (see `block_table`)."""
+        exact, widest = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
+        columns = exact
+        if getattr(state.cache, "max_memory", None) is None:  # a bound that may leave no room for padding
+            columns = -(-exact // COLUMNS) * COLUMNS
+            if state.facts.max_length is not None:
+                columns = max(exact, min(columns, state.facts.max_length))
+        return cls(
+            sampler=sampler,
+            request=state.request,
+            cache=state.cache,
+            facts=state.facts,
+            batch=state.batch,
+            columns=columns,
+            widest=widest,
+            blocks=1 << (table.shape[1] - 1).bit_length(),
+            planned=widest if state.steps_per_block is None else int(state.steps_per_block.max()),
+            level=state.level and columns == exact,
+            stops=bool(state.stop_rules),
+            suppressed=() if state.suppressed is None else tuple(state.suppressed.tolist()),
+            device=state.canvas.device,
+            capture=capture,
+        )
 
 
 def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
@@ -68,6 +143,8 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return "rng='reference' draws on the host"
     if state.early_rules or not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
         return "stop rules other than the end token are asked on the host"
+    if state.request.confidence_eos_eot_inf and len(state.ends) > MOST_ENDS:
+        return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MOST_ENDS} are sorted"
     if len({parameter.device for parameter in model.module.parameters()}) > 1:
         return f"{state.facts.name} is spread over several devices"
     return None
@@ -96,13 +173,68 @@ def decode(
         raise ValueError(f"the device-side step cannot serve this request: {reason}")
     if state.commits or int(state.counts.sum()):
         raise ValueError("the device-side step starts a request from its beginning; this state has been stepped")
-    with torch.inference_mode():
-        engine = Engine(sampler, model, state, capture)
-        try:
-            engine.run(poll_every)
-        finally:
-            engine.write_back()
+    with torch.inference_mode(), torch.cuda.device(state.canvas.device) if capture else nullcontext():
+        _decode(sampler, model, state, capture, poll_every)
     return state
+
+
+def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool, poll_every: int) -> None:
+    table = block_table(state)
+    layout, module = Layout.of(sampler, state, table[0], capture), _fingerprint(model)
+    for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
+        del model.engines[key]
+    # taken out while it serves: a request beside this one makes its own
+    engine = model.engines.pop((layout, module), None) or Engine(layout)
+    engine.load(model, state, table)
+    try:
+        engine.run(poll_every)
+    except NotCapturable:
+        raise
+    except BaseException:
+        engine.write_back(state)
+        raise  # and the engine is not kept: its store may hold NaN
+    engine.write_back(state)
+    engine.model = None
+    model.engines[layout, module] = engine
+    _evict(model, layout.device)
+
+
+def _evict(model: Any, device: torch.device) -> None:
+    """Drop the engines that were used longest ago, as far as there are too many."""
+    room = float("inf")
+    if device.type == "cuda":
+        room = KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    while len(model.engines) > KEPT or sum(engine.nbytes for engine in model.engines.values()) > room:
+        del model.engines[next(iter(model.engines))]
+
+
+def clear_graphs(model: Any) -> int:
+    """Free the CUDA graphs that `model` keeps, and the tensors and key/value stores that they work on.
+
+    Graphs made from other weights (moved, converted, exchanged), or from another attention, are never replayed. Call
+    this after a change that shows in neither, such as a hook on a module or an adapter that is switched off.
+
+    Returns:
+        How many sets of graphs there were.
+    """
+    count = len(model.engines)
+    model.engines.clear()
+    return count
+
+
+def _fingerprint(model: Any) -> tuple[Any, ...]:
+    """Where the weights stand, and what else a captured forward has fixed."""
+    module = model.module
+    tensors = (*module.parameters(), *module.buffers())
+    places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
+    return id(module), module.training, module.config._attn_implementation, places
+
+
+def _place(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # quantized weights, which are several tensors
+        return id(tensor)
 
 
 class Engine:
@@ -114,47 +246,85 @@ class Engine:
     Shapes: `B` rows, `L` positions, `W` positions of the widest block, `K` blocks of the row that has most.
     """
 
-    def __init__(self, sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool):
-        self.sampler, self.model, self.state, self.capture = sampler, model, state, capture
-        self.facts, self.request, self.cache = state.facts, state.request, state.cache
-        self.suppressed, self.ends, self.keys, self.store = state.suppressed, state.ends, state.keys, state.store
-        self.batch, self.columns = state.canvas.shape
-        self.device = device = state.canvas.device
-        table, count = block_table(state)
-        self.most = int((table[..., 1] - table[..., 0]).max())
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.sampler, self.facts, self.request, self.cache = layout.sampler, layout.facts, layout.request, layout.cache
+        self.batch, self.columns, self.most = layout.batch, layout.columns, layout.widest
+        self.device = device = layout.device
 
-        def put(array: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.as_tensor(array, device=device).to(dtype, copy=True)
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self.blocks, self.block_count = put(table), put(count)
-        """[B, K, 3]: start, end and undecided positions of each row's blocks that have any; [B]: how many."""
+        self.suppressed = torch.tensor(layout.suppressed, device=device) if layout.suppressed else None
+        self.ends = torch.tensor(self.facts.eos_token_ids, dtype=torch.int64, device=device)
+        self.keys = numbers(self.batch, 2)
+        self.store: Any = None
+        self.blocks = numbers(self.batch, layout.blocks, 3)
+        """[B, K, 3]: start, end and undecided positions of each row's blocks that have any."""
         # one column more takes what is not to be written
-        self.canvas = torch.nn.functional.pad(state.canvas, (0, 1), value=self.facts.fill_token_id)
+        self.canvas = numbers(self.batch, self.columns + 1)
         """[B, L + 1] int64."""
-        self.length, self.asked, self.end = put(state.length), put(state.asked), put(state.end)
-        rules = state.stop_rules
-        # where an end token counts from
-        self.first = put(rules[0].first) if rules and rules[0].first is not None else put(np.zeros(self.batch))
-        self.stopped = torch.zeros(self.batch, dtype=torch.bool, device=device)
-        self.running = self.block_count > 0
-        self.block_index, self.block_step, self.row_step, self.decided = (put(np.zeros(self.batch)) for _ in range(4))
-        self.block_start, self.block_end, self.masks_at_open = (self.blocks[:, 0, i].clone() for i in range(3))
-        self.steps_per_block = None if state.steps_per_block is None else put(state.steps_per_block)
-        self.counts = put(np.zeros((4, self.batch)))
+        self._given = numbers(6, self.batch)
+        # [B] each: blocks, positions, what was asked for, end, where an end token counts from, planned steps
+        self.block_count, self.length, self.asked, self.end, self.first, steps = self._given
+        self.steps_per_block = None if self.request.steps is None else steps
+        self.counts = numbers(4, self.batch)
         """[4, B]: as `State.counts`."""
-        self.failed = put(np.full(self.batch, -1))
+        self._progress = numbers(8, self.batch)
+        (
+            self.block_index,
+            self.block_step,
+            self.row_step,
+            self.decided,
+            self.block_start,
+            self.block_end,
+            self.masks_at_open,
+            self.remaining,
+        ) = self._progress
+        self.failed = numbers(self.batch)
         """[B]: the step at which a row's logits were not finite; -1 while they were."""
-        self.stuck = torch.zeros(self.batch, dtype=torch.bool, device=device)
-        """[B] bool: rows of which a step committed nothing where it must."""
+        self.stopped, self.running, self.stuck = torch.zeros((3, self.batch), dtype=torch.bool, device=device)
+        """[B] bool each; `stuck`: rows of which a step committed nothing where it must."""
         self.live = torch.ones((), dtype=torch.bool, device=device)
         """False makes every step one that no row needs: graphs are warmed up and captured so."""
-        self.flags = torch.zeros(4, dtype=torch.int64, device=device)
-        self.remaining = torch.zeros(self.batch, dtype=torch.int64, device=device)
-        self.shares = self._time_shares() if isinstance(sampler, DreamSampler) else None
+        self.flags = numbers(4)
+        self.shares = self._time_shares() if isinstance(self.sampler, DreamSampler) else None
         self.window: Any = None
-        self.graphs: dict[tuple[str, int, int], Any] = {}
+        self.generator = None
+        self.model: Any = None
+        """While a request is served."""
+        self.graphs: dict[tuple[str, int, int], Callable[[], None]] = {}
         self.pool: Any = None
+        self.stream: Any = None
         self._made: dict[Any, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the key/value store."""
+        return 0 if self.store is None else self.store.nbytes
+
+    def load(self, model: Any, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
+        """Copy a request into the tensors. table: its `block_table`."""
+        self.model, (blocks, count) = model, table
+        if self.cache.uses_store:
+            if self.store is None:
+                self.store = model.make_store(self.batch, self.columns, self.cache.store_dtype)
+            self.store.token_at_write.fill_(-1)  # what it holds is another request's
+        exact, rules = state.canvas.shape[1], state.stop_rules
+        self.canvas.fill_(self.facts.fill_token_id)[:, :exact].copy_(state.canvas)
+        self.keys.copy_(state.keys)
+        self.blocks.zero_()[:, : blocks.shape[1]].copy_(torch.as_tensor(blocks))
+        none = np.zeros(self.batch, np.int64)
+        first = rules[0].first if rules and rules[0].first is not None else none
+        steps = none if state.steps_per_block is None else state.steps_per_block
+        self._given.copy_(torch.as_tensor(np.stack((count, state.length, state.asked, state.end, first, steps))))
+        for tensor in (self.counts, self._progress, self.stopped, self.stuck):
+            tensor.zero_()
+        for at, tensor in enumerate((self.block_start, self.block_end, self.masks_at_open)):
+            tensor.copy_(self.blocks[:, 0, at])
+        self.failed.fill_(-1)
+        self.live.fill_(True)
+        torch.gt(self.block_count, 0, out=self.running)
         self._note_flags()
 
     # ---- on the host ------------------------------------------------------------------------------------------------
@@ -187,30 +357,15 @@ class Engine:
         return min(-(-widest // WIDTHS) * WIDTHS, self.columns)
 
     def _play(self, kind: str, rows: int, width: int) -> None:
-        if not self.capture:
+        if not self.layout.capture:
             self.step(kind, rows, width)
             return
         key = (kind, rows, width)
         if key not in self.graphs:
-            self.graphs[key] = self._captured(*key)
-        self.graphs[key].replay()
-
-    def _captured(self, kind: str, rows: int, width: int) -> Any:
-        """A CUDA graph of one step. Nothing changes meanwhile."""
-        self.live.fill_(False)
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):  # what libraries set up, and compile, at first use
-                self.step(kind, rows, width)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self.step(kind, rows, width)
-        self.live.fill_(True)
-        return graph
+            self.live.fill_(False)  # nothing changes meanwhile
+            self.graphs[key] = captured(self, lambda: self.step(*key))
+            self.live.fill_(True)
+        self.graphs[key]()
 
     def _complain(self) -> None:
         failed = self.failed.tolist()
@@ -219,10 +374,9 @@ class Engine:
                 raise FloatingPointError(f"the model returned NaN or infinite logits for row {row} at its step {step}")
         raise RuntimeError(f"sampler {self.sampler.name!r} committed nothing for row {self.stuck.tolist().index(True)}")
 
-    def write_back(self) -> None:
+    def write_back(self, state: MaskedState) -> None:
         """Give the request's state what was decoded, finished or not."""
-        state = self.state
-        state.canvas.copy_(self.canvas[:, : self.columns])
+        state.canvas.copy_(self.canvas[:, : state.canvas.shape[1]])
         flags = (self.stopped.long(), self.running.long())
         host = torch.stack((self.end, self.row_step, self.decided, *flags)).cpu().numpy()
         state.end[:], state.row_step[:], state.decided[:], state.stopped[:] = host[0], host[1], host[2], host[3] > 0
@@ -230,6 +384,8 @@ class Engine:
         state.add_counts(self.counts.cpu().numpy())
         state.finish(np.flatnonzero(host[4] == 0))
         state.open_blocks(np.empty(0, np.int64))  # makes the window of the rows that are left
+        if self.store is not None:
+            state.store.peak_bytes = self.store.nbytes
 
     # ---- what samplers and caches read ------------------------------------------------------------------------------
 
@@ -245,7 +401,7 @@ class Engine:
 
     def _time_shares(self) -> Tensor:
         """[P + 1, P] float32: `time_share` for each number of planned steps and each step before the last."""
-        steps = self.most if self.steps_per_block is None else int(self.steps_per_block.max())
+        steps = self.layout.planned
         planned, step = np.divmod(np.arange((steps + 1) * steps), steps)
         share = time_share(step, planned, self.sampler.eps).reshape(steps + 1, steps)
         return torch.as_tensor(share, device=self.device)
@@ -291,7 +447,7 @@ class Engine:
             memory={},
             updates={},
             current=current,
-            editable=None,
+            editable=torch.zeros_like(undecided),
             top=top_by_rank,
             draw=lambda: sampler._position_noise(self, None),
             choose=lambda weights, number: sampler._choose(self, weights, number, None),
@@ -313,7 +469,7 @@ class Engine:
         self.canvas.view(-1).scatter_(0, flat.view(-1), written.view(-1))
         self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
         self._count(kind, rows, active, evaluated)
-        ended = self._end_rows(rows, active, window, valid, written) if self.state.stop_rules else None
+        ended = self._end_rows(rows, active, window, valid, written) if self.layout.stops else None
         full = active & ~((written == self.facts.mask_token_id) & valid).any(1)
         self._open_blocks(rows, full, ended, failed | stuck)
         self._note_flags()
@@ -345,7 +501,7 @@ class Engine:
             tokens=self.canvas[rows].gather(1, positions),
             positions=positions,
             wanted=wanted.clamp(0, width - 1),
-            valid=None if self.state.level and self.store is None else inside,
+            valid=None if self.layout.level and self.store is None else inside,
             index=torch.arange(len(rows), device=self.device),
             kind=kind,
         )
@@ -355,7 +511,8 @@ class Engine:
             query.reach = self.columns
             if len(rows) == self.batch:  # then the rows are all rows in order, and the host knows it
                 query.store_index = np.arange(self.batch)
-                query.forwarded = self.state.length
+                # every request begins with such a step; where rows are as long as the canvas it fills every slot
+                query.forwarded = np.full(self.batch, self.columns if self.layout.level else 0)
         return query, stop - first
 
     def _count(self, kind: str, rows: Tensor, active: Tensor, evaluated: Tensor) -> None:
@@ -367,7 +524,9 @@ class Engine:
 
     def _end_rows(self, rows: Tensor, active: Tensor, window: Any, valid: Tensor, written: Tensor) -> Tensor:
         """End the rows that `EndOfText` ends: [n] bool. written: [n, W], the window after the write."""
-        is_end = torch.isin(written, self.ends) & valid & (window.positions >= self.first[rows].unsqueeze(1))
+        is_end = (
+            (written.unsqueeze(-1) == self.ends).any(-1) & valid & (window.positions >= self.first[rows].unsqueeze(1))
+        )
         column = (is_end | (written == self.facts.mask_token_id)).int().argmax(1, keepdim=True)  # the first of either
         ended = is_end.gather(1, column).squeeze(1) & active
         limit = window.positions.gather(1, column).squeeze(1) + 1
@@ -403,6 +562,34 @@ class Engine:
             widest = torch.where(self.running, stop.minimum(self.length) - (first - self.facts.shift).clamp(min=0), 0)
         wrong = (self.failed >= 0).any() | self.stuck.any()
         self.flags.copy_(torch.stack((whole.sum(), part.sum(), widest.max(), wrong.long())))
+
+
+def captured(engine: Engine, step: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph of one step, ready to be replayed.
+
+    Raises:
+        NotCapturable: the step waits for the device, or does what no graph can hold.
+    """
+    device = engine.device
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    if engine.pool is None:
+        # graphs of one engine never run side by side and leave nothing behind for each other: they share memory, which
+        # takes one stream; another than that of the warm-up, so that cuBLAS puts its workspace there as well
+        engine.pool, engine.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for _ in range(2):  # what libraries set up, and compile, at first use
+            step()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # what other threads do on the device is no business of the capture
+        with torch.cuda.graph(graph, pool=engine.pool, stream=engine.stream, capture_error_mode="thread_local"):
+            step()
+    except RuntimeError as error:
+        torch.cuda.set_stream(current)  # a capture that breaks off leaves its own
+        raise NotCapturable(f"a step of {engine.facts.name} cannot be captured: {error}") from error
+    return graph.replay
 
 
 def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:

@@ -141,7 +141,7 @@ def generate(
         max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold
             masks.
         temperature, top_p, top_k, guidance_scale, logits_eos_inf, confidence_eos_eot_inf, suppress_tokens: see
-            `paradec.samplers.masked.Request`.
+            `paradec.samplers.request.Request`.
         seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
             neighbours.
         generator: a torch.Generator instead of a seed.
@@ -160,7 +160,9 @@ def generate(
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
         compile: on CUDA, take whole steps on the device and replay them as CUDA graphs (`paradec.engine`): the same
-            tokens without the launches. A request that cannot be served so is decoded as usual, with one warning.
+            tokens without the launches. The model keeps the graphs for requests of the same kind, until
+            `paradec.engine.clear_graphs(model)`. A request that cannot be served so is decoded as usual, with one
+            warning.
 
     Returns:
         An `Output`.
@@ -172,7 +174,7 @@ def generate(
     """
     check_model(model)
     check_source(prompt, input_ids)
-    method = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(method, Sampler):
         raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
     if method.family not in ("masked", "draft_verify"):
@@ -200,7 +202,7 @@ def generate(
         prompts = prompts.repeated(num_return_sequences)
     if streamer is not None:
         check_streamer(streamer, len(prompts.rows))
-    state = method.start(
+    state: Any = method.start(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
@@ -326,10 +328,18 @@ def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: A
     for name, given in (("a callback", callback), ("a streamer", streamer), ("a trace", state.trace)):
         if reason is None and given is not None:
             reason = f"{name} looks at every step"
-    if reason is None:
-        return lambda method, model, state, _: engine.decode(method, model, state)
-    warnings.warn(f"compile=True has no effect: {reason}", stacklevel=3)
-    return decode
+    if reason is not None:
+        warnings.warn(f"compile=True has no effect: {reason}", stacklevel=3)
+        return decode
+
+    def on_the_device(method: Any, model: Any, state: Any, after_commit: Any) -> None:
+        try:
+            engine.decode(method, model, state)
+        except engine.NotCapturable as error:
+            warnings.warn(f"compile=True has no effect: {error}", stacklevel=4)
+            decode(method, model, state, after_commit)
+
+    return on_the_device
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:

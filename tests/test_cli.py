@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -68,6 +69,51 @@ def test_json_holds_what_the_output_holds() -> None:
         "cache": "none",
         "interrupted": False,
     }
+
+
+SPARSE = ("--attention", "sparsed", "--attention-set", "select=0.2", "--attention-set", "block-size=4")
+
+
+def test_attention_and_its_settings() -> None:
+    request = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 8}
+    flags = ("--sampler", "low_confidence", "--max-new-tokens", 8)
+    data = report(PROMPT, *flags, "--block-length", 8, *SPARSE, "--attention-set", "dense-steps=1")
+    chosen = paradec.SparseD(select=0.2, block_size=4, dense_steps=1)
+    expected = paradec.generate(paradec.load(), PROMPT, attention=chosen, **request)
+    assert data["text"] == expected.text and data["nfe"] == expected.nfe
+    assert data["attention"] == dataclasses.asdict(expected.attention)
+    assert data["attention"]["sparse_calls"][0] > 0 and data["attention"]["density"][0] < 1
+    assert "attention" not in report(PROMPT, *flags, "--attention", "dense")
+    short = report(PROMPT, *flags, "--attention", "sparsed", "--attention-set", "preset=short")
+    assert short["attention"]["attention"] == "sparsed"
+    filled = json.loads(ok("infill", "Sort : <mask> fig", "--json", *SPARSE))
+    assert filled["attention"]["pattern_calls"] is not None
+
+
+def test_compare_takes_an_attention(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    flags = ("--samplers", "threshold", "--tasks", "copy", "--limit", 1, "--max-new-tokens", 8, "--json")
+    data = json.loads(ok("compare", *flags, *SPARSE, "--out", out))
+    assert data["setup"]["attention"] == paradec.SparseD(select=0.2, block_size=4).to_dict()
+    result = run("compare", *flags, "--out", out, "--resume")
+    assert result.exit_code == 2 and "attention" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--attention", "sparse"), "unknown attention: 'sparse' (did you mean 'sparsed'?)"),
+        (("--attention-set", "select=0.3"), "give --attention sparsed"),
+        (("--attention", "dense", "--attention-set", "select=0.3"), "give --attention sparsed"),
+        (("--attention", "sparsed", "--attention-set", "select"), "--attention-set takes NAME=VALUE, got 'select'"),
+        (("--attention", "sparsed", "--attention-set", "select=2"), "select=2 must be a number in (0, 1]"),
+        (("--attention", "sparsed", "--attention-set", "blocks=2"), "blocks"),
+    ],
+)
+def test_bad_attention_is_one_line(flags: tuple[str, ...], message: str) -> None:
+    for command in (("generate", PROMPT), ("compare",)):
+        result = run(*command, *flags)
+        assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_prompt_from_standard_input() -> None:

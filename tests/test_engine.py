@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from tiny_models import END, MASK, tiny
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import import_utils
 
 import paradec
-from paradec import engine, samplers
+from paradec import caches, engine, samplers
+from paradec.caches import store
 from paradec.generate import _device_loop
+from paradec.kernels import token_stats as statistics
 from paradec.models.adapter import Model
 from paradec.protocol import decode
 from paradec.samplers.masked_state import MaskedState
@@ -20,6 +30,13 @@ HOLES = [[1, MASK, 3, MASK, MASK, 6, 7, 8, 9, MASK, 11], [5, 6, MASK, 8]]
 MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
 
 
+@pytest.fixture(autouse=True)
+def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding to 64 positions would be most of what these models compute."""
+    monkeypatch.setattr(engine, "COLUMNS", 16)
+    monkeypatch.setattr(engine, "WIDTHS", 16)
+
+
 def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request) -> tuple[object, MaskedState]:
     settings = request.pop("settings", {})
     method = samplers.create(sampler, **settings)
@@ -27,12 +44,24 @@ def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request)
     return method, method.start(model, prompt, **request)
 
 
-def assert_same(model: Model, sampler: str, *, poll_every: int = 1, **request) -> MaskedState:
+def loaded(method: Any, model: Model, state: MaskedState) -> engine.Engine:
+    """An engine that holds the request of `state`."""
+    table = engine.block_table(state)
+    made = engine.Engine(engine.Layout.of(method, state, table[0], capture=False))
+    made.load(model, state, table)
+    return made
+
+
+def assert_same(model: Model, sampler: str, *, poll_every: int = 1, capture: bool = False, **request) -> MaskedState:
     """Decode both ways, and compare everything that an output is made of."""
     method, plain = start(sampler, model, **request)
     decode(method, model, plain)
     method, ours = start(sampler, model, **request)
-    engine.decode(method, model, ours, capture=False, poll_every=poll_every)
+    if capture:
+        with torch.inference_mode():
+            engine._decode(method, model, ours, True, poll_every)
+    else:
+        engine.decode(method, model, ours, capture=False, poll_every=poll_every)
     assert torch.equal(ours.canvas, plain.canvas)
     np.testing.assert_array_equal(ours.counts, plain.counts)
     for name in ("end", "stopped", "running", "decided", "row_step"):
@@ -92,82 +121,340 @@ def test_a_step_that_no_row_needs_changes_nothing() -> None:
     model = MODELS["same"]
     method, state = start("threshold", model, cache="dual")
     with torch.inference_mode():
-        device = engine.Engine(method, model, state, capture=False)
-        device.step("full", 3, state.canvas.shape[1])
+        device = loaded(method, model, state)
+        device.step("full", 3, device.columns)
         kept = ("canvas", "counts", "row_step", "block_step", "block_index", "running", "end", "flags")
         before = {name: getattr(device, name).clone() for name in kept}
-        stored = [layer[:, :-1].clone() for layer in state.store.layer_keys.values()]
-        written = state.store.token_at_write.clone()
-        device.step("full", 3, state.canvas.shape[1])  # all rows are inside their block now
+        stored = [layer[:, :-1].clone() for layer in device.store.layer_keys.values()]
+        written = device.store.token_at_write.clone()
+        device.step("full", 3, device.columns)  # all rows are inside their block now
         device.live.fill_(False)  # as while a graph is captured
         device.step("window", 3, 4)
-    columns = state.canvas.shape[1]
+    columns = device.columns
     assert torch.equal(device.canvas[:, :columns], before["canvas"][:, :columns])
     assert all(torch.equal(getattr(device, name), value) for name, value in before.items() if name != "canvas")
-    assert torch.equal(state.store.token_at_write, written)
-    kept_keys = [layer[:, :-1] for layer in state.store.layer_keys.values()]
+    assert torch.equal(device.store.token_at_write, written)
+    kept_keys = [layer[:, :-1] for layer in device.store.layer_keys.values()]
     assert all(torch.equal(a, b) for a, b in zip(kept_keys, stored, strict=True))
 
 
 def test_rows_of_one_phase_leave_the_others_alone() -> None:
     model = MODELS["same"]
     method, state = start("low_confidence", model, cache="dual")
-    columns = state.canvas.shape[1]
     with torch.inference_mode():
-        device = engine.Engine(method, model, state, capture=False)
-        device.step("full", 3, state.canvas.shape[1])
+        device = loaded(method, model, state)
+        columns = device.columns
+        device.step("full", 3, columns)
         device.block_step[1] = 0  # one row opens a block
-        before, written = device.canvas.clone(), state.store.token_at_write.clone()
-        keys = {layer: kept.clone() for layer, kept in state.store.layer_keys.items()}
+        before, written = device.canvas.clone(), device.store.token_at_write.clone()
+        keys = {layer: kept.clone() for layer, kept in device.store.layer_keys.items()}
         device.step("window", 3, 4)
-        after = state.store.layer_keys
+        after = device.store.layer_keys
         assert all(torch.equal(after[layer][1, :columns], kept[1, :columns]) for layer, kept in keys.items())
         assert not torch.equal(after[1][0], keys[1][0])
         device.step("window", 2, 4)  # as a call of these rows alone
     assert device.row_step.tolist() == [3, 1, 3]
     assert torch.equal(device.canvas[1, :columns], before[1, :columns])
-    assert torch.equal(state.store.token_at_write[1], written[1])
+    assert torch.equal(device.store.token_at_write[1], written[1])
     assert not torch.equal(device.canvas[0, :columns], before[0, :columns])
 
 
-def only_tensors(given: object, **_: object) -> torch.Tensor:
-    assert isinstance(given, torch.Tensor), f"{type(given).__name__} would be copied to the device"
-    return given
+# ---- from one request to the next ---------------------------------------------------------------------------------
+
+OTHERS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
+LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 2), (11, 7))]
+"""Two batches that fill 32 columns, with 24 new tokens."""
 
 
-class Capturable(TorchDispatchMode):
-    """Refuse what a CUDA graph cannot hold: values that the host waits for, and shapes that depend on them."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        assert name not in self.REFUSED and not name.startswith("_unique"), f"{name} waits for the device"
-        return function(*args, **(kwargs or {}))
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
+    """Other prompts, lengths and seeds; in between another temperature, and a request of which a part runs."""
+    model = tiny(2, prediction="shifted")
+    request = {"cache": cache, "temperature": 0.6}
+    assert_same(model, "threshold", **request)
+    ((key, first),) = model.engines.items()
+    assert_same(model, "threshold", prompt=OTHERS, seed=7, **request)
+    assert list(model.engines.items()) == [(key, first)] and first.model is None
+    assert_same(model, "threshold", prompt=OTHERS, cache=cache, temperature=0.3)
+    assert len(model.engines) == 2 and key[0].request.temperature == 0.6
+    method, state = start("threshold", model, **request)
+    taken = model.engines.pop(key)  # as while a request runs beside this one
+    engine.decode(method, model, state, capture=False)
+    assert model.engines[key] is not taken
+    assert engine.clear_graphs(model) == 2 and not model.engines
+    assert_same(model, "threshold", **request)
 
 
 @pytest.mark.parametrize(
-    ("sampler", "cache"),
-    [(name, "dual") for name in sorted(engine.SAMPLERS)] + [("threshold", "none"), ("entropy", "prefix")],
+    "change",
+    [
+        {"settings": {"threshold": 0.5}},
+        {"sampler": "factor"},
+        {"cache": "prefix"},
+        {"top_p": 0.8},
+        {"suppress_tokens": (3,)},
+        {"block_length": 6},
+        {"eos_early_stop": False},
+        {"prompt": [[1] * 30, [2], [3]]},
+        {"prompt": ROWS[:2]},
+    ],
 )
-def test_a_step_waits_for_nothing(sampler: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = MODELS["shifted"]
-    method, state = start(sampler, model, cache=cache, temperature=0.5)
+def test_what_a_graph_holds_is_its_layout(change: dict) -> None:
+    model = MODELS["same"]
+    request = {"sampler": "threshold", "cache": "dual"}
+    layouts = []
+    for given in (request, request | {"seed": 5, "prompt": OTHERS}, request | change):
+        name = given.pop("sampler")
+        method, state = start(name, model, **given)
+        layouts.append(engine.Layout.of(method, state, engine.block_table(state)[0], capture=False))
+        assert hash(layouts[-1]) is not None
+    assert layouts[0] == layouts[1] != layouts[2]
+
+
+def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
+    model = tiny(1)
+    for length in (3, 4, 5, 6, 3, 7):
+        assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=length)
+    assert [layout.widest for layout, _ in model.engines] == [5, 6, 3, 7]  # 4 was used longest ago
+    assert len(model.engines) == engine.KEPT
+    model.module.float().double()  # numbers that stand elsewhere
+    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=3)
+    assert len(model.engines) == 1
+    model.unwrap()
+    assert not model.engines
+
+
+def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(1)
+
+    def check_memory(needed: int, device: Any, limit: int | None, what: str) -> None:
+        if model.engines or limit is not None and needed > limit:
+            raise ValueError(f"{what} would take too much")
+
+    assert_same(model, "threshold", cache="dual")
+    bounded = {"cache": caches.create("dual", max_memory=10)}
+    with pytest.raises(ValueError, match="max_memory"):
+        start("threshold", model, **bounded)
+    assert len(model.engines) == 1  # it would not fit without them
+    monkeypatch.setattr(store, "check_memory", check_memory)
+    start("threshold", model, cache="dual")
+    assert not model.engines
+    # a bound that the user set holds for the padded canvas as well: it is not padded then
+    method, state = start("threshold", model, cache=caches.create("dual", max_memory=10**9))
+    assert loaded(method, model, state).columns == state.canvas.shape[1]
+    method, state = start("threshold", model, cache="dual")
+    assert loaded(method, model, state).columns == 32 > state.canvas.shape[1]
+
+
+def test_an_engine_that_saw_bad_logits_is_not_kept() -> None:
+    model = tiny(1)
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight[14] = torch.nan
+    method, state = start("threshold", model, cache="dual")
+    with pytest.raises(FloatingPointError):
+        engine.decode(method, model, state, capture=False)
+    assert not model.engines
+    assert_same(model, "threshold", prompt=[[1], [2, 3], [4]], cache="dual")
+
+
+class Tape(TorchDispatchMode):
+    """Writes operations down as a CUDA graph does: numbers, shapes and tensors stay what they were. Where a step went
+    by anything else that changes, playing it again shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def play(self) -> None:
+        made: dict[int, Tensor] = {}
+
+        def this_time(tensor: Tensor) -> Tensor:
+            return made.get(id(tensor), tensor)
+
+        for function, args, kwargs, before in self.calls:
+            args, kwargs = tree_map_only(Tensor, this_time, (args, kwargs))
+            now = function(*args, **kwargs)
+            pairs = zip(tree_leaves(before), tree_leaves(now), strict=True)
+            made |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "request_", "prompts"),
+    [
+        ("threshold", {"cache": "dual", "temperature": 0.5}, (ROWS, OTHERS, ROWS)),
+        ("low_confidence", {"cache": "prefix", "steps": 6}, (ROWS, OTHERS)),
+        ("entropy", {"cache": "none", "settings": {"alg_temp": 0.4}, "temperature": 0.5}, (ROWS, OTHERS)),
+        ("random", {"cache": "dual", "max_new_tokens": 24, "block_length": 8, "steps": 9}, LEVEL),
+        ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, LEVEL),
+    ],
+)
+def test_steps_that_are_played_again_are_steps(
+    sampler: str, request_: dict, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tapes = tiny(2, prediction="shifted"), []
+
+    def captured(device: engine.Engine, step: Any) -> Any:
+        assert not device.live
+        step()  # what is made at first use stays
+        with Tape() as tape:
+            step()
+        tapes.append(tape)
+        return tape.play
+
+    monkeypatch.setattr(engine, "captured", captured)
+    # on the CPU some operations are numpy's, which no tape sees
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
+    known = set()
+    for number, prompt in enumerate(prompts):
+        assert_same(model, sampler, capture=True, prompt=prompt, seed=number, **request_)
+        (device,) = model.engines.values()
+        assert len(tapes) == len(device.graphs)
+        if number:  # a phase that the first request had is not captured again
+            assert known & set(device.graphs) and len(tapes) < 2 * len(known) + number
+        known |= set(device.graphs)
+    assert device.layout.level == (prompts is LEVEL)
+
+
+# ---- that a graph can hold it -------------------------------------------------------------------------------------
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
+
+
+class OnTheDevice(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: values that the host waits for, shapes that depend on them, and anything
+    from or to the host but a number that an operation takes along. "The device" is meta: tensors there have shapes
+    and no values, so that what is read of one fails as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in WAITS and not name.startswith("_unique"), f"{name} waits for the device"
+        if name in ("index", "index_put_", "index_put"):
+            dtypes = {at.dtype for at in args[1] if at is not None}
+            assert dtypes == {torch.int64}, f"{name} by {dtypes} waits for the device"
+        result = function(*args, **(kwargs or {}))
+        self.operations.add(name)
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and (tensor.dim() or name in ("_to_copy", "copy_")):
+                assert tensor.is_meta, f"{name} of {tuple(tensor.shape)} meets the host"
+        return result
+
+
+class NothingNew(TorchFunctionMode):
+    """Refuses tensors made of numbers and arrays, which are copied to the device unseen."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.tensor, torch.as_tensor, torch.from_numpy):
+            assert isinstance(args[0], Tensor), f"{type(args[0]).__name__} is copied to the device"
+        return function(*args, **(kwargs or {}))
+
+
+def steps_without_values(
+    sampler: str, cache: str, prediction: str, vocabulary: int = 41, prompt: Any = ROWS, **request: Any
+) -> OnTheDevice:
+    """Take every kind of step on the meta device, all operations watched."""
+    method, state = start(sampler, MODELS[prediction], prompt, cache=cache, **request)
+    layout = engine.Layout.of(method, state, engine.block_table(state)[0], capture=True)
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    made, config = (LlamaForCausalLM, LlamaConfig) if prediction == "same" else (Qwen2ForCausalLM, Qwen2Config)
+    with torch.device("meta"):
+        module = made(config(**sizes)).half()
+    facts = state.facts
+    model = paradec.wrap(
+        module,
+        mask_token_id=facts.mask_token_id,
+        eos_token_id=facts.eos_token_ids,
+        prediction=prediction,
+        topology="bidirectional",
+    )
     with torch.inference_mode():
-        device = engine.Engine(method, model, state, capture=False)
-        columns = state.canvas.shape[1]
-        device.step("full", 3, columns)  # the store is allocated once
-        as_tensor = torch.as_tensor
-        # nor may anything come from the host
-        monkeypatch.setattr(torch, "as_tensor", lambda given, **kw: as_tensor(only_tensors(given), **kw))
-        monkeypatch.setattr(torch, "tensor", only_tensors)
-        monkeypatch.setattr(torch, "from_numpy", only_tensors)
-        with Capturable():
-            device.step("full", 3, columns)
-            device.step("full", 2, columns)
-            if cache != "none":
-                device.step("window", 3, columns)
-                device.step("window", 1, columns)
+        device = engine.Engine(dataclasses.replace(layout, device=torch.device("meta")))
+        device.model = model
+        if device.cache.uses_store:
+            device.store = model.make_store(device.batch, device.columns)
+        device.step("full", device.batch, device.columns)  # the store is allocated once, before any capture
+        with NothingNew(), OnTheDevice() as watched:
+            device.step("full", device.batch, device.columns)
+            device.step("full", 1, device.columns)
+            if device.cache.uses_store:
+                device.step("window", device.batch, device.columns)
+                device.step("window", 1, device._width(device.most))
+    return watched
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks whether a padded call is one of packed sequences, except while a graph is captured."""
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize(
+    ("sampler", "cache", "request_"),
+    [(name, "dual", {"temperature": 0.5, "steps": 6}) for name in sorted(engine.SAMPLERS)]
+    + [
+        ("threshold", "none", {"prompt": LEVEL[0], "max_new_tokens": 24}),
+        ("entropy", "prefix", {"steps": 9, "top_p": 0.9, "settings": {"alg_temp": 0.3}, "temperature": 0.5}),
+        ("low_confidence", "dual", {"prompt": LEVEL[0], "max_new_tokens": 24, "steps": 12, "suppress_tokens": (3,)}),
+        ("maskgit_plus", "none", {"confidence_eos_eot_inf": True, "top_k": 5, "temperature": 0.5}),
+        ("factor", "prefix", {"eos_early_stop": False}),
+    ],
+)
+def test_a_step_waits_for_nothing(sampler: str, cache: str, request_: dict) -> None:
+    watched = steps_without_values(sampler, cache, "same" if cache == "prefix" else "shifted", **request_)
+    assert {"embedding", "index", "index_copy_", "scatter_"} <= watched.operations
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("path", ["chunked", "triton"])
+def test_nor_do_large_vocabularies(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics that serve them; kernels are not launched, but all that stands around them is done."""
+    launched = []
+    monkeypatch.setattr(statistics, "path_for", lambda logits, fields=None: path)
+    monkeypatch.setattr(statistics, "_programs", lambda device: 528)
+    if path == "triton":
+        pytest.importorskip("triton")
+        statistics._triton()
+        for name in ("_partial_kernel", "_finish_kernel"):
+            launches = type("Launches", (), {"__getitem__": lambda self, grid: lambda *a, **k: launched.append(grid)})
+            monkeypatch.setattr(statistics, name, launches())
+    for sampler in ("threshold", "entropy"):
+        steps_without_values(sampler, "dual", "same", 9000, temperature=0.5)
+    assert bool(launched) == (path == "triton")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.cpu(),
+        lambda x: x + torch.as_tensor(np.arange(3), device=x.device),
+        lambda x: torch.tensor(3.0, device=x.device) + x,
+        lambda x: x + torch.zeros(3),
+    ],
+)
+def test_what_waits_is_noticed(wrong: Any) -> None:
+    x = torch.zeros(3, device="meta")
+    with NothingNew(), OnTheDevice(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        wrong(x)
 
 
 def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
@@ -245,6 +532,28 @@ def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callb
     assert _device_loop(method, MODELS["same"], state, None, None) is not decode
 
 
+def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the second graph, after the first one ran, leaves the request as it was."""
+    model = tiny(1)
+    seen = []
+
+    def captured(device: engine.Engine, step: Any) -> Any:
+        if seen:
+            raise engine.NotCapturable("a step of LlamaForCausalLM cannot be captured: it waits")
+        seen.append(step)
+        return step
+
+    monkeypatch.setattr(engine, "captured", captured)
+    monkeypatch.setattr(engine, "decode", lambda method, model, state: engine._decode(method, model, state, True, 1))
+    method, plain = start("threshold", model, cache="dual")
+    decode(method, model, plain)
+    method, state = start("threshold", model, cache="dual")
+    with torch.inference_mode(), pytest.warns(UserWarning, match="no effect: a step .* it waits") as caught:
+        _device_loop(method, model, state, None, None)(method, model, state, None)
+    assert len(caught) == 1 and not model.engines
+    assert torch.equal(state.canvas, plain.canvas) and (state.counts == plain.counts).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
@@ -255,5 +564,7 @@ def test_captured_steps_equal_the_plain_loop(sampler: str, cache: str) -> None:
         model.module.to("cuda")
         arguments = {"input_ids": ROWS, "sampler": sampler, "cache": cache, "max_new_tokens": 12, "block_length": 4}
         plain = paradec.generate(model, **arguments, temperature=0.7, seed=1)
-        captured = paradec.generate(model, **arguments, temperature=0.7, seed=1, compile=True)
-        assert torch.equal(captured.sequences, plain.sequences) and captured.row_nfe == plain.row_nfe
+        for _ in range(2):  # captured, and from the graphs that were kept
+            captured = paradec.generate(model, **arguments, temperature=0.7, seed=1, compile=True)
+            assert torch.equal(captured.sequences, plain.sequences) and captured.row_nfe == plain.row_nfe
+        assert engine.clear_graphs(model) == 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -245,6 +248,75 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     assert torch.allclose(found_sums[real], sums[real], atol=1e-13, rtol=0)
 
 
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention as it is written: torch.compile would trace every call anew, for the same operations."""
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    ("length", "size", "heads", "groups", "dtype"),
+    [
+        (115, 16, 4, 2, torch.float32),
+        (64, 16, 2, 2, torch.float32),
+        (37, 128, 2, 1, torch.float64),
+        (50, 7, 6, 3, torch.float64),
+    ],
+)
+def test_flex_attention_reads_the_same_lists(
+    length: int, size: int, heads: int, groups: int, dtype: torch.dtype
+) -> None:
+    """Uncompiled. Empty lists, blocks beyond a row's end, rows whose last block is short, grouped heads."""
+    query, key, value = tensors(2, heads, groups, length, dtype=dtype)
+    index = random_lists(2, heads, math.ceil(length / size), size)
+    options = {"lengths": [length, max(1, length - 19)], "return_logsumexp": True}
+    for lists in (index, None):
+        options["block_size"] = size
+        expected, sums = sparse_attention(query, key, value, lists, backend="torch", **options)
+        found, found_sums = sparse_attention(query, key, value, lists, backend="flex", **options)
+        tolerance = 1e-13 if dtype == torch.float64 else 2e-6
+        assert found.dtype == dtype and found.shape == expected.shape
+        assert (found - expected).abs().max() < tolerance
+        assert torch.allclose(found_sums, sums, atol=10 * tolerance, rtol=0)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_flex_attention_attends_from_a_window() -> None:
+    query, key, value = tensors(2, 2, 1, 40, dtype=torch.float32)
+    index, rows, lengths = random_lists(3, 2, 5, 8, 0.6, seed=2), [2, 0], [40, 33]
+    positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
+    valid = np.array([[True] * 5, [True] + [False] * 4])
+    picked = query.gather(2, torch.as_tensor(positions)[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
+    options = {"tiles": QueryTiles.of(positions, valid, 8), "lengths": lengths, "rows": rows}
+    both = [sparse_attention(picked, key, value, index, backend=backend, **options) for backend in ("torch", "flex")]
+    assert (both[0] - both[1]).abs().max() < 2e-6
+
+
+@pytest.mark.usefixtures("untraced")
+def test_blocks_that_need_no_mask_are_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled kernels read: which blocks are whole, and which one of each list is cut short by the row's end."""
+    from torch.nn.attention import flex_attention as flex
+
+    masks, run = [], flex.flex_attention
+    monkeypatch.setattr(sparsed, "_flex_attention", lambda compiled: lambda *a, **k: masks.append(k) or run(*a, **k))
+    query, key, value = tensors(2, 2, 1, 29, dtype=torch.float32)
+    index, lengths = random_lists(2, 2, 4, 8, 0.6, seed=4), [29, 16]
+    sparse_attention(query, key, value, index, lengths=lengths, backend="flex")
+    mask, listed = masks[0]["block_mask"], index.to_mask(4)
+    assert masks[0]["enable_gqa"] and mask.seq_lengths == (32, 29)
+    for row, length in enumerate(lengths):
+        for head, block in [(h, b) for h in range(2) for b in range(4)]:
+            chosen = listed[row, head, block].nonzero().flatten().tolist()
+            number = int(mask.full_kv_num_blocks[row, head, block])
+            whole = mask.full_kv_indices[row, head, block, :number].tolist()
+            short = mask.kv_indices[row, head, block, : int(mask.kv_num_blocks[row, head, block])].tolist()
+            assert whole == [at for at in chosen if 8 * at + 8 <= length]
+            assert short == [at for at in chosen if 8 * at < length < 8 * at + 8]
+
+
 def test_rows_that_end_long_before_the_call_does() -> None:
     query, key, value = tensors(2, 2, 1, 40)
     index, lengths = random_lists(2, 2, 5, 8), [13, 9]
@@ -400,6 +472,41 @@ def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
         known = block_means(query[1:, :, :20], key[1:, :, :20], 16, first=[2], logsumexp=sums.float(), backend="triton")
         plain = materialised_means(query[1:, :, :20], key[1:, :, :20], 16, [20], None)
         assert (known - plain).abs().max() < 1e-6
+
+
+AHEAD_OF_TIME = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paradec.kernels import sparsed as module
+
+POINTERS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | dict.fromkeys(("sums", "means"), "*fp32")
+POINTERS |= dict.fromkeys(("counts", "host", "tile_block", "tile_first", "tile_count", "bounds"), "*i32")
+query = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="meta")
+for kernel, more in (
+    (module._attention_kernel, {"SPLITS": 1, "DENSE": False}),
+    (module._logsumexp_kernel, {"AFTER": 1}),
+    (module._means_kernel, {"QUERIES": 128}),
+):
+    shapes = module._tile_shapes(query, 128)
+    constants = {name: value for name, value in ({"SIZE": 128} | shapes | more).items() if name in kernel.arg_names}
+    kinds = POINTERS | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    if kernel is module._attention_kernel:
+        kinds["blocks"] = "*i16"
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=module._launch(query, shapes))
+    print(len(made.asm["cubin"]) > 0 and made.metadata.shared < 227 * 1024)
+"""
+
+
+@pytest.mark.skipif(sparsed.triton is None, reason="needs triton")
+def test_kernels_compile_for_an_h100() -> None:
+    """With the tiles of a model's shape, and within the memory that a multiprocessor shares."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 3
 
 
 # ---- decoding -----------------------------------------------------------------------------------------------------
@@ -612,6 +719,13 @@ def test_the_lists_are_freed() -> None:
     assert seen[0].layers == {} and seen[0].report().density[0] > 0
 
 
+@pytest.mark.usefixtures("untraced")
+def test_decoding_through_flex_attention() -> None:
+    request = {"rows": ROWS[:2], "cache": "dual"}
+    outs = [trained(attention=SparseD(select=0.3, block_size=8, backend=name), **request) for name in ("torch", "flex")]
+    assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].attention == outs[1].attention
+
+
 @interpreter
 def test_decoding_through_the_kernels() -> None:
     model = tiny(1)
@@ -640,7 +754,7 @@ def test_decoding_through_the_kernels() -> None:
         ("dense_steps", 0),
         ("refresh_pattern_every", 0),
         ("selection", "top"),
-        ("backend", "flex"),
+        ("backend", "cuda"),
     ],
 )
 def test_bad_settings_are_named(setting: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from paradec.checks import check_choice, check_int, check_number
 
 DENSE, ESTIMATE, SPARSE = range(3)
 """What a call does for a row: attend to everything; that, and find its lists; attend to what they hold."""
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "flex")
 SELECTIONS = ("isolated", "reference")
 
 
@@ -46,7 +46,10 @@ class SparseD:
         refresh_pattern_every: find the lists anew, in a dense step, once so many steps have passed; None never does.
         selection: "isolated" ranks the prompt's key blocks among themselves and the answer's among themselves (the
             paper); "reference" ranks the prompt's among all, so that fewer may be kept (the public code).
-        backend: "triton" or "torch" for the kernels; "auto" takes Triton on NVIDIA GPUs.
+        backend: "triton" or "torch" for the kernels; "auto" takes Triton on NVIDIA GPUs. "flex" attends with PyTorch's
+            flex_attention (and finds the lists as "auto" does): on GPUs, where it may be the faster one, it is compiled
+            for every shape, and takes blocks of multiples of 128; on a CPU it makes all scores, which is for comparison
+            alone.
 
     Raises:
         ValueError: a setting out of its range.
@@ -321,8 +324,9 @@ class SparsePlan:
         settings, lengths = self.owner.settings, self.lengths[self.due]
         first = kernels.generation_block(lengths, lengths - self.prompts[self.due], settings.block_size)
         longest, sums = int(lengths.max()), None
-        shared: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": settings.backend}
-        if kernels.runs_on(settings.backend, query, settings.block_size) == "triton":
+        backend = "auto" if settings.backend == "flex" else settings.backend
+        shared: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
+        if kernels.runs_on(backend, query, settings.block_size) == "triton":
             # the dense step finds the sums that the first pass of `block_means` is for
             out, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
             out, sums = out.transpose(1, 2), sums[:, :, :longest]

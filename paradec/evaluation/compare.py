@@ -24,6 +24,7 @@ import torch
 
 import paradec
 from paradec import caches, samplers
+from paradec.attention.sparsed import SparseD
 from paradec.checks import check_int, shown
 from paradec.evaluation.metrics import aup, wilson
 from paradec.evaluation.tasks import get_task, load_prompts, spread
@@ -33,7 +34,7 @@ from paradec.models.loading import load
 from paradec.prompts import encode
 from paradec.protocol import Interrupted, Sampler, plain
 from paradec.registry import unknown
-from paradec.samplers.request import Request, block_policy
+from paradec.samplers.request import Request, attention_of, block_policy
 
 SCHEMA = "paradec-compare/1"
 BASELINE = "threshold"
@@ -435,6 +436,7 @@ def compare(
     questions: Sequence[Question] | None = None,
     names: str | Iterable[str] | None = None,
     cache: str = "none",
+    attention: str | SparseD | None = None,
     batch: int = 1,
     seed: int = 0,
     max_new_tokens: int | None = None,
@@ -450,6 +452,7 @@ def compare(
         names: samplers, and combinations as text; None takes every registered one of the masked family, and
             `COMBINATIONS`, where the request suits them. The baseline is measured in any case.
         cache: a name that `paradec.caches.names()` lists.
+        attention: as in `paradec.generate`.
         batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in
             float32, up to near-ties).
         seed: of the samplers that draw.
@@ -475,9 +478,10 @@ def compare(
     if not questions:
         raise ValueError("questions is empty; give at least one")
     model = load() if model is None else model
+    attention_of(attention, Configuration(BASELINE).make(), model, shares=False)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     if names is None:
-        asked = {"cache": cache, "max_new_tokens": new, "block_length": block_length}
+        asked = {"cache": cache, "attention": attention, "max_new_tokens": new, "block_length": block_length}
         todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
     setup = {
         "model": model.facts.name,
@@ -489,6 +493,8 @@ def compare(
         "tasks": dict(Counter(question.task for question in questions)),
         "questions": hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16],
     }
+    if attention is not None:  # earlier results have no such entry
+        setup["attention"] = attention if isinstance(attention, str) else attention.to_dict()
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     finished = {} if resume is None else _finished(resume, setup)
     work = [_expected_forwards(configuration, new) for configuration in todo]
@@ -512,6 +518,7 @@ def compare(
                         prompts,
                         sampler=method,
                         cache=cache,
+                        attention=attention,
                         seed=seed,
                         max_new_tokens=new,
                         block_length=block_length,
@@ -563,10 +570,10 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
 
 
 def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
-    for name, value in setup.items():
-        if resume.setup.get(name) != value:
-            was = shown(resume.setup.get(name))
-            raise ValueError(f"the comparison to resume has {name}={was}, this one has {name}={shown(value)}")
+    for name in resume.setup | setup:
+        was, value = resume.setup.get(name), setup.get(name)
+        if was != value:
+            raise ValueError(f"the comparison to resume has {name}={shown(was)}, this one has {name}={shown(value)}")
     return {result.configuration.name: result for result in resume.results}
 
 

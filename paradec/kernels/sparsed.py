@@ -10,7 +10,8 @@ block is `block_size` neighbouring positions, the last one of a row may be short
 3. `sparse_attention`: softmax attention over those alone.
 
 Each has a Triton kernel for NVIDIA GPUs and a path of plain PyTorch operations, which is the CPU's and the kernels'
-reference. Nothing here holds a tensor of queries x keys for more than a few blocks of queries.
+reference; the third one can be had from PyTorch's flex_attention as well. Nothing here holds a tensor of queries x keys
+for more than a few blocks of queries.
 
 Shapes: `B` rows, `H` heads, `G` key/value heads (H a multiple of it), `Q` queries, `K` keys, `D` head dimension, `n`
 blocks. A key's index is its position. Products are accumulated in float32 (float64 for float64 inputs).
@@ -18,6 +19,7 @@ blocks. A key's index is its position. Products are accumulated in float32 (floa
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ try:
 except ImportError:  # no build for this machine: the portable path serves
     triton = None
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "flex")
+FLEX_BLOCK = 128
+"""flex_attention's kernels take blocks of multiples of this, whatever tiles they choose."""
 CHUNK = 2**20
 """Elements of keys that the portable path gathers at a time, beyond what one block of queries needs."""
 MOST_SHARED = 2**16
@@ -172,7 +176,7 @@ def block_means(
             before are taken from the softmax over all keys. None takes all from that.
         logsumexp: [B, H, L] natural log of the sum of exp(score) over all keys, where the caller has it.
         scale: of the scores; None is D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
-        backend: one of `BACKENDS`.
+        backend: one of `BACKENDS`; "flex" has no means, and takes what "auto" does.
 
     Returns:
         [B, H, n, n] float32 (float64 for float64 inputs): [b, h, i, j] is the mean over the real queries of block i and
@@ -188,7 +192,7 @@ def block_means(
     lengths = _host(lengths, query.shape[0], query.shape[2])
     starts = _blocks(lengths, block_size) if first is None else np.asarray(first, np.int64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if runs_on(backend, query, block_size) == "triton":
+    if runs_on("auto" if backend == "flex" else backend, query, block_size) == "triton":
         return _means_triton(query, key, block_size, lengths, starts, logsumexp, scale)
     return _means_torch(query, key, block_size, lengths, starts, logsumexp, scale)
 
@@ -330,7 +334,8 @@ def sparse_attention(
         lengths: [B] keys of each row, on the host; None is K. Keys beyond are not seen.
         rows: [B] rows of `index` that the rows of the call use, on the host; None: as they stand.
         scale: of the scores; None is D ** -0.5.
-        backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU, where the dtype and sizes allow it.
+        backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU, where the dtype and sizes allow it. "flex" is
+            compiled at the first call of every shape on a GPU; elsewhere it is not, and makes all scores.
 
     Returns:
         [B, H, Q, D] in the dtype of `value`; 0 where a list is empty or holds no real key. With `return_logsumexp`,
@@ -350,7 +355,7 @@ def sparse_attention(
         tiles = QueryTiles.whole(np.full(len(query), query.shape[2]), query.shape[2], size, query.device)
     _check_lists(query, index, tiles, rows)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    run = _attend_triton if runs_on(backend, query, size) == "triton" else _attend_torch
+    run = {"torch": _attend_torch, "triton": _attend_triton, "flex": _attend_flex}[runs_on(backend, query, size)]
     out, logsumexp = run(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
     return (out, logsumexp) if return_logsumexp else out
 
@@ -368,16 +373,11 @@ def _attend_torch(
     return_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the listed key blocks of a few query blocks at a time and attend to them."""
-    (batch, heads, columns, width), (_, key_heads, keys, _) = query.shape, key.shape
+    (batch, heads, _, width), (_, key_heads, keys, _) = query.shape, key.shape
     device, count, total = query.device, tiles.block.shape[1], -(-keys // size)
-    if index is None:
-        index = _every_block(batch, heads, tiles.last + 1, total, size, device)
-        rows = np.arange(batch)
-    # [B, H, T, ...]: the lists of the tiles, flattened to one entry per item below
-    row = torch.as_tensor(rows, device=device)[:, None, None]
-    head = torch.arange(heads, device=device)[:, None]
-    block = tiles.block.long()[:, None]
-    listed, number = index.blocks[row, head, block].flatten(0, 2).long(), index.count[row, head, block].flatten()
+    listed, number = _lists_of(query, index, tiles, rows, total, size)
+    # flattened to one entry per item below
+    listed, number = listed.flatten(0, 2).long(), number.flatten()
     owner = (
         torch.arange(batch, device=device)[:, None] * key_heads
         + torch.arange(heads, device=device) * key_heads // heads
@@ -386,12 +386,7 @@ def _attend_torch(
     limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * count).reshape(-1, 1)
     key_blocks, value_blocks = (_in_blocks(part, total, size) for part in (key, value))
 
-    if tiles.aligned:
-        queries = F.pad(query, (0, 0, 0, count * size - columns)).reshape(-1, 1, size, width).to(key.dtype)
-    else:
-        column = tiles.first.long().unsqueeze(-1) + torch.arange(size, device=device)
-        column = column.clamp(max=columns - 1).flatten(1)[:, None, :, None]
-        queries = query.gather(2, column.expand(batch, heads, -1, width)).view(-1, 1, size, width).to(key.dtype)
+    queries = _by_tile(query, tiles, size).reshape(-1, 1, size, width).to(key.dtype)
     out = value.new_empty((len(queries), size, value.shape[-1]))
     wide = torch.promote_types(query.dtype, torch.float32)
     sums = query.new_empty((len(queries), size), dtype=wide) if return_logsumexp else None
@@ -414,12 +409,106 @@ def _attend_torch(
         if sums is not None:
             scores = (queries[at].to(wide) @ near.to(wide).transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
             sums[at] = scores.logsumexp(-1).squeeze(1)
-    out = out.view(batch, heads, count * size, -1)
-    sums = None if sums is None else sums.view(batch, heads, -1)
+    out = _by_column(out.view(batch, heads, count * size, -1), tiles)
+    return out, None if sums is None else _by_column(sums.view(batch, heads, -1, 1), tiles).squeeze(-1)
+
+
+def _attend_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: BlockIndex | None,
+    tiles: QueryTiles,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+    scale: float,
+    size: int,
+    return_logsumexp: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """PyTorch's flex_attention over the same lists. Blocks that lie wholly within a row need no mask there; its last
+    one, if it is short, does."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+    keys, device = key.shape[2], query.device
+    total = -(-keys // size)
+    listed, number = _lists_of(query, index, tiles, rows, total, size)
+    listed = listed.long()
+    limit = torch.as_tensor(lengths, device=device)
+    end = limit[:, None, None, None]
+    here = torch.arange(listed.shape[-1], device=device) < number.unsqueeze(-1)
+    whole, short = here & ((listed + 1) * size <= end), here & (listed * size < end) & ((listed + 1) * size > end)
+    seen = torch.zeros((*number.shape, total + 1), dtype=torch.bool, device=device)
+    seen.scatter_(-1, torch.where(here, listed, total), True)
+
+    def visible(row: Tensor, head: Tensor, column: Tensor, position: Tensor) -> Tensor:
+        # without compilation this alone decides
+        return seen[row, head, column // size, position // size] & (position < limit[row])
+
+    count = whole.sum(-1, keepdim=True)  # lists ascend: the short block follows these
+    queries = _by_tile(query, tiles, size).to(key.dtype)
+    mask = BlockMask.from_kv_blocks(
+        short.sum(-1).int(),
+        listed.gather(-1, count.clamp(max=listed.shape[-1] - 1)).int(),
+        count.squeeze(-1).int(),
+        listed.int(),
+        BLOCK_SIZE=size,
+        mask_mod=visible,
+        seq_lengths=(queries.shape[2], keys),
+        compute_q_blocks=False,
+    )
+    out, found = _flex_attention(query.is_cuda)(
+        queries,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=return_logsumexp),
+    )
+    sums = _by_column(found.lse.unsqueeze(-1), tiles).squeeze(-1) if return_logsumexp else None
+    return _by_column(out, tiles), sums
+
+
+@functools.cache
+def _flex_attention(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # in one graph or not at all: beyond torch._dynamo.config.recompile_limit shapes it would quietly make all scores
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
+
+
+def _lists_of(
+    query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray, total: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """The lists of the call's tiles [B, H, T, most], of all `total` key blocks without an `index`; and how many entries
+    each has [B, H, T]."""
+    (batch, heads), device = query.shape[:2], query.device
+    if index is None:
+        index = _every_block(batch, heads, tiles.last + 1, total, size, device)
+        rows = np.arange(batch)
+    row = torch.as_tensor(rows, device=device)[:, None, None]
+    head = torch.arange(heads, device=device)[:, None]
+    block = tiles.block.long()[:, None]
+    return index.blocks[row, head, block], index.count[row, head, block]
+
+
+def _by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
+    """[B, H, Q, D] -> [B, H, T * size, D]: the queries of each tile, and anything behind them."""
+    (batch, heads, columns, width), count = query.shape, tiles.block.shape[1]
     if tiles.aligned:
-        return out[:, :, :columns], None if sums is None else sums[:, :, :columns]
-    place = tiles.place[:, None, :, None].expand(batch, heads, columns, value.shape[-1])
-    return out.gather(2, place), None if sums is None else sums.gather(2, place[..., 0])
+        return F.pad(query, (0, 0, 0, count * size - columns))
+    column = tiles.first.long().unsqueeze(-1) + torch.arange(size, device=query.device)
+    column = column.clamp(max=columns - 1).flatten(1)[:, None, :, None]
+    return query.gather(2, column.expand(batch, heads, -1, width))
+
+
+def _by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
+    """[B, H, T * size, D] -> [B, H, Q, D], the inverse."""
+    columns = tiles.place.shape[1]
+    if tiles.aligned:
+        return tensor[:, :, :columns]
+    place = tiles.place[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
+    return tensor.gather(2, place)
 
 
 def _in_blocks(tensor: Tensor, blocks: int, size: int) -> Tensor:
@@ -482,9 +571,16 @@ def interpreting() -> bool:
 
 
 def runs_on(backend: str, query: Tensor, size: int) -> str:
-    """Which path serves: "torch" or "triton". Raises ValueError: a backend that is asked for and not there."""
+    """Which path serves: "torch", "triton" or "flex". Raises ValueError: a backend that is asked for and not there."""
     check_choice("backend", backend, BACKENDS)
     if backend == "torch":
+        return backend
+    if backend == "flex":
+        if query.is_cuda and size % FLEX_BLOCK:
+            raise ValueError(
+                f"backend='flex' takes blocks of multiples of {FLEX_BLOCK} on a GPU, not block_size={size}; use "
+                "backend='auto'"
+            )
         return backend
     why = None
     if triton is None:

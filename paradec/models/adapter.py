@@ -11,7 +11,9 @@ Three kinds of module:
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -26,6 +28,14 @@ PADDED_ENCODERS = frozenset(
 )
 """Masked language models whose padding changes nothing for the other positions. Others (ConvBERT convolves over it,
 Nystromformer averages it in) are evaluated without: rows of different lengths go in separate calls."""
+
+
+class _Asked(threading.local):
+    """What the call of this thread wants of the base model's output: requests of other threads may be under way."""
+
+    columns: Tensor | None = None
+    keeper: Query | None = None
+    """The query that the hidden states are left in."""
 
 
 class Model:
@@ -59,7 +69,9 @@ class Model:
         self.default_max_new_tokens = default_max_new_tokens
         self.default_block_length = default_block_length
         self.default_attention = default_attention
-        self._columns: Tensor | None = None
+        self.engines: OrderedDict[Any, Any] = OrderedDict()
+        """What `paradec.engine` keeps from one request to the next, the one used last at the end."""
+        self._asked = _Asked()
         self._undo: list[Any] = []
         self._accepts: frozenset[str] = frozenset()
         if kind == "opaque":
@@ -109,6 +121,15 @@ class Model:
         return self.module.get_input_embeddings().weight
 
     @property
+    def hidden_size(self) -> int | None:
+        """Width of the hidden states that `Query.keep_hidden` asks for; None for modules that give none."""
+        return None if self.kind == "opaque" else self.module.config.hidden_size
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [..., d] -> [..., vocab_size]."""
+        return self.module.get_output_embeddings()(hidden)
+
+    @property
     def supports_visibility(self) -> bool:
         """Whether queries may say which columns see which (`Query.visible`)."""
         return self._takes_masks
@@ -140,11 +161,18 @@ class Model:
         if start:
             needed += store_bytes(self.module.config, 1, start - 1, dtype or self.dtype)
             what += f" and {start} that all rows share"
-        check_memory(needed, self.device, max_memory, what)
+        try:
+            check_memory(needed, self.device, max_memory, what)
+        except ValueError:
+            if max_memory is not None or not self.engines:
+                raise
+            self.engines.clear()  # these hold memory for requests that may never come
+            check_memory(needed, self.device, max_memory, what)
         return KeyValueStore(rows, length, self.device, dtype, start)
 
     def unwrap(self) -> nn.Module:
         """Take everything off that `wrap` put on the module, and return it."""
+        self.engines.clear()
         while self._undo:
             self._undo.pop()()
         return self.module
@@ -160,7 +188,8 @@ class Model:
                 return self(query, store)
         if self.kind == "opaque":
             return self._call_opaque(query)
-        self._columns = query.wanted
+        asked = self._asked
+        asked.columns, asked.keeper = query.wanted, query if query.keep_hidden else None
         try:
             if self.kind == "encoder":
                 mask = None if query.valid is None else query.valid.long()
@@ -189,9 +218,9 @@ class Model:
                         "with attention=... needs; leave that out"
                     )
             # the hook was passed by where a module calls a part of its base model
-            return logits if self._columns is None else take_columns(logits, self._columns)
+            return logits if asked.columns is None else take_columns(logits, asked.columns)
         finally:
-            self._columns = None
+            asked.columns = asked.keeper = None
 
     def _attention_plan(self, query: Query) -> Any:
         """What the attention follows: the query's plan, unless the query says which column sees which as well."""
@@ -238,9 +267,12 @@ class Model:
         return logits if query.wanted is None else take_columns(logits, query.wanted)
 
     def _gather_wanted(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._columns is not None:
-            output.last_hidden_state = take_columns(output.last_hidden_state, self._columns)
-            self._columns = None
+        asked = self._asked
+        if asked.keeper is not None:
+            asked.keeper.hidden, asked.keeper = output.last_hidden_state, None
+        if asked.columns is not None:
+            output.last_hidden_state = take_columns(output.last_hidden_state, asked.columns)
+            asked.columns = None
         return output
 
 

@@ -1,0 +1,75 @@
+"""What the benchmarks of GPU kernels share: times on a device, and sections that outlive what fails in them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+def milliseconds(run: Callable[[int], Any], device: torch.device, repeats: int = 20, warm_up: int = 3) -> float:
+    """Median time on the device of run(i), which i tells to take other inputs each time."""
+    for index in range(warm_up):
+        run(index)
+    if device.type != "cuda":
+        seconds = []
+        for index in range(repeats):
+            begin = time.perf_counter()
+            run(index)
+            seconds.append(time.perf_counter() - begin)
+        return 1e3 * statistics.median(seconds)
+    pairs = []
+    for index in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run(index)
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize(device)
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+class Section:
+    """One part of a benchmark. What breaks off is written down, and the next one goes on; nothing is begun once the
+    section's seconds are over. Devices are rare: what was measured is worth having."""
+
+    def __init__(self, seconds: float):
+        self.begin, self.seconds = time.monotonic(), seconds
+        self.problems: list[str] = []
+
+    def attempt(self, what: str, run: Callable[[], Any]) -> Any:
+        """run(), or None with a problem noted."""
+        if time.monotonic() - self.begin > self.seconds:
+            self.problems.append(f"{what}: not begun, the section's {self.seconds:.0f} s were over")
+            return None
+        try:
+            return run()
+        except Exception as error:
+            traceback.print_exc()
+            self.problems.append(f"{what}: {type(error).__name__}: {error}")
+            return None
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def close(self, **found: Any) -> dict[str, Any]:
+        """The section as it goes into the results."""
+        return {**found, "problems": self.problems, "seconds": time.monotonic() - self.begin}
+
+
+def markdown(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows as a table; columns are the names of all of them, and what a row does not have is left empty."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+
+    def cell(value: Any) -> str:
+        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    lines = ["| " + " | ".join(name.replace("_", " ") for name in names) + " |", "|" + "---|" * len(names)]
+    return "\n".join([*lines, *("| " + " | ".join(cell(row.get(name)) for name in names) + " |" for row in rows)])
