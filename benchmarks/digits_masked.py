@@ -2,14 +2,18 @@
 
     python benchmarks/digits_masked.py               # 500 pictures of each setting; results/digits_masked.json
     python benchmarks/digits_masked.py --part dit    # one of the two models; what was done before is kept
-    python benchmarks/digits_masked.py --draw        # only the plot and the pictures, from what was done
+    python benchmarks/digits_masked.py --part dit --only "7 of 20"     # settings with this in their label
+    python benchmarks/digits_masked.py --part dit --fresh --images 300 # anew, with fewer pictures
+    python benchmarks/digits_masked.py --draw        # only the plots and the pictures, from what was done
 
 Masked transformer (`digits-maskgit`): MaskGIT, Halton, ReCAP and adaptive rules. An evaluation reads a class token and
 49 codes; ReCAP's local ones read fewer, so that cost is counted in positions: evaluations = positions / 50.
 
-Diffusion transformer (`digits-dit`): DDIM with fewer steps, the cheap baseline, beside TaylorSeer on 20 DDIM steps, at
-equal numbers of full evaluations. All settings start from the same noise; "pixel error" is the mean absolute difference
-to the pictures of all 20 evaluations (range 0 to 1).
+Diffusion transformer (`digits-dit`): DDIM with fewer steps, the cheap baseline, beside TaylorSeer on 20 and on 50 DDIM
+steps, at equal numbers of full evaluations (7 and 5), and rules that measure when to evaluate. All settings start from
+the same noise; "pixel error" is the mean absolute difference to the pictures of as many DDIM steps that are all
+evaluated (range 0 to 1; of DDIM itself, to those of 20 / of 50 steps). Where a rule evaluates a part of the transformer
+at forecast steps, evaluations count that part. Rules decide for a batch of 100 at once, so their counts are means.
 
 Class accuracy and Frechet distance are those of `benchmarks/digits.py`, with 95 % intervals (Wilson's; bootstrap).
 """
@@ -32,13 +36,12 @@ from paradec import TaylorSeer
 from paradec.evaluation.digits import frechet_distance, load_classifier
 from paradec.images import contact_sheet, to_pil
 from paradec.models.pixel_dit import PixelDiTPipeline
+from paradec.samplers.refresh import AccumulatedChange, Verification
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits_masked.json"
 FIGURES = ROOT / "docs" / "figures"
 PARTS = ("masked", "dit")
-STEPS = 20
-"""Of the full diffusion run."""
 MASKED: list[tuple[str, str, str, dict[str, Any], int | None]] = [
     ("maskgit, 8 steps", "maskgit", "maskgit", {}, 8),
     ("recap, 8 steps, l=1", "recap, l=1", "recap", {}, 8),
@@ -51,31 +54,56 @@ MASKED: list[tuple[str, str, str, dict[str, Any], int | None]] = [
     ("maskgit-r, 4 steps", "maskgit-r", "recap", {"local_steps": 0}, 4),
     ("threshold 0.4", "threshold", "threshold", {"threshold": 0.4}, None),
     ("maskgit, 16 steps", "maskgit", "maskgit", {}, 16),
+    ("halton, 16 steps", "halton", "halton", {}, 16),
+    ("maskgit-r, 16 steps", "maskgit-r", "recap", {"local_steps": 0}, 16),
+    ("recap, 8 steps, l=3", "recap, l=3", "recap", {"local_steps": 3}, 8),
+    ("recap, 16 steps, l=3", "recap, l=3", "recap", {"local_steps": 3}, 16),
+    ("recap, 6 steps, l=2", "recap, l=2", "recap", {"local_steps": 2}, 6),
 ]
 """(label, curve, sampler, settings, steps); what is left out is the sampler's default."""
 BASES: dict[str, dict[str, Any]] = {
     "taylor 1": {},
     "reuse": {"basis": "reuse"},
-    "newton 2": {"basis": "newton", "order": 2},
-    "taylor 1, output": {"target": "output"},
     "hermite 2": {"basis": "hermite", "order": 2},
+    "newton 2": {"basis": "newton", "order": 2},
     "taylor 2": {"order": 2},
+    "foca": {"basis": "foca"},
+    "dmd": {"basis": "dmd", "order": 2},
 }
-DIT: list[tuple[str, str, int, dict[str, Any] | None]] = [
-    (f"ddim, {STEPS} steps", "ddim", STEPS, None),
-    *(
-        setting
-        for interval in (3, 5)
-        for setting in (
-            (f"ddim, {-(-STEPS // interval)} steps", "ddim", -(-STEPS // interval), None),
-            *(
-                (f"{curve}, {-(-STEPS // interval)} of {STEPS}", curve, STEPS, {"interval": interval} | settings)
-                for curve, settings in BASES.items()
-            ),
-        )
-    ),
-]
-"""(label, curve, DDIM steps, settings of TaylorSeer); first_enhance is 1."""
+INTERVALS = {20: {7: 3, 5: 4}, 50: {7: 8, 5: 10}}
+"""For every number of DDIM steps, how many of them are evaluated at which interval, the first step included."""
+LEFT_OUT = {
+    20: [("dmd", "module"), *((basis, "block") for basis in BASES if basis not in ("taylor 1", "reuse"))],
+    50: [(basis, "module") for basis in ("dmd", "hermite 2", "taylor 2", "foca")]
+    + [(basis, "output") for basis in ("hermite 2", "taylor 2", "foca")]
+    + [(basis, "block") for basis in BASES],
+}
+"""Pairs that are not measured: `dmd` takes an SVD per row and feature and is meant for outputs; the rest for time."""
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "taylor 1, module, 7 of 20, first_enhance=3": (20, {"interval": 4, "first_enhance": 3}),
+    "taylor 1, module, 7 of 20, diffusers' style": (20, {"interval": 4, "first_enhance": 3, "style": "diffusers"}),
+    "taylor 4, module, 14 of 50, first_enhance=2": (50, TaylorSeer.presets["dit"]),
+    "taylor 1, module, change 0.25 of 20": (20, {"refresh": AccumulatedChange(0.25)}),
+    "taylor 1, module, change 0.4 of 20": (20, {"refresh": AccumulatedChange(0.4)}),
+    "taylor 1, module, verified 3 of 20": (20, {"refresh": Verification(3.0)}),
+}
+"""Schedules that crowd evaluations at the start (the last is the public code's for DiT), and rules."""
+
+
+def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
+    """(label, curve, DDIM steps, settings of TaylorSeer), the ones that matter most first; first_enhance is 1."""
+    found: list[tuple[str, str, int, dict[str, Any] | None]] = []
+    for steps in (20, 50, 14, 10, 7, 5, 4):
+        found.append((f"ddim, {steps} steps", "ddim", steps, None))
+    for steps, counts in INTERVALS.items():
+        for count, interval in counts.items():
+            for basis, settings in BASES.items():
+                for target in ("module", "output", "block"):
+                    if (basis, target) not in LEFT_OUT[steps]:
+                        curve, chosen = f"{basis}, {target}", settings | {"interval": interval, "target": target}
+                        found.append((f"{curve}, {count} of {steps}", curve, steps, chosen))
+        found += [(name, "others", *rule) for name, rule in OTHERS.items() if rule[0] == steps]
+    return found
 
 
 @torch.inference_mode()
@@ -114,20 +142,23 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
     session = None
     if settings is not None:
         session = paradec.accelerate(pipe, TaylorSeer(**{"order": 1, "first_enhance": 1} | settings))
-    pictures, labels, full, begin = [], [], 0, time.perf_counter()
+    pictures, labels, full, evaluations, begin = [], [], [], [], time.perf_counter()
     for start in range(0, images, BATCH):
         wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
         draw = torch.Generator().manual_seed(seed + start)
         pictures.append(pipe(wanted, num_inference_steps=steps, generator=draw, output_type="pt").images)
         labels += wanted
-        full = steps if session is None else len(session.report().full_steps)
+        full += [steps if session is None else len(session.report().full_steps)] * len(wanted)
+        verified = settings is not None and isinstance(settings.get("refresh"), Verification)
+        share = 1 / pipe.transformer.config.num_layers if verified else 0.0  # it evaluates the last block
+        evaluations += [full[-1] + share * (steps - full[-1])] * len(wanted)
     if session is not None:
         session.detach()
     return {
         "pictures": torch.cat(pictures),
         "labels": torch.tensor(labels),
-        "forwards": np.full(images, full),
-        "full": float(full),
+        "forwards": np.array(evaluations),
+        "full": float(np.mean(full)),
         "seconds": time.perf_counter() - begin,
     }
 
@@ -143,26 +174,44 @@ def kept(part: str) -> dict[str, dict[str, Any]]:
     return json.loads(kept_file(part).read_text()) if kept_file(part).exists() else {}
 
 
-def measure(part: str, images: int, seed: int, classifier: Any) -> None:
+REFERENCES = {steps: f"ddim, {steps} steps" for steps in INTERVALS}
+"""Labels of the runs that evaluate every step, by their steps."""
+
+
+def full_run(label: str) -> Path:
+    """The pictures of such a run."""
+    return kept_file("dit").with_name(f"digits_masked.{label.split()[1]}.pt")
+
+
+def away(pictures: Tensor, file: Path) -> float:
+    """Mean absolute difference to the pictures in a file."""
+    return float((pictures - torch.load(file, weights_only=True)).abs().mean())
+
+
+def measure(part: str, images: int, seed: int, classifier: Any, only: str) -> None:
     results = kept(part)
     if part == "masked":
         model, settings, run = paradec.load("digits-maskgit"), MASKED, run_masked
     else:
-        model, settings, run = PixelDiTPipeline.digits(), DIT, run_dit
+        model, settings, run = PixelDiTPipeline.digits(), dit_settings(), run_dit
         model.set_progress_bar_config(disable=True)
-    full_run = kept_file(part).with_suffix(".pt")
     for index, setting in enumerate(settings):
-        label, curve = setting[:2]
-        if label in results:
+        label, curve, steps = setting[:3]
+        needed = part == "dit" and label in REFERENCES.values()
+        if label in results or (only not in label and not needed):
             continue
         # masked settings draw other numbers each; diffusion ones begin with the same noise
         found = run(model, setting, images, seed + (1_000_000 * index if part == "masked" else 0))
         results[label] = {"curve": curve, "full": found["full"], **judged(found, classifier)}
         if part == "dit":
-            if index == 0:
-                torch.save(found["pictures"], full_run)
-            error = (found["pictures"] - torch.load(full_run, weights_only=True)).abs().mean()
-            results[label]["pixel_error"] = float(error)
+            if needed:
+                torch.save(found["pictures"], full_run(label))
+            aims = [steps] if setting[3] is not None else [aim for aim in REFERENCES if REFERENCES[aim] in results]
+            errors = {str(aim): away(found["pictures"], full_run(REFERENCES[aim])) for aim in aims}
+            results[label] |= {"pixel_error": errors, "steps": steps}
+            if needed:
+                for aim in aims:  # it is as far from the other as the other from it
+                    results[REFERENCES[aim]]["pixel_error"][str(steps)] = errors[str(aim)]
         kept_file(part).write_text(json.dumps(results))
         row = results[label]
         print(
@@ -170,19 +219,23 @@ def measure(part: str, images: int, seed: int, classifier: Any) -> None:
             f"{row['accuracy'][0]:.3f}, distance {row['distance'][0]:.2f}, {row['seconds']:.0f} s",
             flush=True,
         )
-        save(images, classifier)
+        save(classifier)
 
 
-def save(images: int, classifier: Any) -> dict[str, Any]:
+def save(classifier: Any) -> dict[str, Any]:
     """Write what both parts have, without the features."""
     real = frechet_distance(
         (classifier.train_mean, classifier.train_covariance),
         (classifier.held_out_mean, classifier.held_out_covariance),
     )
-    found: dict[str, Any] = {"images": images, "distance_of_training_digits": real}
+    found: dict[str, Any] = {"distance_of_training_digits": real}
     for part in PARTS:
         found[part] = []
-        for label, result in kept(part).items():
+        done = kept(part)
+        for label, *_ in MASKED if part == "masked" else dit_settings():
+            if label not in done:
+                continue
+            result = done[label]
             row = {
                 key: value for key, value in result.items() if key not in ("right", "features", "tokens_per_forward")
             }
@@ -204,37 +257,82 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['label']} | {row['full']:.1f} | {row['evaluations'][0]:.2f} | "
             f"{percent[0]:.1f} ({percent[1]:.1f}-{percent[2]:.1f}) | "
-            f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f}) |"
-            + (f" {row['pixel_error']:.4f} |" if errors else "")
+            f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f}) |" + (f" {error_of(row)} |" if errors else "")
         )
     return "\n".join(lines)
 
 
-def plot(found: dict[str, Any], file: Path) -> None:
-    """Accuracy and distance over evaluations, both models."""
+def forecasts_table(rows: list[dict[str, Any]]) -> str:
+    """Right class, Frechet distance and pixel error of every basis and target, a column for each budget."""
+    budgets = [(count, steps) for steps, counts in INTERVALS.items() for count in counts]
+    found = {row["label"]: row for row in rows}
+    curves = dict.fromkeys(row["curve"] for row in rows if row["curve"] not in ("ddim", "others"))
+    lines = ["| | " + " | ".join(f"{count} of {steps}" for count, steps in budgets) + " |"]
+    lines.append("|---" * (len(budgets) + 1) + "|")
+    for curve in curves:
+        cells = []
+        for count, steps in budgets:
+            row = found.get(f"{curve}, {count} of {steps}")
+            cells.append("-" if row is None else short(row))
+        lines.append(f"| {curve} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def short(row: dict[str, Any]) -> str:
+    """The three numbers of one setting."""
+    return f"{100 * row['accuracy'][0]:.1f} %, {row['distance'][0]:.1f}, {error_of(row)}"
+
+
+def error_of(row: dict[str, Any]) -> str:
+    """To the reference of 20 steps, of 50, or both."""
+    return " / ".join(f"{error:.4f}" for _, error in sorted(row["pixel_error"].items()))
+
+
+def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
+    """A row for each (title, results): accuracy, distance and pixel error over evaluations, a line for each curve.
+
+    Curves are moved sideways a little, so that they do not hide each other.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), sharex="row", layout="constrained")
-    names = {"masked": "masked transformer", "dit": "diffusion transformer"}
-    for row, part in enumerate(PARTS):
-        for column, (key, scale) in enumerate((("accuracy", 100), ("distance", 1))):
-            axis = axes[row, column]
-            for curve in dict.fromkeys(entry["curve"] for entry in found[part]):
-                entries = [entry for entry in found[part] if entry["curve"] == curve]
-                entries.sort(key=lambda entry: entry["evaluations"][0])
-                x = [entry["evaluations"][0] for entry in entries]
-                middle, low, high = (scale * np.array([entry[key][i] for entry in entries]) for i in range(3))
-                axis.errorbar(x, middle, (middle - low, high - middle), marker="o", capsize=2, lw=1, label=curve)
-            axis.set_xlabel("evaluations of the transformer")
-            axis.set_ylabel("right class, %" if key == "accuracy" else "Frechet distance")
-            axis.set_title(names[part])
+    keys = {"accuracy": "right class, %", "distance": "Frechet distance", "pixel_error": "pixel error"}
+    keys = {key: name for key, name in keys.items() if key in panels[0][1][0]}
+    size = (5 * len(keys), 4.4 * len(panels))
+    figure, axes = pyplot.subplots(len(panels), len(keys), figsize=size, squeeze=False, layout="constrained")
+    curves = list(dict.fromkeys(entry["curve"] for _, entries in panels for entry in entries))
+    for row, (title, entries) in enumerate(panels):
+        for column, (key, name) in enumerate(keys.items()):
+            axis, scale = axes[row, column], 100 if key == "accuracy" else 1
+            for place, curve in enumerate(curves):
+                points = sorted((e for e in entries if e["curve"] == curve), key=lambda e: e["evaluations"][0])
+                if not points:
+                    continue
+                x = [entry["evaluations"][0] + 0.03 * place for entry in points]
+                y = scale * np.array([np.broadcast_to(entry[key], 3) for entry in points])  # [points, 3]
+                spread = np.abs(y[:, 1:] - y[:, :1]).T if key != "pixel_error" else None
+                line = {"ddim": "-", "others": ""}.get(curve, ":" if "output" in curve else "--")
+                style = {"marker": "o", "ms": 4, "lw": 1, "elinewidth": 0.5, "ls": line}
+                axis.errorbar(x, y[:, 0], spread, color=pyplot.get_cmap("tab20")(place % 20), label=curve, **style)
+            axis.set(xlabel="evaluations of the transformer", ylabel=name, title=title)
             axis.grid(alpha=0.3)
-        axes[row, 1].legend(fontsize=7)
-    figure.savefig(file, dpi=100)
+        axes[row, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(file, dpi=80)
     pyplot.close(figure)
+
+
+def draw(found: dict[str, Any]) -> None:
+    """The plots of both models, and pictures."""
+    plot([("masked transformer", found["masked"])], FIGURES / "digits_masked.png")
+    panels = []
+    for steps in INTERVALS:
+        rows = [row for row in found["dit"] if row["steps"] == steps or row["curve"] == "ddim"]
+        rows = [row | {"pixel_error": row["pixel_error"][str(steps)]} for row in rows if row["evaluations"][0] <= 20]
+        panels.append((f"forecasts on {steps} DDIM steps", rows))
+    plot(panels, FIGURES / "digits_dit.png")
+    pictures(FIGURES / "digits_masked_pictures.png")
 
 
 def pictures(file: Path) -> None:
@@ -254,9 +352,9 @@ def pictures(file: Path) -> None:
     def paint(steps: int) -> Tensor:
         return pipe(range(10), num_inference_steps=steps, generator=torch.Generator().manual_seed(3), output_type="pt")
 
-    rows += [image for steps in (STEPS, -(-STEPS // 3)) for image in to_pil(paint(steps).images)]
-    with paradec.accelerate(pipe, TaylorSeer(interval=3, order=1, first_enhance=1)):
-        rows += to_pil(paint(STEPS).images)
+    rows += [image for steps in (20, 5) for image in to_pil(paint(steps).images)]
+    with paradec.accelerate(pipe, TaylorSeer(interval=4, order=1, first_enhance=1)):
+        rows += to_pil(paint(20).images)
     contact_sheet(rows, columns=10, enlarge=2).save(file)
 
 
@@ -266,7 +364,8 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="by default both")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", action="store_true", help="forget what was done")
-    parser.add_argument("--draw", action="store_true", help="only the plot and the pictures")
+    parser.add_argument("--only", default="", metavar="TEXT", help="settings with this text in their label")
+    parser.add_argument("--draw", action="store_true", help="only the plots and the pictures")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -275,15 +374,24 @@ def main() -> None:
     if args.fresh:
         for part in parts:
             kept_file(part).unlink(missing_ok=True)
+        for label in REFERENCES.values() if "dit" in parts else ():
+            full_run(label).unlink(missing_ok=True)
     if not args.draw:
         for part in parts:
-            measure(part, args.images, args.seed, classifier)
-    found = save(args.images, classifier)
-    for part in PARTS:
-        print(table(found[part]))
+            odd = {result["images"] for result in kept(part).values()} - {args.images}
+            if odd:
+                parser.error(
+                    f"--images {args.images}: {part} has results of {odd.pop()} pictures; give --fresh or as many"
+                )
+            measure(part, args.images, args.seed, classifier, args.only)
+    found = save(classifier)
+    for part in parts:
+        plain = [row for row in found[part] if part == "masked" or row["curve"] in ("ddim", "others")]
+        print(table(plain))
+    if "dit" in parts:
+        print(forecasts_table(found["dit"]))
     if args.draw or args.part is None:
-        plot(found, FIGURES / "digits_masked.png")
-        pictures(FIGURES / "digits_masked_pictures.png")
+        draw(found)
 
 
 if __name__ == "__main__":

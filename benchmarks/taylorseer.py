@@ -1,16 +1,23 @@
-"""TaylorSeer beside diffusers' own hook and cache-dit: error of the latent, arithmetic and memory at equal full steps.
+"""TaylorSeer beside diffusers' own hook and cache-dit: error, module calls, arithmetic and memory at equal full steps.
 
     python benchmarks/taylorseer.py [--steps 24] [--width 48]
 
-Small DiT, FLUX and Wan transformers with random weights denoise the same noise by Euler steps; every method evaluates
-the transformer at as many steps (7 of 24: interval 5), and the run that evaluates all of them is the yardstick. Random
-weights say nothing about pictures; they do say how far each method strays from the model that it stands for.
+The packaged DiT of digits (guidance 2, its DDIM scheduler), and small DiT, FLUX and Wan transformers with random
+weights (Euler steps) denoise the same noise; every method evaluates the transformer at as many steps (7 of 24), and the
+run that evaluates all of them is the yardstick. Random weights say nothing about pictures; they do say how far each
+method strays from the model that it stands for.
 
 - error: |latent - full run's| / |full run's - the noise|, mean over seeds.
+- module calls: of attention and feed-forward modules in a run, counted at their first matrix.
 - FLOPs: matrix products and attention (torch's counter), as a share of the full run's.
 - memory: bytes of what is kept between steps (cache-dit's is not counted).
 
-cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json.
+Ours are measured on three schedules: the public code's, diffusers', and one spread evenly. They have equally many full
+steps with 24 steps; with other `--steps` the public code's may have one less.
+cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json,
+with a summary for every model: whether ours equals diffusers' hook bit for bit at its settings, the best error of each
+library at no more module calls than that hook (with all branches) and cache-dit take, and memory of `output` over
+`module`.
 """
 
 from __future__ import annotations
@@ -20,20 +27,30 @@ import contextlib
 import json
 import logging
 import platform
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiTTransformer2DModel, FluxTransformer2DModel, TaylorSeerCacheConfig, WanTransformer3DModel
+from diffusers import (
+    DDIMScheduler,
+    DiTTransformer2DModel,
+    FluxTransformer2DModel,
+    TaylorSeerCacheConfig,
+    WanTransformer3DModel,
+)
 from diffusers.hooks import HookRegistry, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import paradec
 from paradec import TaylorSeer
+from paradec.models.image_loading import packaged_image
+from paradec.models.pixel_dit import PixelDiTPipeline
 
 RESULTS = Path(__file__).resolve().parent / "results" / "taylorseer.json"
 BRANCHES = {
@@ -42,22 +59,37 @@ BRANCHES = {
     "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
     "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
 }
-OURS: dict[str, dict[str, Any]] = {
-    "module, order 1": {},
-    "module, order 1, diffusers' schedule": {"style": "diffusers"},
+BRANCHES["digits"] = BRANCHES["DiT"]
+FIRST_MATRICES = {
+    "DiT": r"transformer_blocks\.\d+\.(attn1\.to_q|ff\.net\.0\.proj)",
+    "FLUX": r"transformer_blocks\.\d+\.(attn\.to_q|ff(_context)?\.net\.0\.proj)"
+    r"|single_transformer_blocks\.\d+\.(attn\.to_q|proj_mlp|proj_out)",
+    "Wan": r"blocks\.\d+\.(attn[12]\.to_q|ffn\.net\.0\.proj)",
+}
+FIRST_MATRICES["digits"] = FIRST_MATRICES["DiT"]
+MODELS = ("digits", "DiT", "FLUX", "Wan")
+SCHEDULES = ("the paper's", "diffusers'", "even")
+FORECASTS: dict[str, dict[str, Any]] = {
+    "module, taylor 1": {},
     "module, newton 2": {"basis": "newton", "order": 2},
     "module, hermite 2": {"basis": "hermite", "order": 2},
     "module, reuse": {"basis": "reuse"},
-    "block, order 1": {"target": "block"},
-    "output, order 1": {"target": "output"},
-    "output, order 1, diffusers' schedule": {"target": "output", "style": "diffusers"},
+    "block, taylor 1": {"target": "block"},
+    "output, taylor 1": {"target": "output"},
     "output, newton 2": {"target": "output", "basis": "newton", "order": 2},
+    "output, reuse": {"target": "output", "basis": "reuse"},
     "output, dmd": {"target": "output", "basis": "dmd"},
 }
+OURS = {"interval": 5, "order": 1, "first_enhance": 3}
+CACHE_DIT = "cache-dit, DBCache + Taylor"
+LABELS = 5
+GUIDANCE = 2.0
 
 
 def build(name: str, width: int) -> nn.Module:
-    """A transformer with random weights, all of them in use."""
+    """The packaged transformer, or one with random weights, all of them in use."""
+    if name == "digits":
+        return PixelDiTPipeline.digits().transformer.eval().requires_grad_(False)
     torch.manual_seed(0)
     if name == "DiT":
         heads = {"num_attention_heads": 4, "attention_head_dim": width // 4, "num_layers": 4}
@@ -84,6 +116,9 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
 
+    if name == "digits":
+        labels = torch.arange(LABELS) + LABELS * (seed % 2)
+        return {"hidden_states": noise(LABELS, 1, 28, 28), "class_labels": labels}
     if name == "DiT":
         return {"hidden_states": noise(2, 4, 16, 16), "class_labels": torch.tensor([1, 1000])}
     if name == "FLUX":
@@ -93,16 +128,32 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     return {"hidden_states": noise(1, 8, 3, 8, 8), "encoder_hidden_states": noise(1, 16, 32)}
 
 
-def denoise(module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
-    """The latent behind Euler steps from time 1 to 0."""
-    latent, whole = given["hidden_states"], isinstance(module, FluxTransformer2DModel)
+def denoise(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
+    """The latent behind Euler steps from time 1 to 0; for the digits, behind their own scheduler's, under guidance."""
+    if name == "digits":
+        return denoise_digits(module, given, steps)
+    latent, whole = given["hidden_states"], name == "FLUX"
     with torch.no_grad():
         for i in range(steps):
             time = torch.full((len(latent),), (steps - i) / steps) * (1 if whole else 1000)
-            time = time.long() if isinstance(module, DiTTransformer2DModel) else time
+            time = time.long() if name == "DiT" else time
             output = module(**given | {"hidden_states": latent}, timestep=time, return_dict=False)[0]
             latent = latent - output / steps
     return latent
+
+
+def denoise_digits(module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
+    """As `PixelDiTPipeline` does it."""
+    scheduler = DDIMScheduler.from_pretrained(packaged_image("digits-dit"), subfolder="scheduler")
+    scheduler.set_timesteps(steps)
+    x = given["hidden_states"]
+    labels = torch.cat([given["class_labels"], torch.full((len(x),), module.config.num_embeds_ada_norm)])
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            output = module(torch.cat([x, x]), timestep=t.expand(2 * len(x)), class_labels=labels, return_dict=False)[0]
+            conditional, unconditional = output.chunk(2)
+            x = scheduler.step(unconditional + GUIDANCE * (conditional - unconditional), t, x).prev_sample
+    return x
 
 
 def diffusers_hook(**settings: Any) -> Callable[[nn.Module, str], Any]:
@@ -175,9 +226,7 @@ def ours(settings: dict[str, Any]) -> Callable[[nn.Module, str], Any]:
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Callable[[], dict[str, Any]]]:
-        with paradec.accelerate(
-            module, TaylorSeer(**{"interval": 5, "order": 1, "first_enhance": 3} | settings)
-        ) as session:
+        with paradec.accelerate(module, TaylorSeer(**OURS | settings)) as session:
             attached.start = session.reset
 
             def facts() -> dict[str, Any]:
@@ -190,27 +239,96 @@ def ours(settings: dict[str, Any]) -> Callable[[nn.Module, str], Any]:
     return attached
 
 
-def counted(module: nn.Module, given: dict[str, Tensor], steps: int) -> tuple[Tensor, int]:
-    """The latent, and FLOPs."""
-    with FlopCounterMode(display=False) as counter:
-        latent = denoise(module, given, steps)
-    return latent, counter.get_total_flops()
+class Calls(TorchFunctionMode):
+    """Counts products with some matrices of a module, whatever is hooked around them."""
+
+    def __init__(self, module: nn.Module, pattern: str):
+        super().__init__()
+        found = [child for name, child in module.named_modules() if re.fullmatch(pattern, name)]
+        self.watched, self.count = {id(child.weight) for child in found}, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and id(args[1]) in self.watched:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> tuple[Tensor, int, int]:
+    """The latent, FLOPs, and module calls."""
+    with FlopCounterMode(display=False) as counter, Calls(module, FIRST_MATRICES[name]) as calls:
+        latent = denoise(name, module, given, steps)
+    return latent, counter.get_total_flops(), calls.count
 
 
 def measure(
-    name: str, method: Callable[[nn.Module, str], Any], steps: int, width: int, expected: list[tuple[Tensor, int]]
-) -> dict[str, Any]:
-    """Mean error, FLOPs, and what the method says about itself; expected: of the plain runs, one per seed."""
-    module, errors, flops = build(name, width), [], 0
+    name: str, method: Callable[[nn.Module, str], Any], steps: int, width: int, plain: list[Tensor], flops: int
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Mean error, calls, FLOPs, what the method says about itself; and its latents.
+
+    plain: latents of the runs that evaluate all steps, one per seed; flops: of such a run. What is counted does not
+    depend on the noise, so one run is counted.
+    """
+    module, latents = build(name, width), []
     with method(module, name) as say:
-        for seed, (latent, full) in enumerate(expected):
-            given = inputs(name, seed)
+        for seed in range(len(plain)):
             method.start()
-            found, spent = counted(module, given, steps)
-            moved = (latent - given["hidden_states"]).norm()
-            errors.append(float((found - latent).norm() / moved))
-            flops += spent / full
-        return {"error": sum(errors) / len(errors), "flops": flops / len(errors)} | say()
+            if seed == 0:
+                latent, spent, calls = counted(name, module, inputs(name, seed), steps)
+            else:
+                latent = denoise(name, module, inputs(name, seed), steps)
+            latents.append(latent)
+        errors = [
+            float((latent - aim).norm() / (aim - inputs(name, seed)["hidden_states"]).norm())
+            for seed, (latent, aim) in enumerate(zip(latents, plain, strict=True))
+        ]
+        return {"error": sum(errors) / len(errors), "calls": calls, "flops": spent / flops} | say(), latents
+
+
+def summary(rows: dict[str, dict[str, Any]], latents: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """What the rows of one model come to."""
+    hook, same = "diffusers, all branches", "paradec, module, taylor 1, diffusers' schedule"
+    budget = max(rows.get(label, {}).get("calls", 0) for label in (hook, CACHE_DIT))
+    allowed = {label: row for label, row in rows.items() if row.get("calls", budget + 1) <= budget}
+
+    def best(library: str) -> list[Any]:
+        found = [(row["error"], label) for label, row in allowed.items() if label.startswith(library)]
+        return list(min(found)) if found else []
+
+    memory = {row: rows[f"paradec, {row}, taylor 1, the paper's schedule"]["memory"] for row in ("output", "module")}
+    return {
+        "equals_diffusers_hook": all(map(torch.equal, latents[hook], latents[same])),
+        "calls_allowed": budget,
+        "best": {library: best(library) for library in ("diffusers", "cache-dit", "paradec")},
+        "memory_of_output_over_module": memory["output"] / memory["module"],
+    }
+
+
+def tables(results: dict[str, dict[str, Any]]) -> str:
+    """For the documentation: errors (ours on the three schedules), then what the kinds of methods cost."""
+    head = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
+    theirs = [label for label in next(iter(results.values())) if label.startswith(("diffusers,", "cache-dit"))]
+
+    def cell(rows: dict[str, Any], label: str, key: str = "error", scale: float = 1, form: str = ".3f") -> str:
+        return format(rows[label][key] * scale, form) if key in rows.get(label, {}) else "-"
+
+    lines = [*head]
+    for label in theirs:
+        lines.append(f"| {label} | " + " | ".join(cell(rows, label) for rows in results.values()) + " |")
+    for forecast in FORECASTS:
+        labels = [f"paradec, {forecast}, {schedule} schedule" for schedule in SCHEDULES]
+        cells = [" / ".join(cell(rows, label) for label in labels) for rows in results.values()]
+        lines.append(f"| {forecast} | " + " | ".join(cells) + " |")
+    lines += ["", *head]
+    ours = [f"paradec, {target}, taylor 1, the paper's schedule" for target in ("module", "block", "output")]
+    for label in ["all steps", *theirs, *ours]:
+        cells = [
+            f"{cell(rows, label, 'calls', 1, 'd')}, {cell(rows, label, 'flops', form='.0%')}, "
+            f"{cell(rows, label, 'memory', 1e-3, '.0f')} kB"
+            for rows in results.values()
+        ]
+        name = label.removesuffix(", taylor 1, the paper's schedule")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -218,10 +336,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--seeds", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--models", nargs="+", default=list(BRANCHES), choices=list(BRANCHES))
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    diffusers.utils.logging.disable_progress_bar()
 
     schedule = TaylorSeer(interval=5, first_enhance=3, style="diffusers")
     full_steps = [step for step in range(args.steps) if schedule.is_full(step)]
@@ -232,14 +351,24 @@ def main() -> None:
         "diffusers, lite": diffusers_hook(**theirs, use_lite_mode=True),
     }
     try:
-        methods["cache-dit, DBCache + Taylor"] = cache_dit_hook(full_steps, args.steps)
+        methods[CACHE_DIT] = cache_dit_hook(full_steps, args.steps)
     except ImportError:
         print("cache-dit is not installed; it is left out")
-    methods |= {f"paradec, {label}": ours(settings) for label, settings in OURS.items()}
+    even = [round(i * args.steps / len(full_steps)) for i in range(len(full_steps))]
+    schedules: list[dict[str, Any]] = [{}, {"style": "diffusers"}, {"full_steps": even}]
+    methods |= {
+        f"paradec, {label}, {name} schedule": ours(settings | when)
+        for label, settings in FORECASTS.items()
+        for name, when in zip(SCHEDULES, schedules, strict=True)
+    }
 
     facts = {
         "steps": args.steps,
         "full_steps": len(full_steps),
+        "schedules": {
+            name: [step for step in range(args.steps) if TaylorSeer(**OURS | when).is_full(step)]
+            for name, when in zip(SCHEDULES, schedules, strict=True)
+        },
         "width": args.width,
         "seeds": args.seeds,
         "torch": torch.__version__,
@@ -248,24 +377,29 @@ def main() -> None:
     }
     results: dict[str, Any] = {}
     for name in args.models:
-        results[name] = {}
+        results[name], latents = {}, {}
         module = build(name, args.width)
-        expected = [counted(module, inputs(name, seed), args.steps) for seed in range(args.seeds)]
-        print(f"{name:<46} {'error':>8} {'FLOPs':>7} {'memory, kB':>11}")
+        latent, flops, calls = counted(name, module, inputs(name, 0), args.steps)
+        plain = [latent, *(denoise(name, module, inputs(name, seed), args.steps) for seed in range(1, args.seeds))]
+        results[name]["all steps"] = {"error": 0.0, "calls": calls, "flops": 1.0, "memory": 0}
+        print(f"{name:<52} {'error':>8} {'calls':>6} {'FLOPs':>7} {'memory, kB':>11}")
         for label, method in methods.items():
             try:
-                row = measure(name, method, args.steps, args.width, expected)
+                row, latents[label] = measure(name, method, args.steps, args.width, plain, flops)
             except Exception as error:  # theirs: what does not work is a result too
                 if label.startswith("paradec"):
                     raise
                 row = {"failed": f"{type(error).__name__}: {error}"[:200]}
             results[name][label] = row
-            RESULTS.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n", encoding="utf-8")
             if "failed" in row:
-                print(f"{label:<46} {row['failed'][:70]}")
+                print(f"{label:<52} {row['failed'][:70]}")
             else:
                 memory = f"{row['memory'] / 1e3:>11.1f}" if "memory" in row else f"{'-':>11}"
-                print(f"{label:<46} {row['error']:>8.4f} {row['flops']:>7.1%} {memory}")
+                print(f"{label:<52} {row['error']:>8.4f} {row['calls']:>6} {row['flops']:>7.1%} {memory}", flush=True)
+        results[name]["summary"] = summary(results[name], latents)
+        print(json.dumps(results[name]["summary"], indent=1))
+    RESULTS.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n", encoding="utf-8")
+    print(tables(results))
 
 
 if __name__ == "__main__":
