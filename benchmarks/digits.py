@@ -1,20 +1,23 @@
 """What every preset costs and keeps on the packaged digit generator: forwards, class accuracy, Frechet distance.
 
     python benchmarks/digits.py                    # 500 pictures of each setting; writes results/digits.json
-    python benchmarks/digits.py --resume           # goes on with what was done
+    python benchmarks/digits.py --resume           # goes on with what was done with the same weights
     python benchmarks/digits.py --only sjd scd     # some samplers
+    python benchmarks/digits.py --figure docs/figures/digits.png    # the pictures alone
+    python benchmarks/tables.py                    # afterwards: the tables of README.md and docs/images.md
 
 Class accuracy is how often the packaged classifier (98 % right on held-out digits) sees the class that was asked for;
 the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:
 Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance. Each setting is held
 against token-by-token decoding at the same law: the difference in accuracy, and how often a random split of both sets
 of pictures, class by class, lies further apart than they do (a permutation test; for lossless samplers uniform in
-[0, 1]).
+[0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tables import digits_table
 from torch import Tensor
 
 import paradec
@@ -31,6 +35,8 @@ from paradec.images import contact_sheet, step_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits.json"
+MODEL, DRAFTER = "digits-ar", "digits-ar-drafter"
+WINDOWS = (4, 8, 32)
 SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("ar", "sjd", {"window": 1}),
     ("sjd", "sjd", {}),
@@ -38,28 +44,41 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("gsd", "gsd", {}),
     ("lantern", "lantern", {"random_law": "one_hot"}),
     ("lantern++", "lantern++", {}),
-    ("sjd, window 4", "sjd", {"window": 4}),
-    ("sjd, window 8", "sjd", {"window": 8}),
-    ("sjd, window 32", "sjd", {"window": 32}),
-    ("jacobi", "jacobi", {}),
-    ("scd, maximal", "scd", {"refresh": "maximal"}),
-    ("scd, window 32", "scd", {"window": 32}),
+    ("speculative", "speculative", {"drafter": DRAFTER}),
     ("zipar, window 3", "zipar", {"window": 3}),
+    ("jacobi", "jacobi", {}),
+    ("speculative, window 4", "speculative", {"drafter": DRAFTER, "window": 4}),
+    ("speculative, tree of 3, 2, 1", "speculative", {"drafter": DRAFTER, "tree": (3, 2, 1)}),
+    *((f"sjd, window {window}", "sjd", {"window": window}) for window in WINDOWS),
+    *((f"scd, window {window}", "scd", {"window": window}) for window in WINDOWS),
+    *((f"gsd, window {window}", "gsd", {"window": window}) for window in WINDOWS),
+    *((f"lantern++, window {window}", "lantern++", {"window": window}) for window in WINDOWS),
+    *((f"jacobi, window {window}", "jacobi", {"window": window}) for window in WINDOWS),
+    *((f"speculative, window {window}", "speculative", {"drafter": DRAFTER, "window": window}) for window in (8, 16)),
+    ("scd, maximal", "scd", {"refresh": "maximal"}),
     ("sjd, one-hot q", "sjd", {"random_law": "one_hot"}),
     ("sjd, repeat_vertical", "sjd", {"init": "repeat_vertical"}),
     ("sjd, keep", "sjd", {"refresh": "keep"}),
     ("lantern, uniform q", "lantern", {"random_law": "uniform"}),
 ]
-"""(label, sampler, settings); what is left out is the sampler's default."""
+"""(label, sampler, settings); what is left out is the sampler's default: a window of 16, 5 with a drafter."""
+PICTURED = 7
+"""Settings in the figure: the first ones."""
 BATCH = 100
-PERMUTATIONS = 200
+PERMUTATIONS = 999
 BOOTSTRAPS = 200
+
+
+def create(name: str, settings: dict[str, Any]) -> Any:
+    """The sampler; a drafter is given by its name."""
+    loaded = {"drafter": paradec.load(settings["drafter"])} if "drafter" in settings else {}
+    return paradec.samplers.create(name, **(settings | loaded))
 
 
 @torch.inference_mode()
 def run(model: Any, sampler: Any, images: int, seed: int, guidance: float | None) -> dict[str, Any]:
     """`images` pictures, all classes equally often."""
-    pictures, labels, forwards, seconds = [], [], [], 0.0
+    pictures, labels, forwards, drafted, seconds = [], [], [], [], 0.0
     for start in range(0, images, BATCH):
         count = min(BATCH, images - start)
         wanted = [(start + index) % 10 for index in range(count)]
@@ -69,11 +88,13 @@ def run(model: Any, sampler: Any, images: int, seed: int, guidance: float | None
         pictures.append(out.images)
         labels += wanted
         forwards += out.row_nfe
+        drafted += out.draft_nfe
         seconds += out.seconds
     return {
         "pictures": torch.cat(pictures),
         "labels": torch.tensor(labels),
         "forwards": np.array(forwards),
+        "draft_forwards": sum(drafted) / images,
         "seconds": seconds,
     }
 
@@ -129,35 +150,20 @@ def against(result: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What goes into the file, without the features."""
-    left_out = ("right", "features")
+    """What goes into the file, without the features, in the order of `SETTINGS`."""
+    left_out = ("right", "features", "made_with")
     return [
-        {"label": label, **{key: value for key, value in result.items() if key not in left_out}}
-        for label, result in results.items()
+        {"label": label, **{key: value for key, value in results[label].items() if key not in left_out}}
+        for label, _, _ in SETTINGS
+        if label in results
     ]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| setting | lossless | forwards | tokens per forward | right class, % | Frechet distance | same law, p |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        chance = f"{row['permutation_p']:.3f}" if "permutation_p" in row else "-"
-        percent, distance = [100 * share for share in row["accuracy"]], row["distance"]
-        lines.append(
-            f"| `{row['label']}` | {'yes' if row['lossless'] else 'no'} | {row['forwards'][0]:.1f} | "
-            f"{row['tokens_per_forward']:.2f} | {percent[0]:.1f} ({percent[1]:.1f}-{percent[2]:.1f}) | "
-            f"{distance[0]:.2f} ({distance[1]:.2f}-{distance[2]:.2f}) | {chance} |"
-        )
-    return "\n".join(lines)
 
 
 def figure(model: Any, file: Path) -> None:
     """Two of every digit by each preset, a row of pictures above a row of the steps that made their tokens final."""
     rows = []
-    for label, name, settings in SETTINGS[:6]:
-        sampler = paradec.samplers.create(name, **settings)
+    for label, name, settings in SETTINGS[:PICTURED]:
+        sampler = create(name, settings)
         out = paradec.generate_images(model, class_labels=[*range(10)] * 2, sampler=sampler, seed=1, trace=True)
         print(f"{label}: {out.nfe} forwards")
         rows += [image.convert("RGB").resize((56, 56)) for image in out.images]
@@ -165,17 +171,25 @@ def figure(model: Any, file: Path) -> None:
     contact_sheet(rows, columns=20).save(file)
 
 
-def save(args: argparse.Namespace, model: Any, classifier: Any, results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Write what there is."""
-    rows = report(results)
+def save(args: argparse.Namespace, classifier: Any, results: dict[str, Any]) -> dict[str, Any]:
+    """Write what there is, and return it."""
     real = frechet_distance(
         (classifier.train_mean, classifier.train_covariance),
         (classifier.held_out_mean, classifier.held_out_covariance),
     )
-    guidance = model.defaults["guidance_scale"] if args.guidance_scale is None else args.guidance_scale
-    found = {"images": args.images, "guidance_scale": guidance, "distance_of_training_digits": real, "settings": rows}
+    found = {"images": args.images, "guidance_scale": args.guidance_scale, "distance_of_training_digits": real}
+    found["settings"] = report(results)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return rows
+    return found
+
+
+def fingerprint(args: argparse.Namespace, *names: str) -> str:
+    """Of the weights and the request: what was made with others is not gone on with."""
+    digest = hashlib.sha256(repr((args.images, args.seed, args.guidance_scale)).encode())
+    for name in names:
+        for tensor in paradec.load(name).module.state_dict().values():
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def main() -> None:
@@ -192,7 +206,9 @@ def main() -> None:
     if args.images < 10 or args.images % 10:
         parser.error(f"--images {args.images} must be a multiple of 10: all classes equally often")
     torch.set_num_threads(1)
-    model, classifier = paradec.load("digits-ar"), load_classifier()
+    model, classifier = paradec.load(MODEL), load_classifier()
+    if args.guidance_scale is None:
+        args.guidance_scale = model.defaults["guidance_scale"]
     if args.figure is not None:
         figure(model, args.figure)
         return
@@ -201,17 +217,25 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     if args.resume and kept.exists():
         results = json.loads(kept.read_text())
+    prints = {False: fingerprint(args, MODEL), True: fingerprint(args, MODEL, DRAFTER)}
+    drafts = {label for label, _, settings in SETTINGS if "drafter" in settings}
+    results = {label: each for label, each in results.items() if each["made_with"] == prints[label in drafts]}
     for index, (label, name, settings) in enumerate(SETTINGS):
         if label in results or (args.only and label != "ar" and name not in args.only):
             continue
         if name not in paradec.samplers.names():
             print(f"{label}: no sampler {name!r}")
             continue
-        sampler, begin = paradec.samplers.create(name, **settings), time.time()
+        sampler, begin = create(name, settings), time.time()
         # other numbers for every setting: lossless ones must agree in law, not number by number
         found = run(model, sampler, args.images, args.seed + 1_000_000 * index, args.guidance_scale)
         lossless = bool(getattr(sampler, "lossless", False))
-        results[label] = judged(found, classifier) | {"lossless": lossless, "sampler": sampler.to_dict()}
+        results[label] = judged(found, classifier) | {
+            "draft_forwards": found["draft_forwards"],
+            "lossless": lossless,
+            "sampler": sampler.to_dict(),
+            "made_with": prints[label in drafts],
+        }
         if label != "ar":
             results[label] |= against(results[label], results["ar"])
         kept.write_text(json.dumps(results))
@@ -221,8 +245,8 @@ def main() -> None:
             f"{row['distance'][0]:.2f}, {time.time() - begin:.0f} s",
             flush=True,
         )
-        save(args, model, classifier, results)
-    print(table(save(args, model, classifier, results)))
+        save(args, classifier, results)
+    print(digits_table(save(args, classifier, results), short=False))
 
 
 if __name__ == "__main__":

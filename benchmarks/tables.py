@@ -1,4 +1,5 @@
-"""Writes the tables of README.md and docs/comparison.md from benchmarks/results/{compare,antibody}.json.
+"""Writes tables of README.md, docs/comparison.md and docs/images.md from the results of benchmarks: compare, antibody,
+digits, jacobi.
 
     python benchmarks/tables.py
 
@@ -69,22 +70,81 @@ def antibody_table(data: dict[str, Any], defaults_only: bool) -> str:
     return "\n".join(lines)
 
 
+README_DIGITS = ("ar", "sjd", "scd", "speculative", "gsd", "lantern++", "lantern", "zipar, window 3")
+
+
+def digits_table(data: dict[str, Any], short: bool) -> str:
+    """Forwards and quality of benchmarks/digits.py; short: the README's rows, without intervals."""
+    settings = {entry["label"]: entry for entry in data["settings"]}
+    if short:
+        lines = ["| sampler | lossless | forwards | right, % | Frechet distance | p |"]
+    else:
+        lines = [
+            "| setting | lossless | forwards | drafter's forwards | tokens per forward | right class, % | "
+            "Frechet distance | same law, p |"
+        ]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for label in [name for name in README_DIGITS if name in settings] if short else settings:
+        entry = settings[label]
+        right, distance = [100 * share for share in entry["accuracy"]], entry["distance"]
+        cells = [f"`{label}`", "yes" if entry["lossless"] else "no", f"{entry['forwards'][0]:.1f}"]
+        if short:
+            drafted = entry["draft_forwards"]
+            cells[2] += f", drafter {drafted:.1f}" if drafted else ""
+            cells += [f"{right[0]:.1f}", f"{distance[0]:.1f}"]
+        else:
+            cells += [f"{entry['draft_forwards']:.1f}" if entry["draft_forwards"] else "-"]
+            cells += [f"{entry['tokens_per_forward']:.2f}", f"{right[0]:.1f} ({right[1]:.1f}-{right[2]:.1f})"]
+            cells += [f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f})"]
+        cells.append(f"{entry['permutation_p']:.3f}" if "permutation_p" in entry else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def jacobi_table(data: dict[str, Any]) -> str:
+    """A step beside the model's forward, of benchmarks/jacobi.py."""
+    lines = ["| setting | forward, ms | all else, ms | ratio | tokens per step |", "|---" * 5 + "|"]
+    for label, entry in data["overhead"].items():
+        cells = [f"{entry['forward_ms']:.0f}", f"{entry['overhead_ms']:.1f}", f"{100 * entry['ratio']:.1f} %"]
+        lines.append("| " + " | ".join([label, *cells, f"{entry['committed']:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def verification_table(data: dict[str, Any]) -> str:
+    """Verification beside a loop, of benchmarks/jacobi.py."""
+    lines = ["| rows | all at once, ms | loop, ms | ratio |", "|---" * 4 + "|"]
+    for label, entry in data["verification"].items():
+        cells = [f"{entry['vectorised_ms']:.1f}", f"{entry['looped_ms']:.1f}", f"{entry['ratio']:.1f}"]
+        lines.append("| " + " | ".join([label.removeprefix("rows "), *cells]) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    compare = json.loads((RESULTS / "compare.json").read_text())
-    antibody = json.loads((RESULTS / "antibody.json").read_text())
-    for path, defaults_only in ((ROOT / "README.md", True), (ROOT / "docs" / "comparison.md", False)):
-        text = path.read_text()
-        tables = {
-            "compare": compare_table(compare, defaults_only),
-            "antibody": antibody_table(antibody, defaults_only),
-        }
-        for name, table in tables.items():
+    compare, antibody, digits, jacobi = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("compare", "antibody", "digits", "jacobi")
+    )
+    tables = {
+        "README.md": {
+            "compare": compare_table(compare, True),
+            "antibody": antibody_table(antibody, True),
+            "digits": digits_table(digits, short=True),
+        },
+        "docs/comparison.md": {"compare": compare_table(compare, False), "antibody": antibody_table(antibody, False)},
+        "docs/images.md": {
+            "digits": digits_table(digits, short=False),
+            "jacobi": jacobi_table(jacobi),
+            "jacobi_verification": verification_table(jacobi),
+        },
+    }
+    for file, named in tables.items():
+        text = (ROOT / file).read_text()
+        for name, table in named.items():
             pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             if not pattern.search(text):
-                raise SystemExit(f"{path.name} has no <!-- {name} --> ... <!-- /{name} -->")
+                raise SystemExit(f"{file} has no <!-- {name} --> ... <!-- /{name} -->")
             text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
-        path.write_text(text)
-        print(f"written to {path.relative_to(ROOT)}")
+        (ROOT / file).write_text(text)
+        print(f"written to {file}")
 
 
 if __name__ == "__main__":

