@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class BlockPolicy(Protocol):
     with that model.
     """
 
-    reads_logits: bool = False
+    reads_logits: ClassVar[bool] = False
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
         """End (exclusive) of the block that begins at `start`, or of what is read. All arrays: [R] int64 positions."""
@@ -39,7 +39,7 @@ class BlockPolicy(Protocol):
 
     def cut(self, opening: Opening) -> Tensor:
         """[R] int64: lengths of the blocks that begin at the opening's column 0; only for `reads_logits`."""
-        ...
+        raise TypeError(f"{type(self).__name__} reads no logits")
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class FixedBlocks:
+class FixedBlocks(BlockPolicy):
     """Blocks of one length, decoded left to right (LLaDA, arXiv 2502.09992, "semi-autoregressive remasking").
 
     Args:
@@ -89,7 +89,7 @@ class FixedBlocks:
 
 
 @dataclass(frozen=True)
-class WholeCanvas:
+class WholeCanvas(BlockPolicy):
     """One block that holds everything after the prompt (Dream)."""
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ class WholeCanvas:
 
 
 @dataclass(frozen=True)
-class AdaptiveBlocks:
+class AdaptiveBlocks(BlockPolicy):
     """Blocks that end with a semantic step, where the model predicts a delimiter.
 
     Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, the candidates of the coming
@@ -133,7 +133,7 @@ class AdaptiveBlocks:
     model_block: int | None = field(default=None, repr=False)
     """Set by `for_model`: blocks do not cross those that a block-causal model was trained with."""
 
-    reads_logits = True
+    reads_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_int("length", self.length, low=1, high=LONGEST_BLOCK)

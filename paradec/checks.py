@@ -22,7 +22,8 @@ def check_int(name: str, value: Any, low: int | None = None, high: int | None = 
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={shown(value)} must be an integer{_range(low, high)}")
-    if (low is not None and value < low) or (high is not None and value > high):
+    number = int(value)
+    if (low is not None and number < low) or (high is not None and number > high):
         raise ValueError(f"{name}={shown(value)} must be an integer{_range(low, high)}")
 
 
@@ -35,7 +36,8 @@ def check_number(
     allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not is_finite(value):
         raise ValueError(f"{name}={shown(value)} must be {allowed}")
-    if value < low or value > high or (open_low and value == low):
+    number = float(value)
+    if number < low or number > high or (open_low and number == low):
         raise ValueError(f"{name}={shown(value)} must be {allowed}")
 
 
@@ -64,7 +66,7 @@ def check_bool(name: str, value: Any) -> None:
 def is_finite(value: Any) -> bool:
     """Whether a real number is neither NaN nor infinite, nor an integer that no tensor can hold."""
     if isinstance(value, numbers.Integral):
-        return -(2**63) <= value < 2**63
+        return -(2**63) <= int(value) < 2**63
     return math.isfinite(value)
 
 

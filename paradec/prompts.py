@@ -30,7 +30,8 @@ class Prompts:
 
     def repeated(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""
-        rows, starts = ([item for item in items for _ in range(times)] for items in (self.rows, self.starts))
+        rows = [row for row in self.rows for _ in range(times)]
+        starts = [start for start in self.starts for _ in range(times)]
         return Prompts(rows, self.single and times == 1, starts)
 
 

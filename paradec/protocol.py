@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.checks import check_choice
+from paradec.registry import Registry
 from paradec.trace import Trace, TraceStep
 
 
@@ -62,7 +64,8 @@ class Query:
     copies: np.ndarray | None = None
     """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together."""
+    """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together.
+    Everywhere else "forwarded" means all branches (`Call.add_to` multiplies)."""
     index: np.ndarray | None = None
     """[N] int64, on the host: where `rows` stand among the running rows."""
     available: Tensor | None = None
@@ -71,6 +74,10 @@ class Query:
     """"full" (whole sequences) or "window" (a part, over a store)."""
     attention: Any = None
     """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
+    keep_hidden: bool = False
+    """Whether the model shall leave its last hidden states in `hidden`."""
+    hidden: Tensor | None = None
+    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it."""
 
     def but(self, **changes: Any) -> Query:
         """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""
@@ -98,7 +105,7 @@ class LatentQuery:
     """What else the model reads, by name, each [R, ...]: class labels, say."""
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: positions (patches) evaluated for each row in one branch."""
+    """[N] int64, on the host: positions (patches) evaluated for each row in one branch, as in `Query`."""
     kind: str = "full"
 
 
@@ -150,7 +157,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Proposal:
-    """What could become final. Token ids for the text and image-token families, latents for the forecast family.
+    """Tokens that could become final, of the text and image-token families.
 
     Shapes: `R` running rows, `W` window positions each.
     """
@@ -158,30 +165,35 @@ class Proposal:
     rows: np.ndarray
     """[R] int64, on the host: rows of the state that this proposal speaks of."""
     values: Tensor
-    """[R, W] int64 token ids, or a [R, ...] float latent."""
+    """[R, W] int64 token ids."""
     cost: Cost
-    positions: Tensor | None = None
+    positions: Tensor
     """[R, W] int64: where the values would be written."""
-    scores: Tensor | None = None
+    scores: Tensor
     """[R, W] float64: how sure the method is; higher is surer."""
-    available: Tensor | None = None
+    available: Tensor
     """[R, W] bool: positions that were evaluated this step and may be committed."""
-    current: Tensor | None = None
-    """[R, W] int64: what stands at the positions now."""
-    block_end: Tensor | None = None
-    """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
-    early: Tensor | None = None
-    """[R] bool: rows of which everything undecided becomes final now, since a stop rule is satisfied."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Everything else that was read from the logits, by name, each [R, W, ...]."""
-    updates: dict[str, Tensor] = field(default_factory=dict)
-    """What the method's logits stage found, by name, each [R, ...]: its memory's new values, numbers for `select`."""
     made_at: int = 0
     """How many commits the state had seen; a proposal is good for the next one only."""
     kind: str = "full"
-    """What was evaluated: "full", "window", "forecast", or a combination."""
-    generator_state: Tensor | None = None
-    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`); commit adopts it."""
+    """What was evaluated: "full", "window", or a combination."""
+
+
+@dataclass
+class LatentProposal:
+    """What a continuous model's latent could become, of the forecast family."""
+
+    rows: np.ndarray
+    """[R] int64, on the host: rows of the state that this proposal speaks of."""
+    values: Tensor
+    """[R, ...] float: the model's output, or its forecast."""
+    cost: Cost
+    made_at: int = 0
+    """As for `Proposal`."""
+    kind: str = "full"
+    """What was evaluated: "full", "window", or "forecast" (nothing)."""
 
 
 @dataclass
@@ -222,6 +234,9 @@ class MemorySpec:
     dtype: torch.dtype = torch.float32
     fill: float = 0.0
     reset: str = "block"
+
+    def __post_init__(self) -> None:
+        check_choice("reset", self.reset, ("block", "sequence"))
 
 
 class Memory:
@@ -292,8 +307,9 @@ class Memory:
 class State:
     """What changes while decoding, common to all families. `B` rows.
 
-    `nfe`, `row_forwards` and `forwarded_tokens` are [B] int64 on the host: forward calls a row took part in, rows
-    evaluated for it (2 per call under guidance, K for K drafts), and positions evaluated for it.
+    `nfe`, `row_forwards`, `forwarded_tokens` and `full_forwards` are [B] int64 on the host: forward calls a row took
+    part in, rows evaluated for it (2 per call under guidance, K for K drafts), positions evaluated for it in all of
+    these, and the calls that evaluated it whole.
     """
 
     batch: int
@@ -328,6 +344,11 @@ class State:
         """(final, total): tokens or solver steps that are final, and how many there will be."""
         raise NotImplementedError(f"{type(self).__name__} does not report progress")
 
+    def check_current(self, proposal: Proposal | LatentProposal) -> None:
+        """Raise ValueError if `proposal` was made before another commit."""
+        if proposal.made_at != self.commits:
+            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+
     def count(self, cost: Cost) -> None:
         """Add what a committed step spent. The one place where forwards are counted; they are summed when asked for."""
         self._calls += cost.calls
@@ -351,8 +372,10 @@ class Sampler:
     arxiv: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    uses_steps: ClassVar[bool] = False
+    """Whether the request's `steps` means something to the method."""
 
-    def start(self, model: Any, prompt: Any, **request: Any) -> State:
+    def start(self, model: Any, prompt: Any, /, *args: Any, **request: Any) -> State:
         """Make the state of one request."""
         raise NotImplementedError
 
@@ -360,15 +383,15 @@ class Sampler:
         """What to evaluate now: one query per shape bucket; an empty list when nothing needs the model."""
         raise NotImplementedError
 
-    def propose(self, state: Any, outputs: list[Tensor], queries: list[Any]) -> Proposal:
+    def propose(self, state: Any, outputs: list[Any], queries: list[Any]) -> Proposal | LatentProposal:
         """Read the model's answers (one per query). Changes nothing."""
         raise NotImplementedError
 
-    def commit(self, state: Any, proposal: Proposal) -> Commit:
+    def commit(self, state: Any, proposal: Any) -> Commit:
         """Decide what becomes final and write it. The only place where the state changes."""
         raise NotImplementedError
 
-    def step(self, model: Callable[..., Tensor], state: Any) -> Proposal:
+    def step(self, model: Callable[..., Any], state: Any) -> Any:
         """`query`, one model call per query, `propose`. Repeating a step gives the same proposal."""
         queries = self.query(state)
         store = getattr(state, "store", None)
@@ -391,13 +414,12 @@ class Sampler:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Sampler:
-        """Inverse of `to_dict`."""
-        from paradec import samplers
+        """Inverse of `to_dict`.
 
-        if not isinstance(data, Mapping) or "sampler" not in data:
-            keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"data has no key 'sampler'; give a mapping as to_dict makes it, not {keys}")
-        return samplers.create(data["sampler"], **{k: v for k, v in data.items() if k != "sampler"})
+        Raises:
+            ValueError: no mapping with a registered name under "sampler", or a setting that does not fit it.
+        """
+        return Registry.by_kind["sampler"].from_dict(data)
 
 
 def plain(value: Any) -> Any:

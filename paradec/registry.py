@@ -6,15 +6,19 @@ import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Registry:
     """Names of samplers (or caches) and where their classes live. `import paradec` imports none of them."""
 
+    by_kind: ClassVar[dict[str, Registry]] = {}
+    """Every registry under its kind, for what lies below the modules that fill them."""
+
     def __init__(self, kind: str, targets: Mapping[str, str]):
         self.kind = kind
         self._targets: dict[str, str | type] = dict(targets)
+        self.by_kind.setdefault(kind, self)
 
     def names(self) -> list[str]:
         """All registered names."""
@@ -38,7 +42,7 @@ class Registry:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
         self._targets[name] = target
 
-    def get(self, name: str) -> type:
+    def get(self, name: str) -> type[Any]:
         """The class behind a name.
 
         Raises:
@@ -70,6 +74,17 @@ class Registry:
             if setting not in allowed:
                 raise ValueError(unknown(f"setting of {self.kind} {name!r}", setting, allowed))
         return cls(**settings)
+
+    def from_dict(self, data: Mapping[str, Any]) -> Any:
+        """Make one from plain data: its name under the registry's kind ("sampler", "cache"), then settings.
+
+        Raises:
+            ValueError: no mapping, no such key, or as for `create`.
+        """
+        if not isinstance(data, Mapping) or self.kind not in data:
+            keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"data has no key {self.kind!r}; give a mapping as to_dict makes it, not {keys}")
+        return self.create(data[self.kind], **{key: value for key, value in data.items() if key != self.kind})
 
 
 def unknown(what: str, given: object, allowed: Any) -> str:

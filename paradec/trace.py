@@ -17,7 +17,8 @@ class TraceStep:
     """(row, position, token, confidence) of everything that was written, sorted; the mask id where a sampler took a
     token back."""
     forwarded: list[int]
-    """Positions evaluated for each row (0: the row took no part)."""
+    """Positions evaluated for each row, in both branches of a guidance pair and in every draft, padding excluded; 0
+    where the row took no part. Steps and rows together make `Output.forwarded_tokens`."""
     kind: str
     """"full" (whole sequences), "window" (a part, over a store), "forecast" (no evaluation), ..."""
 

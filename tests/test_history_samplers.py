@@ -3,6 +3,7 @@ formulas, the settings at which they are other samplers, and what becomes of the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -297,7 +298,12 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
 
 
 def decode(model: Model, name: str, settings: dict, **request: object) -> paradec.Output:
-    sampler = samplers.create(name, **settings)
+    return decoded(model, samplers.create(name, **settings), **request)
+
+
+@functools.cache
+def decoded(model: Model, sampler: Sampler, **request: object) -> paradec.Output:
+    """What a sampler makes of `PROMPTS`, decoded once however many tests compare it."""
     request = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False} | request
     return paradec.generate(model, PROMPTS, sampler=sampler, trace=True, **request)
 

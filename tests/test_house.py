@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import importlib.metadata
 import os
 import re
@@ -150,6 +152,7 @@ def test_ci_fails_unless_tests_passed(tmp_path: Path, closing_line: str, pytest_
         "pip": "",
         "paradec": "",
         "ruff": "",
+        "mypy": "",
         "python": f"echo '{closing_line}'; exit {pytest_code}",
     }.items():
         (tools / name).write_text(f"#!{bash}\n{body}\n")
@@ -161,6 +164,40 @@ def test_ci_fails_unless_tests_passed(tmp_path: Path, closing_line: str, pytest_
     )
     assert done.returncode == expected, done.stderr
     assert closing_line in done.stdout
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of paradec that a file imports, wherever in it: for types alone and inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if module_path(name) else node.module for name in inner}
+    return {name for name in found if name.split(".")[0] == "paradec"}
+
+
+def module_path(name: str) -> Path | None:
+    path = ROOT.joinpath(*name.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+def test_imports_point_one_way() -> None:
+    """Nothing is imported in a circle, and what stands below knows nothing of what stands above."""
+    files = sorted((ROOT / "paradec").rglob("*.py"))
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    imports = {name: (imports_of(file) & names.keys()) - {name} for name, file in names.items()}
+    order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
+    assert len(order) == len(names)
+    lowest = {f"paradec.{name}" for name in ("protocol", "rng", "blocks", "checks", "registry", "trace")}
+    above = ("samplers", "engine", "generate", "images", "schedulers", "hooks")
+    for name, used in imports.items():
+        if name in lowest:
+            assert used <= lowest, name
+        if name.split(".")[1:2] in (["models"], ["caches"], ["kernels"]):
+            assert not [other for other in used if other.split(".")[1] in above], name
 
 
 def test_tracked_files_name_no_machine() -> None:

@@ -54,7 +54,8 @@ def check_filled(model: Model, out: paradec.Output, rows: list[list[int]], new: 
 
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_fills_holes(name: str, model: Model) -> None:
-    """Rows of unequal lengths, holes at both ends and in the middle; each row as if it were alone."""
+    """Rows of unequal lengths, holes at both ends and in the middle; each row as if it were alone (one of them on every
+    model: the samplers take turns)."""
     if not fits(name, model):
         pytest.skip("refused by name")
     arguments = {"sampler": name, "seed": 0, "temperature": 0.7, "trace": True}
@@ -64,10 +65,12 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
     assert out.new_tokens.shape == (3, 0)
     assert [len(row) for row in out.trace.replay()] == [len(row) for row in HOLES]
     for index, row in enumerate(HOLES):
+        assert out.row_nfe[index] <= row.count(_) or paradec.samplers.get(name).revises
+        if index != MASKED.index(name) % len(HOLES):
+            continue
         alone = paradec.infill(model, masked(model, row), **arguments)
         assert alone.sequences[0].tolist() == out.sequences[index, -len(row) :].tolist()
         assert alone.nfe == out.row_nfe[index]
-        assert alone.nfe <= row.count(_) or paradec.samplers.get(name).revises
 
 
 CACHES = [name for name in paradec.caches.names() if name in ("none", "prefix", "dual")]

@@ -59,6 +59,11 @@ def test_memory_gather_fork_trim_are_copies() -> None:
     assert torch.equal(memory["credit"], before)
 
 
+def test_memory_scopes_are_checked() -> None:
+    with pytest.raises(ValueError, match="unknown reset: 'blok'.*block, sequence"):
+        MemorySpec(reset="blok")
+
+
 def test_memory_refuses_what_was_not_declared() -> None:
     with pytest.raises(KeyError, match="was not declared"):
         make_memory()["other"] = torch.zeros(3)
@@ -71,7 +76,7 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
         assert cls.name == name
         assert cls.summary and cls.__doc__
         assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-        assert cls.family in ("masked", "draft_verify", "forecast", "cache")
+        assert cls.family in ("masked", "draft_verify", "forecast", "continuous", "cache")
         if cls.family != "cache":
             # combinations are nobody's paper; no number of CORA-Diff is known
             assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence")

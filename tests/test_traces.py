@@ -2,8 +2,9 @@
 
 Compared are the cases that are the same in float64 (`fp64_same`): always the final tokens and the number of forwards;
 what each step committed, exactly, for threshold, factor and random rules. Quota rules (the k most confident) hang on
-near-ties: many end-of-text positions are equally sure to the last bits, which differ between processors. For those the
-share of equal steps is reported, and a floor is asserted.
+near-ties: some end-of-text positions are equally sure to the last bits, which differ between processors. For those the
+share of equal steps is reported (more than 99 % here), and a floor is asserted. That the mask's own probability counts,
+as it does in the public code, decides many of these steps (`paradec.samplers.reference.read`).
 
 What differs from the references, and why:
 - `dream/origin_*`: the reference runs all its steps even when nothing is masked any more; we stop there. Its remaining
@@ -61,7 +62,7 @@ def test_trace(name: str, request: pytest.FixtureRequest) -> None:
     if is_quota_rule(trace):
         share = sum(c.steps_equal for c in found), sum(c.steps for c in found)
         SHARES[name] = share
-        assert share[0] >= 0.75 * share[1]
+        assert share[0] >= 0.9 * share[1]
     else:
         assert all(c.rows_equal for c in found)
 
@@ -74,7 +75,7 @@ def test_report_share_of_equal_steps(capsys: pytest.CaptureFixture[str]) -> None
     equal, steps = (sum(values) for values in zip(*SHARES.values(), strict=True))
     with capsys.disabled():
         print(f"\nquota rules: {equal} of {steps} steps ({equal / steps:.1%}) commit exactly the reference's positions")
-    assert equal >= 0.9 * steps
+    assert equal >= 0.97 * steps
 
 
 def test_factor_quirk(llada: object) -> None:

@@ -236,8 +236,9 @@ def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, re
 
 
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
-def test_remote_code_decodes_as_the_loaded_checkpoint(wrapped_remote: Model, remote: Any, name: str) -> None:
-    loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
+def test_remote_code_decodes_as_the_loaded_checkpoint(
+    wrapped_remote: Model, remote: Any, llada64: Model, name: str
+) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 4}
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
     if samplers.get(name).shadows:  # asks for a mask of its own, which no opaque module takes
@@ -245,7 +246,7 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(wrapped_remote: Model, rem
             paradec.generate(wrapped_remote, prompts, **request)
         return
     found = paradec.generate(wrapped_remote, prompts, **request)
-    expected = paradec.generate(loaded, prompts, **request)
+    expected = paradec.generate(llada64, prompts, **request)
     assert found.new_tokens.tolist() == expected.new_tokens.tolist()
     assert found.row_nfe == expected.row_nfe
     assert {length for _, length in remote.calls} == {11, 13}  # never padded: rows of one length share a call

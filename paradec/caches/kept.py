@@ -83,9 +83,10 @@ class KeptPrefix:
         """Raise ValueError where its keys and values are not what this model and cache would compute and store."""
         if self._released:
             raise ValueError("prefix was released; keep a new one with keep_prefix=True")
-        if self._module() is not model.module:
+        module = self._module()
+        if module is None or module is not model.module:
             raise ValueError(f"prefix={self!r} was kept with another model than this {model.facts.name}")
-        if self._weights != _weights(model.module):
+        if self._weights != _weights(module):
             raise ValueError(f"prefix={self!r} was kept before the weights of {model.facts.name} changed or moved")
         wanted = _dtype(model, cache)
         if self.dtype not in (None, wanted):

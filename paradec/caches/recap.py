@@ -42,6 +42,7 @@ class RecapCache(StoredCache):
         check_bool("recompute_prompt", self.recompute_prompt)
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
+        assert picks is not None  # what `evaluates` asks for
         full = (picks < 0).all(1)
         whole, rest = np.flatnonzero(full), np.flatnonzero(~full)
         parts = whole_rows(state, whole, 1 if len(rest) else 3, self.shape_multiple) if len(whole) else []

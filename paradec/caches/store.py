@@ -87,9 +87,11 @@ class KeyValueStore(Cache):
         """Say what the next forward writes and reads; returns itself as `past_key_values`."""
         joined = query.visible is not None or query.slots is None
         reach = (self.length if query.reach is None else min(query.reach, self.length)) - self.start
-        self._call = _Call(query.store_rows, self._selection(query), reach, joined)
+        if query.store_rows is None:
+            raise ValueError("a query over a store names its store_rows")
+        self._call = call = _Call(query.store_rows, self._selection(query), reach, joined)
         if query.slots is not None:
-            self._note(query)
+            self._note(query, query.slots, call)
         return self
 
     def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
@@ -99,14 +101,15 @@ class KeyValueStore(Cache):
             [R, 1, Q or 1, K] bool, or None when it sees every key; and the keys' positions [R or 1, K] int64: the slots
             below the reach, then the call's own columns where these stand beside them.
         """
-        reach = self._call.reach
+        call = self._bound()
+        reach = call.reach
         keys = torch.arange(self.start, self.start + reach, device=query.positions.device).unsqueeze(0)
-        if self._call.joined:
+        if call.joined:
             keys = torch.cat((keys.expand(len(query.positions), reach), query.positions), 1)
-            return self._joined_mask(query, reach), keys
+            return self._joined_mask(query, call), keys
         if self._known_full(query, reach):
             return None, keys
-        return self.valid[:, :reach].index_select(0, query.store_rows)[:, None, None], keys
+        return self.valid[:, :reach].index_select(0, call.rows)[:, None, None], keys
 
     def _selection(self, query: Query) -> slice | None:
         """The call's rows as a slice of the store's, where the host knows them to be one: views need no copy."""
@@ -115,20 +118,25 @@ class KeyValueStore(Cache):
             return None
         return slice(int(index[0]), int(index[-1]) + 1)
 
-    def _note(self, query: Query) -> None:
-        rows, slots = query.store_rows.unsqueeze(1), query.slots
+    def _bound(self) -> _Call:
+        if self._call is None:
+            raise RuntimeError("bind(query) says what a forward reads and writes; call it first")
+        return self._call
+
+    def _note(self, query: Query, slots: Tensor, call: _Call) -> None:
+        rows = call.rows.unsqueeze(1)
         padded = query.valid is not None or query.visible is not None
         if self.start:
             slots = slots - self.start
         if padded:
             slots = torch.where(slots < 0, self.slots, slots)
-        call = self._call
-        call.flat = (rows * (self.slots + 1) + slots).view(-1)
-        self.token_at_write.view(-1).index_copy_(0, call.flat, query.tokens.reshape(-1))
-        self.step_at_write.view(-1).index_fill_(0, call.flat, query.step)
+        call.flat = flat = (rows * (self.slots + 1) + slots).view(-1)
+        self.token_at_write.view(-1).index_copy_(0, flat, query.tokens.reshape(-1))
+        self.step_at_write.view(-1).index_fill_(0, flat, query.step)
         if padded:
             self.token_at_write[:, self.slots] = -1
-        if query.kind in ("full", "rest") and query.visible is None and query.store_index is not None:
+        whole = query.kind in ("full", "rest") and query.visible is None
+        if whole and query.store_index is not None and query.forwarded is not None:
             filled = np.tile(query.forwarded, query.branches)
             self._filled_to[query.store_index] = self._loaded[query.store_index] + filled
 
@@ -136,11 +144,11 @@ class KeyValueStore(Cache):
         """Whether the host knows, without asking the device, that the rows' slots below `reach` are all filled."""
         return query.store_index is not None and bool((self._filled_to[query.store_index] >= reach).all())
 
-    def _joined_mask(self, query: Query, reach: int) -> Tensor:
+    def _joined_mask(self, query: Query, call: _Call) -> Tensor:
         """[R, 1, Q, reach + Q] bool: the store's slots, then the call's own columns."""
-        count, width = query.tokens.shape
+        (count, width), reach = query.tokens.shape, call.reach
         real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
-        seen = self.valid[:, :reach].index_select(0, query.store_rows)
+        seen = self.valid[:, :reach].index_select(0, call.rows)
         # what the call evaluates itself is not read from the store; padding hides nothing
         slots = query.positions - self.start
         here = torch.where(real & (slots < reach), slots, reach)
@@ -157,7 +165,7 @@ class KeyValueStore(Cache):
         """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, K, head_dim] to attend over."""
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
-        call, found = self._call, []
+        call, found = self._bound(), []
         for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
             by_position = fresh.transpose(1, 2)
             if call.flat is not None:

@@ -84,7 +84,9 @@ class Report:
             peak[call.transformer] = max(peak.get(call.transformer, 0), call.bytes)
         return sum(peak.values())
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The lines above the table of calls."""
         lines = []
         for name, settings in self.settings.items():
             target = "named modules" if settings.modules else settings.target
@@ -98,6 +100,10 @@ class Report:
             f"run {self.runs}: {len(kinds)} calls, {kinds.count('full')} full, {kinds.count('forecast')} forecast, "
             f"{kinds.count('mixed')} mixed; histories took {self.bytes / 1e6:.1f} MB at most"
         )
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [self.summary]
         lines.append(f"{'step':>4} {'branch':<10} {'kind':<9} {'evaluated':>9} {'forecast':>8} {'MB':>9} {'ms':>9}")
         for call in self.calls:
             lines.append(

@@ -6,18 +6,37 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paradec.hooks.blocks import RETURNS, Place
-from paradec.samplers.bases import History
-from paradec.samplers.refresh import relative_error
+from paradec.hooks.clock import Clock
+from paradec.samplers.bases import Basis, History
+from paradec.samplers.refresh import Course, relative_error
 
-if TYPE_CHECKING:
-    from paradec.hooks.session import Transformer
+
+class Owner(Protocol):
+    """What a tap reads of the transformer that it belongs to, and where it says what it did."""
+
+    basis: Basis
+    clock: Clock
+    course: Course
+    inside: bool
+    """Whether the transformer is being called; a module that is used by itself is left alone."""
+    histories: dict[str, Kept]
+    evaluated: list[str]
+    forecast: list[str]
+
+    def again(self, name: str) -> str:
+        """What tells this call of the module of that name from its other calls in the same forward."""
+        ...
+
+    def decide(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the module is evaluated at this step."""
+        ...
 
 
 @dataclass
@@ -76,7 +95,7 @@ class Patch:
 class Tap:
     """One hooked module of a transformer."""
 
-    def __init__(self, owner: Transformer, place: Place, module: nn.Module, verified: bool = False):
+    def __init__(self, owner: Owner, place: Place, module: nn.Module, verified: bool = False):
         self.owner, self.place, self.module = owner, place, module
         self.verified = verified
         """Whether it is evaluated at forecast steps too, to measure the error."""
@@ -111,10 +130,10 @@ class Tap:
             if history is not None:
                 value = self.owner.basis.forecast(history, self.owner.clock.index)
                 kept.histories[i] = self.owner.basis.roll(history, value)
+                base = bases[i]
                 if real is not None and error is None:
-                    found = real[i] if bases[i] is None else real[i] - bases[i]
-                    error = relative_error(value, found)
-                leaf = value if bases[i] is None else bases[i] + value
+                    error = relative_error(value, real[i] if base is None else real[i] - base)
+                leaf = value if base is None else base + value
                 if self.place.kind == "output":
                     leaf = leaf.clone()  # callers of a transformer may write into what they were given
             values.append(leaf)

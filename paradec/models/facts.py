@@ -58,6 +58,22 @@ class ModelFacts:
         check_int("max_length", self.max_length, low=1, none=True)
 
     @property
+    def mask_id(self) -> int:
+        """The mask id of a model that has one: `mask_token_id`, for those who have checked.
+
+        Raises:
+            ValueError: the model is autoregressive.
+        """
+        if self.mask_token_id is None:
+            raise ValueError(f"{self.name} has no mask token: it is autoregressive")
+        return self.mask_token_id
+
+    @property
+    def block_unit(self) -> int:
+        """Neighbouring positions that see each other whatever the order: the block of a block-causal model, else 1."""
+        return self.block_length or 1
+
+    @property
     def shift(self) -> int:
         """How many positions left of a token its logits stand."""
         return 1 if self.prediction == "shifted" else 0

@@ -4,9 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+from paradec.checks import shown
 from paradec.registry import Registry
 
-registry = Registry(
+JOINING = "+&>("
+"""Signs of a combination written as text."""
+
+
+class SamplerRegistry(Registry):
+    """The registry of samplers, which also makes combinations."""
+
+    def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
+        """Make a sampler by name; a preset changes the defaults, explicit settings win.
+
+        Several names make a combination, with settings in parentheses: "credit(threshold=0.95)+localleap" commits what
+        one of them would, "threshold&klass" what both would, "credit>>factor" puts credit's logits stage before factor
+        (`paradec.samplers.combination.parse`).
+
+        Raises:
+            ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
+        """
+        if isinstance(name, str) and name not in self and any(sign in name for sign in JOINING):
+            from paradec.samplers.combination import parse
+
+            if preset is not None or settings:
+                first = "preset" if preset is not None else next(iter(settings))
+                raise ValueError(
+                    f"{first}=...: say whose, in parentheses: 'credit(threshold=0.95)+localleap', not {name!r}"
+                )
+            return parse(name)
+        return super().create(name, preset=preset, **settings)
+
+
+registry = SamplerRegistry(
     "sampler",
     {
         "low_confidence": "paradec.samplers.low_confidence:LowConfidence",
@@ -47,34 +77,33 @@ registry = Registry(
         "speculative": "paradec.samplers.speculative:Speculative",
         "zipar": "paradec.samplers.zipar:ZipAR",
         "taylorseer": "paradec.samplers.taylorseer:TaylorSeer",
+        "mar": "paradec.samplers.mar:MAR",
     },
 )
-
-JOINING = "+&>("
-"""Signs of a combination written as text."""
 
 names = registry.names
 get = registry.get
 register = registry.register
+create = registry.create
 
 
-def create(name: str, *, preset: str | None = None, **settings: Any) -> Any:
-    """Make a sampler by name; a preset changes the defaults, explicit settings win.
+def resolve(sampler: Any, family: str, user: str) -> Any:
+    """A sampler of one family, from a name or a sampler.
 
-    Several names make a combination, with settings in parentheses: "credit(threshold=0.95)+localleap" commits what one
-    of them would, "threshold&klass" what both would, "credit>>factor" puts credit's logits stage before factor
-    (`paradec.samplers.combination.parse`).
+    Args:
+        user: what takes it, for the message: a model's name.
 
     Raises:
-        ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
+        TypeError: neither. ValueError: an unknown name, or another family; the message lists those of this one.
     """
-    if isinstance(name, str) and name not in registry and any(sign in name for sign in JOINING):
-        from paradec.samplers.combination import parse
+    from paradec.protocol import Sampler
 
-        if preset is not None or settings:
-            first = "preset" if preset is not None else next(iter(settings))
-            raise ValueError(
-                f"{first}=...: say whose, in parentheses: 'credit(threshold=0.95)+localleap', not {name!r}"
-            )
-        return parse(name)
-    return registry.create(name, preset=preset, **settings)
+    method = create(sampler) if isinstance(sampler, str) else sampler
+    if not isinstance(method, Sampler):
+        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+    if method.family != family:
+        allowed = ", ".join(name for name in names() if get(name).family == family)
+        raise ValueError(
+            f"sampler {method.name!r} is of family {method.family!r}; {user} takes the {family!r} family: {allowed}"
+        )
+    return method

@@ -15,6 +15,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+RIDGE = 1e-8
+"""What HiCache's public code adds to singular values before it divides by them."""
+
 
 class History(NamedTuple):
     """What is kept of one feature [B, ...] between evaluations."""
@@ -214,7 +217,8 @@ class DMD(Basis):
         if even < 4:
             factors = backward_differences(tensors, nodes, self.order)
             weights = hermite_weights(step - nodes[0], self.sigma, len(factors))
-            return sum(factor * weight for factor, weight in zip(factors, weights, strict=True))
+            weighted = [factor * weight for factor, weight in zip(factors, weights, strict=True)]
+            return sum(weighted[1:], start=weighted[0])
         rows = torch.stack(tensors[:even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
         ahead = (step - nodes[0]) / spacing
         return torch.stack([mode_forecast(row, ahead) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
@@ -243,7 +247,7 @@ def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
     x, y = snapshots[:, :-1], snapshots[:, 1:]
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     rank = max(int((s > 1e-4 * s[0]).sum()), 1)
-    u, s, v = u[:, :rank], s[:rank], vh[:rank].mH
+    u, s, v = u[:, :rank], s[:rank] + RIDGE, vh[:rank].mH
     values, vectors = torch.linalg.eig((u.mH @ y @ v / s).cpu())
     values, vectors = values.to(x.device), vectors.to(x.device)
     modes = (y @ v / s).to(vectors.dtype) @ vectors

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import samplers
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import shown
-from paradec.protocol import MemorySpec, Proposal, Sampler
-from paradec.samplers.masked import LAST, MaskedSampler, MaskedState, Stage, View
+from paradec.protocol import MemorySpec, Sampler
+from paradec.registry import Registry
+from paradec.samplers.masked import LAST, MaskedProposal, MaskedSampler, MaskedState, Stage, View
 from paradec.samplers.statistics import Raised, best_one, written
 
 
@@ -78,7 +78,7 @@ class Combination(MaskedSampler):
     def _member(self, name: str, given: Any) -> MaskedSampler:
         """The sampler that an entry of `rules` or `stages` stands for, if it can be joined with others."""
         if isinstance(given, str):
-            given = samplers.create(given)
+            given = Registry.by_kind["sampler"].create(given)
         elif isinstance(given, Mapping):
             given = Sampler.from_dict(given)
         if not isinstance(given, MaskedSampler):
@@ -122,14 +122,15 @@ class Combination(MaskedSampler):
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
     def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+        fused: Tensor | Raised = logits
         updates = {}
         for index, member in enumerate(self.members):
             if member.fuses:
                 own = dataclasses.replace(stage, memory=_own(stage.memory, index))
-                logits, updates[index] = member.fuse(written(logits), own)
-        return logits, _joined(updates)
+                fused, updates[index] = member.fuse(written(fused), own)
+        return fused, _joined(updates)
 
-    def assess(self, state: MaskedState, proposal: Proposal) -> Mapping[str, Tensor]:
+    def assess(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         return _joined({at: rule.assess(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))})
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
@@ -247,9 +248,10 @@ class _NotRead(Exception):
 def _built(node: ast.expr) -> MaskedSampler:
     match node:
         case ast.Name(name):
-            return samplers.registry.create(name)
+            return Registry.by_kind["sampler"].create(name)
         case ast.Call(func=ast.Name(name), args=[], keywords=given) if all(entry.arg for entry in given):
-            return samplers.registry.create(name, **{entry.arg: _literal(entry.value) for entry in given})
+            settings = {str(entry.arg): _literal(entry.value) for entry in given}
+            return Registry.by_kind["sampler"].create(name, **settings)
         case ast.BinOp(left, ast.Add(), right):
             return Union(rules=(*_rules(_built(left), Union), *_rules(_built(right), Union)))
         case ast.BinOp(left, ast.BitAnd(), right):

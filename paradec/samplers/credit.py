@@ -102,8 +102,8 @@ class Credit(MaskedSampler):
         value = torch.where(known, decayed.gather(-1, at), 0) + gain
         credit = torch.where(seen, decayed.scatter(-1, at, value), credit)
         tokens = torch.where(seen, tokens.scatter(-1, at, best.int()), tokens)
-        fused = raise_words(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
-        return fused, {"credit": credit, "tokens": tokens}
+        raised = raise_words(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
+        return raised, {"credit": credit, "tokens": tokens}
 
     def select(self, view: View) -> Tensor:
         return (view.scores >= self.threshold) | best_one(view.scores)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.checks import check_int, check_number
-from paradec.protocol import Commit, Cost, LatentQuery, Memory, MemorySpec, Proposal, Sampler, State
+from paradec.protocol import Commit, Cost, LatentProposal, LatentQuery, Memory, MemorySpec, Sampler, State
 from paradec.samplers.refresh import Course
 from paradec.trace import Trace
 
@@ -203,28 +203,27 @@ class ForecastSampler(Sampler):
             )
         ]
 
-    def propose(self, state: ForecastState, outputs: list[Tensor], queries: list[LatentQuery]) -> Proposal:
+    def propose(self, state: ForecastState, outputs: list[Tensor], queries: list[LatentQuery]) -> LatentProposal:
         """The model's output under guidance, or its forecast. outputs: [R, ...], one per query."""
         cost = Cost(queries, state.batch)
         if not queries:
-            return Proposal(state.rows, self.forecast(state), cost, kind="forecast", made_at=state.commits)
+            return LatentProposal(state.rows, self.forecast(state), cost, kind="forecast", made_at=state.commits)
         output = outputs[0]
         if queries[0].branches == 2:
             conditional, unconditional = output.chunk(2)
             output = unconditional + state.guidance_scale * (conditional - unconditional)
-        return Proposal(state.rows, output, cost, kind=queries[0].kind, made_at=state.commits)
+        return LatentProposal(state.rows, output, cost, kind=queries[0].kind, made_at=state.commits)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
-    def commit(self, state: ForecastState, proposal: Proposal) -> Commit:
+    def commit(self, state: ForecastState, proposal: LatentProposal) -> Commit:
         """Take the solver's step, and remember what was evaluated.
 
         Raises:
             FloatingPointError: the model returned NaN or infinite values. Nothing is written then.
             ValueError: a proposal made from an earlier state.
         """
-        if proposal.made_at != state.commits:
-            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+        state.check_current(proposal)
         full = proposal.kind != "forecast"
         if full:
             finite = proposal.values.flatten(1).isfinite().all(1).cpu()

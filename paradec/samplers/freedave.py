@@ -9,7 +9,7 @@ have no mask left, and with one draft a step it is the base itself, forward for 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from paradec import samplers
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
-from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.samplers.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
-from paradec.samplers.masked import UNCUT, MaskedSampler, MaskedState, Stage, _to_host
+from paradec.samplers.masked import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage, _to_host
 from paradec.samplers.masked_state import part_query, put_rows, rows_of
 from paradec.samplers.stopping import NEVER, first_end
 
@@ -38,7 +38,7 @@ OWN = ("query", "propose", "commit")
 class Taken:
     """One step of the base, taken from one draft. Shapes: `R` rows, `W` positions."""
 
-    proposal: Proposal
+    proposal: MaskedProposal
     """What the base would have proposed; its cost is that of all drafts."""
     written: Tensor
     """[R, W] int64: the window after it."""
@@ -48,13 +48,13 @@ class Taken:
     """[R] int64: where it cuts rows off, as `MaskedSampler.trim` says it."""
 
 
-@dataclass
-class DraftProposal(Proposal):
-    """`taken[j]` is the base's step from `drafts[j]`; the fields of `Proposal` are those of the first one."""
+@dataclass(kw_only=True)
+class DraftProposal(MaskedProposal):
+    """`taken[j]` is the base's step from `drafts[j]`; the other fields are those of the first one."""
 
-    drafts: list[Ahead] = field(default_factory=list)
-    taken: list[Taken] = field(default_factory=list)
-    copies: np.ndarray | None = None
+    drafts: list[Ahead]
+    taken: list[Taken]
+    copies: np.ndarray
     """[R] int64 on the host: how many drafts of each row were evaluated; the rest is not to be read."""
 
 
@@ -261,7 +261,7 @@ class FreeDave(MaskedSampler):
     ) -> Taken:
         """The base's step from one draft, given what was read from logits."""
         base, window = self.base, ahead.window
-        proposal = Proposal(
+        proposal = MaskedProposal(
             rows=window.rows,
             values=tokens,
             cost=Cost(queries, ahead.batch),
@@ -288,8 +288,8 @@ class FreeDave(MaskedSampler):
         drafted = [query for query in queries if isinstance(query, DraftQuery)]
         drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
         logits, at, copies = self._by_draft(state, outputs, queries, len(drafts))
-        memory = rows_of(state.memory, window.rows, window.positions.shape[1])
-        memory = {name: memory[name] for name in base.memory()}
+        kept = rows_of(state.memory, window.rows, window.positions.shape[1])
+        memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
         every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
         taken: list[Taken] = []
         for ahead, index in zip(drafts, at, strict=True):
@@ -316,9 +316,7 @@ class FreeDave(MaskedSampler):
         total = 0
         for logits, query in zip(outputs, queries, strict=True):
             logits = self.base._guided(state, logits, query)
-            number = np.ones(len(query.rows), np.int64)
-            if isinstance(query, DraftQuery):
-                number = query.copies
+            number = np.ones(len(query.rows), np.int64) if query.copies is None else query.copies
             copies[query.index] = number
             most = number.max()
             if isinstance(query, DraftQuery) and query.tree:
@@ -335,16 +333,16 @@ class FreeDave(MaskedSampler):
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
-    def commit(self, state: MaskedState, proposal: DraftProposal) -> Commit:
+    def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
         """Accept drafts, and write the base's steps up to and with that from the last accepted one.
 
         Raises:
             FloatingPointError: the model returned NaN or infinite logits for an accepted draft. Nothing is written.
             RuntimeError: the base committed nothing where it must.
         """
+        assert isinstance(proposal, DraftProposal)
         window, rows, steps = state.window, proposal.rows, proposal.taken
-        if proposal.made_at != state.commits:
-            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+        state.check_current(proposal)
         wanted = [
             torch.stack([ahead.tokens for ahead in proposal.drafts]),
             torch.stack([step.written for step in steps]),
@@ -355,7 +353,7 @@ class FreeDave(MaskedSampler):
             wanted.append(torch.stack(found).unsqueeze(-1).expand_as(wanted[1]))
         drafts, written, health, *cuts = _to_host(*wanted)
         subset = self.agreement == "subset"
-        best, judge = accept(drafts, written, proposal.copies, state.facts.mask_token_id, subset)
+        best, judge = accept(drafts, written, proposal.copies, state.facts.mask_id, subset)
         # the base's windows one by one: the accepted drafts, then what it made of the last of them
         depth = np.arange(len(steps))[:, None]
         windows = np.where((depth < best)[..., None], np.roll(drafts, -1, 0), written)

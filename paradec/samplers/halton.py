@@ -17,8 +17,8 @@ from torch import Tensor
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_int
-from paradec.protocol import Proposal, Query
-from paradec.samplers.masked import MaskedState, View
+from paradec.protocol import Query
+from paradec.samplers.masked import MaskedProposal, MaskedState, View
 from paradec.samplers.maskgit import MaskGIT
 
 POINTS = 10_000
@@ -62,7 +62,7 @@ class Halton(MaskGIT):
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         check_grid(self.height, self.width, longest)
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
         """The base's proposal, with the "rank" of every position in the order, [R, W]."""
         proposal = super().propose(state, outputs, queries)
         rank = halton_ranks(state, self.height, self.width)
@@ -75,7 +75,7 @@ class Halton(MaskGIT):
     def announce(self, state: MaskedState) -> np.ndarray:
         window = state.window
         current = window.read(state.canvas)
-        undecided = window.undecided(current, state.facts.mask_token_id).cpu().numpy()
+        undecided = window.undecided(current, state.facts.mask_id).cpu().numpy()
         count = np.minimum(self.quota(state, window.rows), undecided.sum(1))
         rank = np.where(undecided, halton_ranks(state, self.height, self.width), np.iinfo(np.int64).max)
         order = rank.argsort(1, kind="stable")[:, : int(count.max())]
@@ -89,7 +89,7 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
     check_int("width", width, low=1, high=2**16, none=True)
     if (height is None) != (width is None):
         raise ValueError(f"height={height} and width={width} go together: give both, or neither")
-    if height is not None and height * width < longest:
+    if height is not None and width is not None and height * width < longest:
         raise ValueError(f"height={height} times width={width} is less than the {longest} positions to decide")
 
 
@@ -97,7 +97,7 @@ def halton_ranks(state: MaskedState, height: int | None, width: int | None) -> n
     """[R, W] int64: where each position of the window comes in the order. The image is what stands last in a row."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]
-    if height is not None:
+    if height is not None and width is not None:
         cells = np.full(len(rows), height * width)
     found = np.zeros(state.window.host_positions.shape, np.int64)
     for size in np.unique(cells):  # rows nearly always share one

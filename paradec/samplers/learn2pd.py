@@ -16,7 +16,6 @@ from torch import Tensor
 from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
 from paradec.checks import check_bool, check_choice, check_number, shown
-from paradec.protocol import Proposal
 from paradec.samplers.learn2pd_filter import (
     Filter,
     block_features,
@@ -27,7 +26,7 @@ from paradec.samplers.learn2pd_filter import (
     read_facts,
     register_filter,
 )
-from paradec.samplers.masked import LAST, UNCUT, MaskedSampler, MaskedState, View
+from paradec.samplers.masked import LAST, UNCUT, MaskedProposal, MaskedSampler, MaskedState, View
 from paradec.samplers.statistics import best_one
 
 __all__ = ["Learn2PD", "register_filter"]
@@ -105,7 +104,7 @@ class Learn2PD(MaskedSampler):
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
-    def assess(self, state: MaskedState, proposal: Proposal) -> Mapping[str, Tensor]:
+    def assess(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
         filter_ = state.while_rows_stand(("filter", self.filter), lambda: self.filter_of(state))
         is_end = torch.isin(proposal.values, state.ends)
@@ -117,6 +116,7 @@ class Learn2PD(MaskedSampler):
     def filter_of(self, state: MaskedState) -> Filter:
         """The filter of a request, on its device."""
         path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
+        assert path is not None  # `check` has seen to it
         return load_filter(path, state.canvas.device)
 
     def select(self, view: View) -> Tensor:

@@ -145,7 +145,7 @@ def block_features(state: Any, proposal: Any) -> tuple[dict[str, Tensor], Tensor
     found = {name: proposal.quantities[key] for name, key in QUANTITIES.items() if key in proposal.quantities}
     if "entropy" in found:
         found["entropy"] = -found["entropy"] / math.log(state.facts.vocab_size)
-    undecided = window.undecided(proposal.current, state.facts.mask_token_id) & valid
+    undecided = window.undecided(proposal.current, state.facts.mask_id) & valid
     size = valid.sum(1, keepdim=True)
     found["mask_ratio"] = (undecided.sum(1, keepdim=True) / size).double().expand(valid.shape)
     found["position"] = (proposal.positions - start) / size.double()

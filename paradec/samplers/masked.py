@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +34,22 @@ UNCUT = 2**31 - 1
 """The end of a row that a method does not cut off."""
 
 
+@dataclass(kw_only=True)
+class MaskedProposal(Proposal):
+    """A proposal of this family. Shapes: `R` running rows, `W` window positions each."""
+
+    current: Tensor
+    """[R, W] int64: what stands at the positions now."""
+    block_end: Tensor | None = None
+    """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
+    early: Tensor | None = None
+    """[R] bool: rows of which everything undecided becomes final now, since a stop rule is satisfied."""
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    """What the method's logits stage found, by name, each [R, ...]: its memory's new values, numbers for `select`."""
+    generator_state: Tensor | None = None
+    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`); commit adopts it."""
+
+
 @dataclass
 class View:
     """What `select` sees: tensors of the window, nothing of the model.
@@ -51,16 +67,18 @@ class View:
     """[R, W] int64."""
     quantities: Mapping[str, Tensor]
     """What the method declared in `reads`, each [R, W] float64."""
-    quota: np.ndarray | None
-    """[R] on the host: tokens the schedule grants this step, for methods that have one."""
+    quota: Any
+    """[R] int64 on the host: tokens the schedule grants this step; None for methods without one, a tuple of the rules'
+    for combinations."""
     memory: Mapping[str, Tensor]
     """The method's own tensors, each [R, ...]."""
     updates: Mapping[str, Tensor]
     """What the method's `fuse` found in this step, each [R, ...]."""
     current: Tensor
     """[R, W] int64: what stands at the positions now."""
-    editable: Tensor | None
-    """[R, W] bool: decided in this block by the method itself, and evaluated this step; for methods that `revise`."""
+    editable: Tensor
+    """[R, W] bool: decided in this block by the method itself, and evaluated this step; False unless the method
+    `revises`."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
     """The count [R] highest of scores [R, W] -> [R, W] bool; ties go to the lower position (`rng="reference"`: to
     whichever torch.topk takes, as in the public code)."""
@@ -105,7 +123,7 @@ class MaskedSampler(Sampler):
         score: the one of them that ranks positions.
         score_from: "raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the
             tempered and filtered distribution that tokens are drawn from (Dream).
-        uses_steps: whether `steps` means something to the method.
+        uses_steps: whether `steps` means something to the method (see `Sampler`).
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
         announces: whether `announce` says what a step will commit before the model is called.
@@ -126,7 +144,6 @@ class MaskedSampler(Sampler):
     reads: ClassVar[tuple[str, ...]] = ("confidence",)
     score: ClassVar[str] = "confidence"
     score_from: ClassVar[str] = "raw"
-    uses_steps: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"
     announces: ClassVar[bool] = False
@@ -144,8 +161,8 @@ class MaskedSampler(Sampler):
         """Which candidates become final: [R, W] bool. A pure function of the view."""
         raise NotImplementedError
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray | None:
-        """[R] int64 tokens that the schedule grants each row at this step; None for methods without a schedule."""
+    def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
+        """What `view.quota` is for `rows` [R] at this step."""
         return None
 
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
@@ -175,7 +192,7 @@ class MaskedSampler(Sampler):
         """
         return logits, {}
 
-    def assess(self, state: MaskedState, proposal: Proposal) -> Mapping[str, Tensor]:
+    def assess(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the method finds out about a proposal beside the logits' statistics (a trained filter's opinion), each
         [R, W]: `select` and `trim` see it in `view.quantities`. Changes nothing."""
         return {}
@@ -254,12 +271,12 @@ class MaskedSampler(Sampler):
         picks = self.announce(state) if state.cache.evaluates in ("picks", "targets") else None
         return [part_query(state, part) for part in state.cache.plan(state, picks)]
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
         """A candidate token and its scores for every window position. outputs: logits [R, W, V], one per query."""
         window = state.window
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         current = window.read(state.canvas)
-        undecided = available = window.undecided(current, state.facts.mask_token_id)
+        undecided = available = window.undecided(current, state.facts.mask_id)
         for query in queries:
             if query.available is not None:
                 index = torch.as_tensor(query.index, device=available.device)
@@ -269,19 +286,19 @@ class MaskedSampler(Sampler):
             available = available & (window.positions < state.block_ends)
         parts = []
         for logits, query in zip(outputs, queries, strict=True):
-            logits, found = self._logits_stage(state, logits, query, available)
-            parts.append((*self._read(state, logits, query, generator), found))
+            staged, found = self._logits_stage(state, logits, query, available)
+            parts.append((*self._read(state, staged, query, generator), found))
         tokens, quantities, updates = parts[0]
         if len(parts) > 1:
-            order = np.argsort(np.concatenate([query.index for query in queries]))
-            order = torch.as_tensor(order, device=window.positions.device)
+            places = np.argsort(np.concatenate([query.index for query in queries]))
+            order = torch.as_tensor(places, device=window.positions.device)
             tokens = torch.cat([part[0] for part in parts])[order]
             quantities = {name: torch.cat([part[1][name] for part in parts])[order] for name in quantities}
             updates = {name: torch.cat([part[2][name] for part in parts])[order] for name in updates}
         block_end = state.read_blocks(tokens, quantities["confidence"], available) if state.reads_blocks else None
         if block_end is not None:
             available = available & (window.positions < block_end.unsqueeze(1))
-        proposal = Proposal(
+        proposal = MaskedProposal(
             rows=window.rows,
             values=tokens,
             cost=Cost(queries, state.batch),
@@ -305,7 +322,7 @@ class MaskedSampler(Sampler):
 
     def _logits_stage(
         self, state: MaskedState, logits: Tensor, query: Query, available: Tensor
-    ) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
         """The logits [R, W, V] that tokens are chosen from, and what the shadow, stop rules and `fuse` say."""
         logits = self._guided(state, logits, query)
         watched: dict[str, Tensor] = {}
@@ -319,8 +336,8 @@ class MaskedSampler(Sampler):
         if not self.fuses:
             return logits, watched
         memory = rows_of(state.memory, query.rows, available.shape[1])
-        logits, found = self.fuse(logits, Stage(available[index], state.window.positions[index], memory))
-        return logits, watched | dict(found)
+        fused, found = self.fuse(logits, Stage(available[index], state.window.positions[index], memory))
+        return fused, watched | dict(found)
 
     def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
         """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
@@ -336,10 +353,15 @@ class MaskedSampler(Sampler):
             conditional, unconditional = logits.chunk(2)
             logits = unconditional + self.guidance(state, query.rows) * (conditional - unconditional)
         # in place: the logits are this step's own, and can be large
-        logits.select(-1, state.facts.mask_token_id).fill_(-torch.inf)
+        if not self._weighs_mask(state):
+            logits.select(-1, state.facts.mask_id).fill_(-torch.inf)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         return logits
+
+    def _weighs_mask(self, state: MaskedState) -> bool:
+        """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
+        return state.generator is not None and not self.fuses
 
     def _ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
@@ -360,14 +382,14 @@ class MaskedSampler(Sampler):
                 tokens, confidence = logits.statistics()
                 return tokens, {"confidence": confidence}
             logits = logits.written()
+        if generator is not None and self._weighs_mask(state):
+            return reference.read(self, state, logits, query, generator)
         if request.temperature == 0 and not (filtered and self.score_from == "sampled"):
             return statistics(logits, self.reads)
         drawn_from = logits if request.temperature == 0 else logits / request.temperature
         drawn_from = filter_logits(drawn_from, request.top_p, request.top_k)
-        tokens = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
-        if self.score_from == "sampled":
-            return statistics(drawn_from, self.reads, tokens)
-        return statistics(logits, self.reads, tokens)
+        drawn = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
+        return statistics(drawn_from if self.score_from == "sampled" else logits, self.reads, drawn)
 
     def _draw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]) by the Gumbel-max trick, in float64."""
@@ -376,7 +398,9 @@ class MaskedSampler(Sampler):
         if generator is None:
             steps = torch.as_tensor(state.row_step[rows], device=positions.device)
             keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-            return read_stats(logits, frozenset(), draws=Draws(keys, steps, positions)).sample
+            sample = read_stats(logits, frozenset(), draws=Draws(keys, steps, positions)).sample
+            assert sample is not None  # asked for with `draws`
+            return sample
         if self.score_from == "sampled":
             return reference.categorical(state, logits, positions, rows, generator)
         noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
@@ -384,7 +408,7 @@ class MaskedSampler(Sampler):
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
-    def commit(self, state: MaskedState, proposal: Proposal) -> Commit:
+    def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
         """Select, write, remember; then close full blocks and finished rows.
 
         Raises:
@@ -392,10 +416,11 @@ class MaskedSampler(Sampler):
             RuntimeError: the method committed nothing where it must.
         """
         window, rows = state.window, proposal.rows
-        if proposal.made_at != state.commits:
-            raise ValueError("this proposal was made from an earlier state; call step again before commit")
-        generator = None if state.generator is None else reference.copy_generator(state.generator)
-        if generator is not None:
+        state.check_current(proposal)
+        generator = None
+        if state.generator is not None:
+            assert proposal.generator_state is not None  # `propose` drew from it
+            generator = reference.copy_generator(state.generator)
             generator.set_state(proposal.generator_state)
         available, positions = proposal.available, proposal.positions
         view = self._view(state, proposal, rows_of(state.memory, rows, available.shape[1]), generator)
@@ -405,7 +430,7 @@ class MaskedSampler(Sampler):
             values, selected, filled, linger = self._revised(state, view, selected)
         if proposal.early is not None:
             early = proposal.early.unsqueeze(1)
-            undecided = window.undecided(proposal.current, state.facts.mask_token_id)
+            undecided = window.undecided(proposal.current, state.facts.mask_id)
             values, selected = torch.where(early, proposal.values, values), torch.where(early, undecided, selected)
             filled = torch.where(early, undecided.to(filled.dtype), filled)
             linger = None if linger is None else linger & ~proposal.early
@@ -438,12 +463,12 @@ class MaskedSampler(Sampler):
         if idle and not self.may_wait or self.may_wait and _overdue(state, rows, committed):
             raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
-        if generator is not None:
+        if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
         window.write(state.canvas, written)
         if state.memory.specs:
             kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
-            for name, value in (kept | self.remember(view, picked)).items():
+            for name, value in {**kept, **self.remember(view, picked)}.items():
                 put_rows(state.memory, name, rows, value)
         state.count(proposal.cost)
         for end in others:
@@ -457,7 +482,7 @@ class MaskedSampler(Sampler):
         standing = tokens
         if touched is not None:  # what may be taken back ends nothing before a step has left it as it is
             closes = (state.remaining[rows] <= 0) & (True if lingers is None else ~lingers)
-            standing = np.where(touched.astype(bool) & ~closes[:, None], state.facts.mask_token_id, tokens)
+            standing = np.where(touched.astype(bool) & ~closes[:, None], state.facts.mask_id, tokens)
         ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
         moved = bool(others)
         if cuts is not None and (cuts < state.length[rows]).any():
@@ -471,7 +496,7 @@ class MaskedSampler(Sampler):
     def _view(
         self,
         state: MaskedState,
-        proposal: Proposal,
+        proposal: MaskedProposal,
         memory: Mapping[str, Tensor],
         generator: torch.Generator | None,
     ) -> View:
@@ -487,7 +512,7 @@ class MaskedSampler(Sampler):
             memory=memory,
             updates=proposal.updates,
             current=proposal.current,
-            editable=_editable(state, proposal) if self.revises else None,
+            editable=_editable(state, proposal) if self.revises else torch.zeros_like(proposal.available),
             top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
             draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
             choose=lambda weights, count: self._choose(state, weights, count, generator),
@@ -507,7 +532,7 @@ class MaskedSampler(Sampler):
             remask = revision.remask & view.editable
             left = torch.as_tensor(self._least(state, state.window.rows), device=remask.device)
             remask = remask & (filled.sum(1) - remask.sum(1) >= left).unsqueeze(1)
-            values = values.masked_fill(remask, state.facts.mask_token_id)
+            values = values.masked_fill(remask, state.facts.mask_id)
             written, filled = written | remask, filled - remask.long()
         return values, written, filled, revision.linger
 
@@ -580,10 +605,10 @@ def _to_host(*tensors: Tensor) -> list[np.ndarray]:
     return [array.astype(kinds.get(tensor.dtype, np.float64)) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
-def _editable(state: MaskedState, proposal: Proposal) -> Tensor:
+def _editable(state: MaskedState, proposal: MaskedProposal) -> Tensor:
     """[R, W] bool: decided by the method in the open block."""
     window = state.window
-    editable = (proposal.current != state.facts.mask_token_id) & ~window.read(state.given)
+    editable = (proposal.current != state.facts.mask_id) & ~window.read(state.given)
     if proposal.block_end is not None:
         editable = editable & (window.positions < proposal.block_end.unsqueeze(1))
     return editable if window.valid is None else editable & window.valid

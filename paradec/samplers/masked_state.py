@@ -15,16 +15,17 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.blocks import BlockPolicy, Opening
-from paradec.caches.base import Cache, Part, outward
+from paradec.caches.base import Cache, Part, StoredCache, outward
 from paradec.caches.cost import advice
 from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix, plan_reuse
 from paradec.checks import check_int, shown
 from paradec.models.facts import ModelFacts
 from paradec.prompts import encode
-from paradec.protocol import Call, Memory, Query, Sampler, State
+from paradec.protocol import Call, Memory, Query, State
 from paradec.samplers.request import (
     Request,
     attention_of,
+    block_counts,
     block_policy,
     cache_of,
     check_steps,
@@ -155,10 +156,11 @@ class MaskedState(State):
         self._took_over: KeptPrefix | None = None
         self._made_for_blocks: dict[Any, Any] = {}
         self._made_for_rows: dict[Any, Any] = {}
-        self.steps_per_block = None
+        self.steps_per_block: np.ndarray | None = None
+        """[B] int64: steps planned for each block of a row; None plans one token a step."""
         if self.request.steps is not None:
-            counts = [self.blocks.count(int(p), int(n)) for p, n in zip(self.prompt_length, self.length, strict=True)]
-            self.steps_per_block = np.array([-(-self.request.steps // count) for count in counts])
+            counts = block_counts(self.request.steps, self.blocks, self.prompt_length, self.length)
+            self.steps_per_block = -(-self.request.steps // counts)
         # undecided positions before each position, as they stood at the start
         self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
@@ -171,9 +173,15 @@ class MaskedState(State):
         return 2 if self.request.guidance_scale != 1.0 else 1
 
     @property
+    def stored_cache(self) -> StoredCache:
+        """The cache of a request that has a store."""
+        assert isinstance(self.cache, StoredCache)
+        return self.cache
+
+    @property
     def undecided(self) -> Tensor:
         """[B, L] bool: positions that are not final yet."""
-        return self.canvas == self.facts.mask_token_id
+        return self.canvas == self.facts.mask_id
 
     @property
     def done(self) -> bool:
@@ -253,7 +261,7 @@ class MaskedState(State):
         self.length[rows], self.level = cut, False
         self.end[rows] = np.minimum(self.end[rows], cut)
         self.block_end[rows] = np.minimum(self.block_end[rows], cut)
-        left = tokens[shorter] == self.facts.mask_token_id
+        left = tokens[shorter] == self.facts.mask_id
         left &= window.host_positions[shorter] < self.block_end[rows, None]
         if window.host_valid is not None:
             left &= window.host_valid[shorter]
@@ -270,7 +278,7 @@ class MaskedState(State):
         """Make the open block the last one of rows with nothing undecided. tokens: [R, W], of a window that reaches the
         end of every row."""
         window = self.window
-        masks = tokens == self.facts.mask_token_id
+        masks = tokens == self.facts.mask_id
         if window.host_valid is not None:
             masks &= window.host_valid
         rows = window.rows[~masks.any(1)]
@@ -339,7 +347,7 @@ class MaskedState(State):
     def take_over(self, reuse: Reuse, model: Any) -> None:
         """Put the prefix of a request into its store. One that is evaluated for that is a forward of every row's, whose
         positions are the first row's."""
-        called = reuse.fill(self.store, model, self.cache)
+        called = reuse.fill(self.store, model, self.stored_cache)
         self.reused, self.reuses, self._took_over = reuse.counts, True, reuse.kept
         if not called:
             return
@@ -372,7 +380,7 @@ PREFIX_ARGUMENTS = {"prefix": None, "share_prefix": False, "keep_prefix": False}
 
 
 def start_state(
-    sampler: Sampler,
+    sampler: Any,
     model: Any,
     prompt: Any,
     attention_mask: Any,
@@ -402,7 +410,7 @@ def start_state(
             f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
         )
     rows = encode(model, prompt, attention_mask, chat).rows
-    mask = facts.mask_token_id
+    mask = facts.mask_id
     holes = any(mask in row for row in rows)
     new = max_new_tokens
     if new is None:
@@ -452,7 +460,7 @@ def start_state(
     device = model.device
     end_tokens = list(facts.eos_token_ids)
     suppressed = {*settings.suppress_tokens, *(end_tokens if settings.logits_eos_inf else ())}
-    if len(suppressed | {facts.mask_token_id}) >= facts.vocab_size:
+    if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
         raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} words of the vocabulary")
     rules: list[StopRule] = [*stop_rules]
     if settings.eos_early_stop and end_tokens:
@@ -484,7 +492,7 @@ def start_state(
         stop_rules=tuple(rules),
         early_rules=early_rules,
     )
-    if cache.uses_store:
+    if isinstance(cache, StoredCache):
         state.store = model.make_store(
             branches * state.batch,
             longest,
@@ -522,7 +530,7 @@ def part_query(state: MaskedState, part: Part) -> Query:
     tokens = _tokens_of(state.canvas, query, row_index)
     if query.branches == 2:
         given = _tokens_of(state.given, query, row_index)
-        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_token_id)))
+        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
     if not state.shadows:
         return query.but(tokens=tokens)
     if part.lasts:
@@ -530,7 +538,7 @@ def part_query(state: MaskedState, part: Part) -> Query:
     else:
         shadow = _shadow(state, query)
     width = shadow["positions"].shape[1] - tokens.shape[1]
-    return query.but(tokens=torch.nn.functional.pad(tokens, (0, width), value=state.facts.mask_token_id), **shadow)
+    return query.but(tokens=torch.nn.functional.pad(tokens, (0, width), value=state.facts.mask_id), **shadow)
 
 
 def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
@@ -539,6 +547,7 @@ def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
     Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
     see each other and all columns but the one of their own position; columns do not see shadows.
     """
+    assert query.wanted is not None and query.index is not None and query.forwarded is not None
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
     at = window.host_positions[query.index]
     there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
@@ -553,7 +562,7 @@ def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
     visible[:, :columns, columns:] = False
     visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
     if state.facts.topology == "block_causal":
-        block = positions // state.facts.block_length
+        block = positions // state.facts.block_unit
         visible &= block.unsqueeze(2) >= block.unsqueeze(1)
     own = torch.arange(columns, columns + width, device=device).expand(rows, width)
     return {
@@ -604,9 +613,9 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
         reach = int(state.length[rows].max())
         if state.facts.topology == "block_causal":
-            block = state.facts.block_length
+            block = state.facts.block_unit
             reach = min(reach, int(part.positions.max()) // block * block + block)
-        query.reach = reach + -reach % state.cache.shape_multiple
+        query.reach = reach + -reach % state.stored_cache.shape_multiple
     whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, row_index, whole
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.checks import check_choice, check_number
-from paradec.protocol import Proposal, Query
+from paradec.protocol import Query
 from paradec.samplers import reference
-from paradec.samplers.masked import LAST, MaskedSampler, MaskedState, View
+from paradec.samplers.masked import LAST, MaskedProposal, MaskedSampler, MaskedState, View
+from paradec.samplers.statistics import Raised, written
 
 REDRAW_STREAM = 2
 """Of `paradec.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
@@ -92,10 +93,11 @@ class MaskGIT(MaskedSampler):
         return self.choice_temperature * (1 - (step + 1) / steps)
 
     def temperature_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] float64: the second draw's temperature at `step` of `steps`, both [R]."""
+        """[R] float64: the second draw's temperature at `step` of `steps`, both [R], where it falls."""
+        assert self.final_temperature is not None
         return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
         """The base's proposal, with the "noise_scale" of this step, [R, W]."""
         proposal = super().propose(state, outputs, queries)
         scale = torch.as_tensor(self.noise_at(*self.progress(state, proposal.rows)), device=proposal.values.device)
@@ -109,18 +111,22 @@ class MaskGIT(MaskedSampler):
 
     def guidance_at(self, state: MaskedState, step: np.ndarray, steps: np.ndarray) -> Tensor:
         """[R, 1, 1]: the guidance scale at `step` of `steps`, both [R], where it grows."""
+        assert self.guidance_start is not None
         last = state.request.guidance_scale
         grown = self.guidance_start + (last - self.guidance_start) * step / np.maximum(steps - 1, 1)
         return torch.as_tensor(grown, device=state.canvas.device).view(-1, 1, 1)
 
+    def _weighs_mask(self, state: MaskedState) -> bool:
+        return False  # the public code cuts the mask's logit off
+
     def _read(
-        self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None
+        self, state: MaskedState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super()._read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
         tau = self.temperature_at(*self.progress(state, query.rows))
-        tempered = logits.double() / torch.as_tensor(tau, device=logits.device).view(-1, 1, 1)
+        tempered = written(logits).double() / torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1)
         return self._redraw(state, tempered, query, generator), quantities
 
     def _redraw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:

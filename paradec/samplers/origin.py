@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_number
+from paradec.protocol import Query
+from paradec.samplers import reference
 from paradec.samplers.masked import MaskedSampler, MaskedState, View
 from paradec.samplers.schedules import time_share
 
@@ -46,6 +48,25 @@ class Origin(MaskedSampler):
         return time_share(state.block_step[rows], state.planned_steps(rows), self.eps)
 
     quota = share
+
+    def _draw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+        if generator is None:
+            return super()._draw(state, logits, query, None)
+        # the public code decides first what becomes final, and draws tokens for that alone
+        assert state.generator is not None
+        if torch.equal(generator.get_state(), state.generator.get_state()):
+            reference.position_noise(state, self.reference_draws, generator)
+        index = torch.as_tensor(query.index, device=logits.device)
+        share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
+        final = self._position_noise(state, generator)[index] < share
+        positions = state.window.positions[index]
+        return reference.categorical(state, logits, positions, query.rows, generator, final)
+
+    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+        if generator is not None and state.request.temperature > 0:
+            assert state.generator is not None
+            generator = reference.copy_generator(state.generator)  # drawn before the tokens were
+        return super()._position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:
         return view.candidates & (view.draw() < torch.as_tensor(view.quota, device=view.scores.device).unsqueeze(1))

@@ -45,9 +45,7 @@ class Random(LowConfidence):
         window = state.window
         # the numbers that the commit will draw: nothing else is drawn between
         generator = None if state.generator is None else reference.copy_generator(state.generator)
-        candidates = window.read(state.canvas) == state.facts.mask_token_id
-        if window.valid is not None:
-            candidates &= window.valid
+        candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
         scores = self._position_noise(state, generator).masked_fill(~candidates, -torch.inf)
         count = np.minimum(self.quota(state, window.rows), state.remaining[window.rows])
         order = scores.argsort(dim=-1, descending=True, stable=True)[:, : int(count.max())]

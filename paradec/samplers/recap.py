@@ -16,9 +16,9 @@ from torch import Tensor
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int
-from paradec.protocol import MemorySpec, Proposal, Query
+from paradec.protocol import MemorySpec, Query
 from paradec.samplers.halton import check_grid, halton_ranks
-from paradec.samplers.masked import MaskedState, View
+from paradec.samplers.masked import MaskedProposal, MaskedState, View
 from paradec.samplers.maskgit import MaskGIT, ranking
 
 
@@ -117,13 +117,13 @@ class Recap(MaskGIT):
         order = (~target).argsort(1, kind="stable")[:, : max(int(target.sum(1).max()), 1)]
         return np.where(np.take_along_axis(target, order, 1), np.take_along_axis(window.host_positions, order, 1), -1)
 
-    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
         """The base's proposal, with the "group_size" of rows that take a full step (0 for the others), [R, W]."""
         proposal = super().propose(state, outputs, queries)
         rows, device = proposal.rows, proposal.values.device
         step, _ = self.progress(state, rows)
-        size = np.where(self.place(step) == 0, self.group_size(state, rows), 0)
-        size = torch.as_tensor(size, device=device).double().unsqueeze(1)
+        sizes = np.where(self.place(step) == 0, self.group_size(state, rows), 0)
+        size = torch.as_tensor(sizes, device=device).double().unsqueeze(1)
         proposal.quantities["group_size"] = size.expand(proposal.values.shape)
         if self.order == "halton":
             proposal.quantities["order"] = torch.as_tensor(

@@ -6,11 +6,15 @@ neighbours, and equal scores go to whichever position torch.topk happens to take
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.protocol import Query
 from paradec.samplers.masked_state import MaskedState
+from paradec.samplers.statistics import filter_logits
 
 
 def copy_generator(generator: torch.Generator) -> torch.Generator:
@@ -20,11 +24,19 @@ def copy_generator(generator: torch.Generator) -> torch.Generator:
 
 
 def categorical(
-    state: MaskedState, logits: Tensor, positions: Tensor, rows: np.ndarray, generator: torch.Generator
+    state: MaskedState,
+    logits: Tensor,
+    positions: Tensor,
+    rows: np.ndarray,
+    generator: torch.Generator,
+    final: Tensor | None = None,
 ) -> Tensor:
-    """Dream's draw: torch.multinomial over the masked positions in row-major order, in the logits' dtype."""
+    """Dream's draw: torch.multinomial over the masked positions (over those of `final` [R, W] alone) in row-major
+    order, in the logits' dtype."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
-    masked = canvas == state.facts.mask_token_id
+    masked = torch.eq(canvas, state.facts.mask_id)
+    if final is not None:
+        masked &= final
     probabilities = logits[masked].softmax(-1)
     drawn = torch.multinomial(probabilities.cpu(), 1, replacement=True, generator=generator).squeeze(-1)
     tokens = logits.argmax(-1)
@@ -72,6 +84,25 @@ def gumbel_uniform(
     """LLaDA's noise: uniform float64 for the whole canvas and vocabulary [B, L, V], of which [R, W, V] is used."""
     noise = torch.rand((*state.canvas.shape, vocab), dtype=torch.float64, generator=generator).to(positions.device)
     return noise[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
+
+
+def read(
+    sampler: Any, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidate tokens and quantities [R, W] from logits [R, W, V] that still hold the mask's: it is no candidate, but
+    its share counts in every probability, as in the public code. Trained models give it as much as any wrong word,
+    which decides between positions that are nearly sure."""
+    request = state.request
+    words = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
+    tokens = best = words.argmax(-1)
+    if request.temperature > 0:
+        drawn_from = filter_logits(words / request.temperature, request.top_p, request.top_k)
+        tokens = sampler._draw(state, drawn_from, query, generator)
+    if sampler.score_from == "sampled":
+        logits = logits if request.temperature == 0 else logits / request.temperature
+        logits = filter_logits(logits, request.top_p, request.top_k)
+    tokens, found = statistics(logits, sampler.reads, tokens)
+    return tokens, {**found, "best_token": best} if "best_token" in found else found
 
 
 def statistics(

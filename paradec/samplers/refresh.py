@@ -162,7 +162,7 @@ def refresh_from(value: Any) -> Verification | AccumulatedChange | None:
     Raises:
         ValueError: something else, or a setting that the rule has not.
     """
-    if value is None or isinstance(value, tuple(RULES.values())):
+    if value is None or isinstance(value, (Verification, AccumulatedChange)):
         return value
     given = {"refresh": value} if isinstance(value, str) else value
     if not isinstance(given, Mapping) or "refresh" not in given:

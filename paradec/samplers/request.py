@@ -94,15 +94,18 @@ def block_policy(
     """The policy that was asked for, else the sampler's own, else the model's; a bidirectional model fills `holes` as
     one block. A policy's name (`paradec.blocks.POLICIES`) goes with a block_length."""
     named = isinstance(blocks, str)
-    if named:
-        blocks, block_length = _named_policy(sampler, model, blocks, block_length)
-    if blocks is not None and block_length is not None:
-        raise ValueError(f"blocks={blocks!r} and block_length={block_length!r} both cut the sequence; give one of them")
+    policy: BlockPolicy | None
+    if isinstance(blocks, str):
+        policy, block_length = _named_policy(sampler, model, blocks, block_length)
+    else:
+        policy = blocks
+    if policy is not None and block_length is not None:
+        raise ValueError(f"blocks={policy!r} and block_length={block_length!r} both cut the sequence; give one of them")
     if block_length is not None:
         check_int("block_length", block_length, low=1, high=LONGEST_BLOCK)
-    if blocks is None and not named:
-        blocks = sampler.blocks(block_length)
-    if blocks is None and block_length is not None:
+    if policy is None and not named:
+        policy = sampler.blocks(block_length)
+    if policy is None and block_length is not None:
         own = model.facts.block_length
         if own is None:
             return FixedBlocks(block_length)
@@ -112,15 +115,15 @@ def block_policy(
                 f"give {own}, or a divisor or a multiple of it"
             )
         return FixedBlocks(block_length, align="absolute")
-    if blocks is not None:
-        if isinstance(blocks, type) or not (hasattr(blocks, "open") and hasattr(blocks, "count")):
-            raise ValueError(f"blocks={shown(blocks)} must be a block policy, e.g. paradec.FixedBlocks(32)")
-        if getattr(blocks, "reads_logits", False) and sampler.drafts:
+    if policy is not None:
+        if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
+            raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
+        if getattr(policy, "reads_logits", False) and sampler.drafts:
             raise ValueError(
-                f"sampler {sampler.name!r} does not work with blocks={shown(blocks)}: it drafts steps ahead, before "
+                f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: it drafts steps ahead, before "
                 "the logits that say where a block ends; use paradec.FixedBlocks"
             )
-        return blocks.for_model(model) if hasattr(blocks, "for_model") else blocks
+        return policy.for_model(model) if hasattr(policy, "for_model") else policy
     if model.facts.topology == "block_causal":
         return FixedBlocks(model.facts.block_length, align="absolute")
     if model.default_block_length is not None and not holes:
@@ -146,17 +149,24 @@ def _named_policy(
     return WholeCanvas(), None
 
 
-def check_steps(request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> None:
-    if request.steps is None:
-        return
-    counts = {policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)}
+def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B] int64: how many blocks each row will have, to spread `steps` over. starts, lengths: [B] positions."""
+    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
         raise ValueError(
-            f"steps={request.steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there "
-            "are; leave steps out"
+            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
+            "leave steps out"
         )
-    count = max(counts)
-    if request.steps % count and len(counts) == 1:
+    return np.array(counts, np.int64)
+
+
+def check_steps(request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> None:
+    """Raise ValueError where `steps` cannot be spread evenly over the blocks."""
+    if request.steps is None:
+        return
+    counts = block_counts(request.steps, policy, starts, lengths)
+    count = int(counts.max())
+    if request.steps % count and (counts == count).all():
         raise ValueError(
             f"steps={request.steps} must be a multiple of the number of blocks ({count}): every block has as many"
         )

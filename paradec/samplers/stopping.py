@@ -16,7 +16,7 @@ from paradec.checks import shown
 NEVER = np.iinfo(np.int64).max
 """The end of a row that goes on."""
 WATCHED = "watched "
-"""Comes before the name of a quantity that an `EarlyRule` reads, in `Proposal.updates`."""
+"""Comes before the name of a quantity that an `EarlyRule` reads, in `MaskedProposal.updates`."""
 
 
 class StopRule(Protocol):
@@ -53,7 +53,7 @@ class EarlyRule(Protocol):
 
         Args:
             state: the `MaskedState` before the write; its window is that of the proposal.
-            proposal: this step's `Proposal`.
+            proposal: this step's `MaskedProposal`.
         """
         ...
 

@@ -172,7 +172,7 @@ class TaylorSeer(ForecastSampler):
 
     def start(self, model: Any, latent: Tensor, **request: Any) -> ForecastState:
         """As `ForecastSampler.start`; refuses settings that need the inside of a transformer."""
-        inside = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
+        inside: dict[str, Any] = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
         if self.target not in (None, "output"):
             inside["target"] = self.target
         if isinstance(self.refresh, Verification):
@@ -201,6 +201,7 @@ class TaylorSeer(ForecastSampler):
         if full:
             history = self.forecaster.update(history, output, state.index)
         else:
+            assert history is not None  # a forecast follows an evaluation
             history = self.forecaster.roll(history, output)
         tensors = torch.stack(history.tensors, dim=1)
         missing = state.memory["history"].shape[1] - len(history.tensors)
@@ -208,7 +209,9 @@ class TaylorSeer(ForecastSampler):
         return {"history": tensors}, {"count": len(history.tensors), "nodes": history.nodes, "dtype": history.dtype}
 
     def forecast(self, state: ForecastState) -> Tensor:
-        return self.forecaster.forecast(_history(state), state.index)
+        history = _history(state)
+        assert history is not None
+        return self.forecaster.forecast(history, state.index)
 
     def watched_change(self, state: ForecastState, before: Tensor) -> float:
         if not isinstance(self.refresh, AccumulatedChange):

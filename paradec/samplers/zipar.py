@@ -166,8 +166,7 @@ class ZipAR(JacobiSampler):
 
     def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
         """Write the tokens."""
-        if proposal.made_at != state.commits:
-            raise ValueError("this proposal was made from an earlier state; call step again before commit")
+        state.check_current(proposal)
         tokens, rows = proposal.values, proposal.rows
         self._written(state, proposal, tokens, torch.full_like(tokens[:, :1], tokens.shape[1]))
         self._write(state, proposal.positions, rows, tokens)

@@ -77,6 +77,8 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         """What `__init__` does once the config is registered."""
         self.timesteps: Tensor = torch.arange(0)
         self._state: MaskedState | None = None
+        self._written: Tensor | None = None
+        """The tokens as the last step left them."""
         self._ignored: set[str] = set()
         self.sampler = self.make_sampler()
 
@@ -91,7 +93,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         return samplers.create(self.sampler_name, **{name: config[name] for name in self.sampler_settings()})
 
     @property
-    def config(self) -> FrozenDict:
+    def config(self) -> Any:
         """The config; a key that it lacks is an AttributeError that says which pipelines the scheduler is for."""
         return _Config(self._internal_dict, type(self))
 
@@ -117,7 +119,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
                 raise ValueError(unknown(f"config key of {cls.__name__}", name, own))
         defaults = {**cls.family_settings, **cls.sampler_settings()}
         left = config.get("_use_default_values", ())
-        given = {}
+        given: dict[str, Any] = {}
         for name, value in config.items():
             ours = cls.renamed.get(name, name)
             # None is what others say for "off", or for "as the call has it"
@@ -140,7 +142,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
                 f"sample is {got}; {type(self).__name__} takes int64 token ids {shape} and works in {self.pipelines}"
             )
         if not isinstance(model_output, Tensor) or model_output.ndim != ndim + 1:
-            got = tuple(model_output.shape) if isinstance(model_output, Tensor) else type(model_output).__name__
+            got = str(tuple(model_output.shape)) if isinstance(model_output, Tensor) else type(model_output).__name__
             raise ValueError(f"model_output is {got}; {type(self).__name__} takes the logits of sample {shape}")
 
     def _warn_ignored(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -198,9 +200,7 @@ def _keys_of_others(name: Any) -> set[str]:
     """Config keys of all schedulers here, and of diffusers' discrete ones and the one called `name`."""
     import diffusers
 
-    import paradec.schedulers
-
     theirs = ["BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler", "AmusedScheduler", name]
     classes = [getattr(diffusers, n, None) for n in theirs if isinstance(n, str)]
-    classes += [c for c in vars(paradec.schedulers).values() if isinstance(c, type) and hasattr(c, "sampler_name")]
+    classes += [c for family in SamplerScheduler.__subclasses__() for c in family.__subclasses__()]
     return {key for c in classes if c is not None for key in inspect.signature(c.__init__).parameters}

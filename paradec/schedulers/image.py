@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.utils import BaseOutput
@@ -42,7 +42,7 @@ class ImageScheduler(SamplerScheduler):
     `generator` once per image (or from one generator per image).
     """
 
-    family_settings: Mapping[str, Any] = {"mask_token_id": None, "temperature": 1.0}
+    family_settings: ClassVar[Mapping[str, Any]] = {"mask_token_id": None, "temperature": 1.0}
     pipelines = "AmusedPipeline"
 
     def _setup(self) -> None:
@@ -106,7 +106,7 @@ class ImageScheduler(SamplerScheduler):
         )
         logits = model_output if flat else model_output.flatten(2).transpose(1, 2)
         tokens = sample.flatten(1)
-        if self._state is None or not torch.equal(self._written, tokens):
+        if self._state is None or self._written is None or not torch.equal(self._written, tokens):
             self._open(logits, tokens, int(timestep) + 1, generator, None if flat else sample.shape[1:])
         mask, state = self.config.mask_token_id, self._state
         guess = torch.where(tokens == mask, logits.argmax(-1), tokens)
@@ -196,7 +196,7 @@ class RecapScheduler(ImageScheduler, sampler="recap"):
     def targets(self) -> Tensor | None:
         """[B, n] bool: the positions that the coming step reads; None is all of them."""
         state = self._state
-        if state is None or state.done:
+        if state is None or self._written is None or state.done:
             return None
         picks = torch.as_tensor(self.sampler_of_image.announce(state), device=state.canvas.device)
         if not bool((picks >= 0).any(1).all()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.utils import BaseOutput
@@ -55,7 +55,7 @@ class BlockScheduler(SamplerScheduler):
     `paradec.generate`, which knows the prompt.
     """
 
-    family_settings: Mapping[str, Any] = {"block_length": 32, "num_inference_steps": 32}
+    family_settings: ClassVar[Mapping[str, Any]] = {"block_length": 32, "num_inference_steps": 32}
     pipelines = "LLaDA2Pipeline"
 
     def _setup(self) -> None:
@@ -80,7 +80,8 @@ class BlockScheduler(SamplerScheduler):
         self.num_inference_steps, self.block_length = num_inference_steps, block_length
         self.timesteps = torch.arange(num_inference_steps - 1, -1, -1, device=device)
         self.sampler = self.make_sampler()
-        self._state = self._written = self._finished = None
+        self._state = self._written = None
+        self._finished: Tensor | None = None
         self._rows = torch.arange(0)
         self._ignored = set()
 
@@ -109,7 +110,7 @@ class BlockScheduler(SamplerScheduler):
             model_output: [B, L, V] logits of the block; row i predicts token i.
             timestep: 0 in a block's first step.
             sample: [B, L] int64, the block; masks are undecided.
-            mask_token_id: the mask.
+            mask_token_id: the mask; None where the model has none, for schedulers that work without.
             temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
             sampling_method: "greedy" is temperature 0.
             threshold, editing_threshold, minimal_topk: no effect; see the class.
@@ -121,10 +122,8 @@ class BlockScheduler(SamplerScheduler):
         """
         self._check_tokens(model_output, sample, "[batch, block]", 2)
         if mask_token_id is None:
-            raise ValueError(
-                f"mask_token_id=None: {type(self).__name__} fills masks, and this pipeline's model has none (it starts "
-                "from random tokens); of paradec's schedulers EntropyBoundScheduler works without"
-            )
+            anew = self._afresh(model_output, int(timestep), sample, generator)
+            return BlockSchedulerOutput(*anew) if return_dict else anew
         check_choice("sampling_method", sampling_method, ("auto", "greedy", "multinomial"))
         self._warn_ignored(
             CALL_DEFAULTS,
@@ -139,6 +138,15 @@ class BlockScheduler(SamplerScheduler):
         self._written = block
         values = (block, filled, changed, tokens, probabilities, model_output)
         return BlockSchedulerOutput(*values) if return_dict else values
+
+    def _afresh(
+        self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, ...]:
+        """A step of a pipeline whose model has no mask: the fields of a `BlockSchedulerOutput`."""
+        raise ValueError(
+            f"mask_token_id=None: {type(self).__name__} fills masks, and this pipeline's model has none (it starts "
+            "from random tokens); of paradec's schedulers EntropyBoundScheduler works without"
+        )
 
     def _holds(self, sample: Tensor) -> bool:
         """Whether the block is what the last step made of it, but for rows that the pipeline has frozen."""
@@ -379,47 +387,13 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
             check_number(name, self.config[name], low=0, open_low=True)
         super()._setup()
 
-    @torch.no_grad()
-    def step(  # the parameters are spelled out: pipelines read them off the signature
-        self,
-        model_output: Tensor,
-        timestep: int | Tensor,
-        sample: Tensor,
-        *,
-        mask_token_id: int | None = None,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        sampling_method: str = "auto",
-        threshold: float | None = None,
-        editing_threshold: float | None = None,
-        minimal_topk: int | None = None,
-        prompt_mask: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        return_dict: bool = True,
-    ) -> BlockSchedulerOutput | tuple[Tensor, ...]:
-        """As `BlockScheduler.step`; without `mask_token_id` the whole block is decided afresh, at the config's
-        temperature. Candidates and random tokens are drawn from `generator`."""
-        if mask_token_id is not None:
-            return super().step(
-                model_output,
-                timestep,
-                sample,
-                mask_token_id=mask_token_id,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                sampling_method=sampling_method,
-                threshold=threshold,
-                editing_threshold=editing_threshold,
-                minimal_topk=minimal_topk,
-                prompt_mask=prompt_mask,
-                generator=generator,
-                return_dict=return_dict,
-            )
-        self._check_tokens(model_output, sample, "[batch, block]", 2)
+    def _afresh(
+        self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, ...]:
+        """The whole block is decided anew, at the config's temperature. Candidates and random tokens are drawn from
+        `generator`."""
         vocab = model_output.shape[-1]
-        left = (self.num_inference_steps - int(timestep)) / self.num_inference_steps
+        left = (self.num_inference_steps - timestep) / self.num_inference_steps
         annealed = self.config.t_min + (self.config.t_max - self.config.t_min) * left
         masks = torch.full_like(sample, vocab)  # a word that the model does not have
         logits = torch.nn.functional.pad(model_output, (0, 1), value=-torch.inf)
@@ -428,9 +402,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         accepted = block != vocab
         noise = torch.randint(vocab, sample.shape, generator=generator, device=_device_of(generator, sample))
         block = torch.where(accepted, block, noise.to(sample.device))
-        none = torch.zeros_like(accepted)
-        values = (block, accepted, none, tokens, probabilities, model_output / annealed)
-        return BlockSchedulerOutput(*values) if return_dict else values
+        return block, accepted, torch.zeros_like(accepted), tokens, probabilities, model_output / annealed
 
 
 def _device_of(generator: torch.Generator | None, sample: Tensor) -> torch.device:
