@@ -213,8 +213,7 @@ def _torch_stats(
         both = found.ids_prob
         return found._replace(ids_prob=both[..., :-1].reshape(ids.shape), sample=sample, sample_prob=both[..., -1])
     if path == "chunked":
-        found = _joined(_sums(rows, wanted, temperature) for rows in _pieces(logits, CPU_CHUNK, CHUNK))
-        return _from_sums(found, logits, temperature, ids)
+        return _from_sums(_all_sums(logits, wanted, temperature), logits, temperature, ids)
     if logits.numel() <= (FLOAT64_CPU_CHUNK if logits.is_cpu else CHUNK):
         return float64_stats(logits, wanted, temperature, ids)
     lead, found, at = logits.shape[:-1], [], 0
@@ -300,17 +299,41 @@ class _Sums(NamedTuple):
     """Sum of p / (p + EPSILON / 2) over all words but the best."""
 
 
-def _sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Sums:
-    """Of as many rows as fit into the caches."""
+def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Sums:
+    """Of all rows of [..., V], each field [N]."""
+    pieces = list(_pieces(logits.detach(), CPU_CHUNK, CHUNK))
+    shape = max(map(len, pieces)), logits.shape[-1]
+    scratch = [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(2)]
+    excluded = None
+    if logits.is_cpu and logits.numel() and not wanted.isdisjoint(("entropy", "smoothed_entropy")):
+        # most often every row excludes what the first one does
+        excluded = logits[(0,) * (logits.dim() - 1)].isneginf().nonzero().squeeze(1)
+    sums = _Sums(*_joined(_sums(rows, wanted, temperature, scratch, excluded) for rows in pieces))
+    if excluded is not None and sums.weight is not None and sums.weight.isnan().any():
+        sums = _Sums(*_joined(_sums(rows, wanted, temperature, scratch, None) for rows in pieces))
+    return sums
+
+
+def _sums(
+    logits: Tensor, wanted: frozenset[str], temperature: float, scratch: list[Tensor], excluded: Tensor | None
+) -> _Sums:
+    """Of as many rows as fit into the caches.
+
+    Args:
+        scratch: two of [at least n, V] float32, overwritten.
+        excluded: [E] int64, all words that are -inf in these rows, where they are known; `weight` is NaN in rows that
+            have others.
+    """
     if temperature != 1 or logits.dtype != torch.float32:
         logits = logits.to(torch.float32, copy=True).mul_(1 / temperature)
     at, top, second = _two_best(logits)
-    apart = (logits - top).scatter_(-1, at, -torch.inf)
-    share = apart.exp()
+    apart = torch.sub(logits, top, out=scratch[0][: len(logits)]).scatter_(-1, at, FLOOR)
+    share = torch.exp(apart, out=scratch[1][: len(logits)])
     rest = share.sum(-1).double()
     weight = others = None
     if "entropy" in wanted or "smoothed_entropy" in wanted:
-        weight = apart.clamp_(min=FLOOR).mul_(share).sum(-1).double()
+        apart = apart.clamp_(min=FLOOR) if excluded is None else apart.index_fill_(-1, excluded, FLOOR)
+        weight = apart.mul_(share).sum(-1).double()
     if "smoothed_entropy" in wanted:
         # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h); the best word's share stands at 0
         half = EPSILON / 2 * (1 + rest)
