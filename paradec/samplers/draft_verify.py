@@ -20,6 +20,8 @@ from paradec.samplers.statistics import argmax, filter_logits
 
 UNIFORM, CERTAIN = -1, -2
 """Instead of a place in `DraftLaws.dense`: drawn uniformly from the support; put there, whatever the model says."""
+BELOW_ONE = 1 - 2.0**-53
+"""53 random bits may round to 1, which lies past the last word."""
 SEGMENT = 128
 """Words summed at once when a number is drawn: one pass that only reads, and a cumulative sum of 1 / 128 of it."""
 
@@ -160,28 +162,33 @@ def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64.
 
-    The smallest k with w_0 + ... + w_k > u sum(w), summed in float64: a word without weight is never drawn.
+    The smallest k with w_0 + ... + w_k > u sum(w); a word without weight is never drawn. Segments of words are summed
+    in the weights' own type, their sums and the words of the segment that is hit in float64.
     """
     size = weights.shape[-1]
+    uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     if size <= 4 * SEGMENT:
-        return _search(weights, uniform.unsqueeze(-1))[0].squeeze(-1)
+        total = weights.cumsum(-1, dtype=torch.float64)
+        return _first_beyond(total, uniform * total[..., -1:]).squeeze(-1)
     whole = size // SEGMENT * SEGMENT
-    sums = weights[..., :whole].unflatten(-1, (-1, SEGMENT)).sum(-1, dtype=torch.float64)
+    sums = weights[..., :whole].unflatten(-1, (-1, SEGMENT)).sum(-1)
     if whole < size:
-        sums = torch.cat((sums, weights[..., whole:].sum(-1, keepdim=True, dtype=torch.float64)), -1)
-    segment, share = _search(sums, uniform.unsqueeze(-1))
+        sums = torch.cat((sums, weights[..., whole:].sum(-1, keepdim=True)), -1)
+    total = sums.cumsum(-1, dtype=torch.float64)
+    target = uniform * total[..., -1:]
+    segment = _first_beyond(total, target)
+    inside = sums.gather(-1, segment)
+    share = ((target - total.gather(-1, segment) + inside) / inside).clamp(0, BELOW_ONE)  # of the segment
     column = segment * SEGMENT + torch.arange(SEGMENT, device=weights.device)
-    part = weights.gather(-1, column.clamp(max=size - 1)).masked_fill(column >= size, 0)
-    return (segment * SEGMENT + _search(part, share)[0]).squeeze(-1)
+    if whole < size:
+        part = weights.gather(-1, column.clamp(max=size - 1)).masked_fill(column >= size, 0)
+    else:
+        part = weights.gather(-1, column)
+    total = part.cumsum(-1, dtype=torch.float64)
+    return (segment * SEGMENT + _first_beyond(total, share * total[..., -1:])).squeeze(-1)
 
 
-def _search(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Where u [..., 1] of the sum of weights [..., N] lies: the entry [..., 1], and how far into it, in [0, 1)."""
-    total = weights.cumsum(-1, dtype=torch.float64)
-    # 53 random bits may round to 1, which lies past the last word
-    target = uniform.clamp(max=1 - 2.0**-53) * total[..., -1:]
+def _first_beyond(total: Tensor, target: Tensor) -> Tensor:
+    """The first entry of cumulative sums [..., N] that is larger than target [..., 1]: [..., 1]."""
     # the clamp is for NaN weights, which a commit refuses
-    found = torch.searchsorted(total, target, right=True).clamp(max=weights.shape[-1] - 1)
-    size = weights.gather(-1, found)
-    share = (target - (total.gather(-1, found) - size)) / size
-    return found, share.clamp(0, 1 - 2.0**-53)
+    return torch.searchsorted(total, target, right=True).clamp(max=total.shape[-1] - 1)
