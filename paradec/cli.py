@@ -296,6 +296,12 @@ def image(
     ] = False,
     columns: Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")] = None,
     enlarge: Annotated[int, typer.Option(help="Pixels that a pixel becomes, along each side.")] = 1,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="Of speculative and lantern: a smaller model of the family, digits-ar-drafter say, or EAGLE's."
+        ),
+    ] = None,
     vq: Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")] = None,
     vae: Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")] = None,
     trace: Annotated[
@@ -306,7 +312,7 @@ def image(
     as_json: AsJson = False,
 ) -> None:
     """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
-    from paradec.image_command import ImageJob, pipeline_index, sampler_for
+    from paradec.image_command import ImageJob, check_drafter, load_draft_model, pipeline_index, sampler_for
 
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
     settings = _settings(set_ or [])
@@ -322,7 +328,7 @@ def image(
     if index is not None:
         from paradec.pipeline_command import PipelineJob
 
-        for name, value in (tokens | {"vq": vq, "vae": vae}).items():
+        for name, value in (tokens | {"vq": vq, "vae": vae, "drafter": drafter}).items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
         work = PipelineJob(job, index, sampler, settings, compare=compare, dtype=dtype, device=device, **common)
@@ -333,9 +339,16 @@ def image(
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
     import paradec
 
+    # a tree cannot be without its drafter, which is loaded last: it may need the model
+    late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
     method = sampler_for(model, sampler, settings)
+    check_drafter(method, drafter)
     options = {name: file for name, file in (("vq", vq), ("vae", vae)) if file is not None}
     loaded = paradec.load(model, dtype=dtype, device=device, **options)
+    if drafter is not None:
+        method = dataclasses.replace(
+            method, drafter=load_draft_model(drafter, loaded, dtype=dtype, device=device), **late
+        )
     code = 0
     try:
         with _Bar() as bar:

@@ -73,7 +73,9 @@ class ImageJob:
         what = f"{count(len(output.row_nfe))} of {output.grid.height} x {output.grid.width} tokens"
         end = f" in {self.out}" if output.images is not None else ", interrupted"
         most = output.tokens_per_forward
-        return f"{what}{end}: {output.nfe} forwards, {most:.2f} tokens per forward, {output.seconds:.2f} s"
+        drafts = max(output.draft_nfe, default=0)
+        forwards = f"{output.nfe} forwards" + (f" and {drafts} of the drafter" if drafts else "")
+        return f"{what}{end}: {forwards}, {most:.2f} tokens per forward, {output.seconds:.2f} s"
 
     def report(self, output: ImageOutput, sampler: Any) -> dict[str, Any]:
         """The same as data."""
@@ -83,6 +85,7 @@ class ImageJob:
             "codes": None if output.codes is None else output.codes.tolist(),
             "nfe": output.nfe,
             "row_nfe": output.row_nfe,
+            "draft_nfe": output.draft_nfe,
             "row_forwards": output.row_forwards,
             "forwarded_tokens": output.forwarded_tokens,
             "tokens_per_forward": output.tokens_per_forward,
@@ -134,6 +137,26 @@ def sampler_for(source: str, sampler: str | None, settings: dict[str, Any]) -> A
 
         return continuous_sampler(sampler, **settings)
     return samplers.resolve(samplers.create(default if sampler is None else sampler, **settings), family, repr(source))
+
+
+def check_drafter(sampler: Any, drafter: str | None) -> None:
+    """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
+    if drafter is None and sampler.name == "speculative":
+        raise ValueError("--sampler speculative needs --drafter: a smaller model of the family, or an EAGLE drafter")
+    if drafter is not None and "drafter" not in sampler.settings():
+        raise ValueError(f"--drafter is for speculative, lantern and lantern++; {sampler.name} takes none")
+
+
+def load_draft_model(source: str, base: Any, **options: Any) -> Any:
+    """A smaller model of the base's family, or an EAGLE drafter for it. options: as for `paradec.load`."""
+    from paradec.models.eagle import load_drafter
+    from paradec.models.loading import load
+
+    if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):
+        return load(source, **options)
+    if read_json(source, "config.json", None).get("model_type") in FAMILIES:
+        return load(source, **options)
+    return load_drafter(source, base=base)
 
 
 def read_classes(text: str) -> list[int]:

@@ -306,3 +306,26 @@ def test_curves(tmp_path: Path) -> None:
     assert Image.open(tmp_path / "errors.png").size == (900, 380)
     with pytest.raises(ValueError, match="must end in .png, .pdf or .svg"):
         forecasts.draw(points, tmp_path / "errors.txt")
+
+
+# ---- drafters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["speculative", "lantern++"])
+@pytest.mark.parametrize("settings", [(), ("--set", "tree=(2, 1)")])
+def test_drafter(tmp_path: Path, sampler: str, settings: tuple[str, ...]) -> None:
+    arguments = ("--model", "digits-ar", "--class", "3,4", "--sampler", sampler, "--drafter", "digits-ar-drafter")
+    report, sheet = run(tmp_path, *arguments, *settings)
+    assert sheet.exists() and report["sampler"]["drafter"] and report["nfe"] < 49
+    assert all(drafts >= forwards - 1 for drafts, forwards in zip(report["draft_nfe"], report["row_nfe"], strict=True))
+
+
+def test_drafters_that_cannot_be(tmp_path: Path) -> None:
+    base = ["image", "--model", "digits-ar", "--class", "3", "--out", str(tmp_path / "x.png"), "--sampler"]
+    for arguments, message in (
+        (["speculative"], "--sampler speculative needs --drafter"),
+        (["sjd", "--drafter", "digits-ar-drafter"], "--drafter is for speculative, lantern and lantern++; sjd takes"),
+        (["speculative", "--drafter", str(tmp_path / "nothing")], "is not a folder with a checkpoint"),
+    ):
+        done = RUNNER.invoke(app, base + arguments)
+        assert done.exit_code == 2 and message in done.stderr, done.output

@@ -50,7 +50,10 @@ class DraftLaws:
 
     def of_drafts(self) -> Tensor:
         """q of the drafts themselves, [R, W]."""
-        return self.of(self.tokens.unsqueeze(-1)).squeeze(-1)
+        row = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1)
+        found = self.dense[row, self.source.clamp(min=0), self.tokens]
+        guessed = torch.where(self.source == UNIFORM, self.support[self.tokens], 1)
+        return torch.where(self.source >= 0, found, guessed)
 
     def at(self, slot: Tensor) -> Tensor:
         """The whole laws of slots [R, N] -> [R, N, V]."""
@@ -102,7 +105,7 @@ def judge(
     slot = torch.arange(law.shape[1], device=law.device)
     stands = drafted & (uniform[..., 0] < chance)
     standing = stands.long().cumprod(1).sum(1, keepdim=True)
-    fell, after = drafted & (slot == standing), drafted & (slot > standing)
+    fell = drafted & (slot == standing)
     tokens = fresh
     if refresh == "maximal":
         redrawn = draw(leftover(law, drafts.at(slot.expand(len(law), -1))), uniform[..., 1])
@@ -115,7 +118,7 @@ def judge(
         tokens = torch.where(fell, redrawn, fresh)
     if not redraw:
         tokens = torch.where(fell, fresh, tokens)
-    kept = after if refresh == "keep" else None
+    kept = drafted & (slot > standing) if refresh == "keep" else None
     held = slot < standing if kept is None else (slot < standing) | kept
     return Judged(torch.where(held, drafts.tokens, tokens), standing, kept)
 
