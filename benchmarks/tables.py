@@ -119,7 +119,12 @@ def verification_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def rendered() -> dict[str, str]:
+    """The text of every file that has tables, with the tables of the present results.
+
+    Raises:
+        SystemExit: a file has no place for one of its tables.
+    """
     compare, antibody, digits, jacobi = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("compare", "antibody", "digits", "jacobi")
     )
@@ -136,14 +141,21 @@ def main() -> None:
             "jacobi_verification": verification_table(jacobi),
         },
     }
+    found = {}
     for file, named in tables.items():
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text(encoding="utf-8")
         for name, table in named.items():
             pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             if not pattern.search(text):
                 raise SystemExit(f"{file} has no <!-- {name} --> ... <!-- /{name} -->")
             text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
-        (ROOT / file).write_text(text)
+        found[file] = text
+    return found
+
+
+def main() -> None:
+    for file, text in rendered().items():
+        (ROOT / file).write_text(text, encoding="utf-8")
         print(f"written to {file}")
 
 

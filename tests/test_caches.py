@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -313,18 +312,16 @@ def models() -> dict[tuple[str, str], Model]:
     return {key: tiny(2, *key) for key in MODELS}
 
 
-def some(entries: list, every: int) -> list:
-    """All refusals once per reason and cache, and every so many of the allowed entries."""
-    allowed = [entry for entry in entries if entry[4].status != REFUSED]
-    refused = {(entry[1], entry[4].why): entry for entry in entries if entry[4].status == REFUSED}
-    return allowed[::every] + list(refused.values())
+def walk(entries: list, every: int = 37) -> list:
+    """All entries; those beyond every so many of the allowed, and a refusal per reason and cache, are marked `full`."""
+    allowed = [entry[:4] for entry in entries if entry[4].status != REFUSED]
+    refused = {(entry[1], entry[4].why): entry[:4] for entry in entries if entry[4].status == REFUSED}
+    quick = {*allowed[::every], *refused.values()}
+    marks = [[] if entry[:4] in quick else [pytest.mark.full] for entry in entries]
+    return [pytest.param(e, id="-".join(e[:4]), marks=m) for e, m in zip(entries, marks, strict=True)]
 
 
-EVERY = 1 if os.environ.get("PARADEC_ALL_PAIRS") else 37
-"""PARADEC_ALL_PAIRS=1 walks the whole table."""
-
-
-@pytest.mark.parametrize("entry", some(ENTRIES, EVERY), ids=lambda entry: "-".join(entry[:4]))
+@pytest.mark.parametrize("entry", walk(ENTRIES))
 def test_table(entry: Any, models: dict) -> None:
     """What the table allows decodes one row and unequal rows, equally; what it refuses is refused by name."""
     sampler, cache, topology, prediction, found = entry

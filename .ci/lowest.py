@@ -1,0 +1,12 @@
+"""Prints the lowest transformers and diffusers that pyproject.toml allows, as requirements for pip."""
+
+import re
+from pathlib import Path
+
+import tomllib
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+for name in ("transformers", "diffusers"):
+    (text,) = (each for each in project["dependencies"] if re.match(rf"{name}\b", each))
+    lowest = re.search(r">=([\d.]+)", text)
+    print(f"{name}=={lowest[1]}{'.0' if lowest[1].count('.') < 2 else ''}", end=" ")
