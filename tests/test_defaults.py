@@ -1,0 +1,222 @@
+"""The defaults that users get without asking: the papers', under the papers' names, written down once more.
+
+A default that changes changes what everybody's run does, so it must be changed here as well, with its source. The
+numbers are those of the papers or, where these leave them open, of their public code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import paradec
+from paradec import caches, samplers
+from paradec.models.adapter import Model
+
+WINDOW = {"window": 16, "init": "random", "refresh": "resample"}
+"""SJD's window of 16 is in all of its scripts, for those that build on it too."""
+SCHEDULED = {"alg_temp": None, "eps": 0.001}
+STORE = {"store_dtype": None, "max_memory": None, "shape_multiple": 1}
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "low_confidence": {},
+    "random": {"order": "step"},
+    "origin": {"eps": 0.001},
+    "maskgit_plus": SCHEDULED,
+    "topk_margin": SCHEDULED,
+    "entropy": SCHEDULED,
+    "threshold": {"threshold": 0.9, "quota_per_step": "none"},
+    "factor": {"factor": 1.0, "reference_last_rank": False},
+    "margin": {},
+    "hierarchy": {"threshold": 0.9, "low_threshold": 0.4},
+    "entropy_bound": {"gamma": 0.1},
+    "entropy_threshold": {"threshold": 0.5},
+    "localleap": {"anchor_threshold": 0.9, "relaxed_threshold": 0.75, "radius": 4},
+    "adablock": {
+        "threshold": 0.9,
+        "init_block_length": 32,
+        "delimiter_threshold": 0.3,
+        "delimiters": ("\n",),
+        "delimiter_match": "exact",
+        "window": 0.25,
+        "min_block_length": 1,
+    },
+    "learn2pd": {
+        "filter": None,
+        "filter_threshold": 0.96,
+        "eot": "committed",
+        "eot_confidence": 0.0,
+        "allow_mismatch": False,
+    },
+    "wino": {"threshold": 0.6, "threshold_back": 0.9, "cap_share": 0.7, "cap_low": 5, "cap_high": 20},
+    "editing": {"threshold": 0.7, "editing_threshold": 0.5, "max_post_steps": 16},
+    "saber": {"minimum": 2, "remask_share": 0.125},
+    "freedave": {"base": "low_confidence", "draft_steps": 4, "draft_mode": "batch", "agreement": "exact"},
+    "credit": {"threshold": 0.9, "decay": 0.7, "exponent": 0.2, "fusion": 0.65, "storage": "slots", "slots": 8},
+    "ccd": {"history": 3, "buffer": 4, "entropy_threshold": 0.3},
+    "ccd_agree": {"warmup": 5, "expand_ratio": 4.0, "tail": 0.1, "adaptive": True},
+    "klass": {"confidence_threshold": 0.9, "kl_threshold": 0.01, "history": 2},
+    "persistence": {"threshold": 0.97, "persist": 2, "end_threshold": 0.8},
+    "union": {"rules": ("credit", "localleap"), "stages": ()},
+    "intersection": {"rules": ("threshold", "entropy_threshold"), "stages": ()},
+    "maskgit": {"schedule": "cosine", "choice_temperature": 4.5, "final_temperature": None, "guidance_start": None},
+    "halton": {
+        "schedule": "arccos",
+        "choice_temperature": 0.0,
+        "final_temperature": None,
+        "guidance_start": None,
+        "height": None,
+        "width": None,
+    },
+    "recap": {
+        "schedule": "power",
+        "choice_temperature": 5.5,
+        "final_temperature": 0.65,
+        "guidance_start": None,
+        "local_steps": 1,
+        "full_groups": 0,
+        "order": "confidence",
+        "height": None,
+        "width": None,
+    },
+    "sjd": WINDOW | {"random_law": "uniform"},
+    "scd": {"window": 16, "init": "random", "refresh": "gumbel", "random_law": "uniform"},
+    "gsd": WINDOW | {"random_law": "one_hot", "group_half_width": 7, "p_threshold": 0.15, "d_threshold": 0.5},
+    "lantern": WINDOW | {"random_law": "one_hot", "drafter": None, "tree": None, "k": 1000, "delta": 0.1},
+    "lantern++": WINDOW | {"random_law": "one_hot", "drafter": None, "tree": None, "k": 10, "delta": 0.1, "lam": 5.0},
+    "jacobi": {"window": 16, "init": "random", "refresh": "gumbel", "random_law": "uniform"},
+    "speculative": {
+        "window": 5,
+        "init": "random",
+        "refresh": "resample",
+        "random_law": "uniform",
+        "drafter": None,
+        "tree": None,
+        "rule": "without_replacement",
+    },
+    "zipar": WINDOW | {"random_law": "uniform"},
+    "taylorseer": {
+        "interval": 6,
+        "order": 1,
+        "first_enhance": 3,
+        "style": "reference",
+        "full_after": None,
+        "full_steps": None,
+        "refresh": None,
+        "schedule": None,
+        "basis": "taylor",
+        "sigma": 0.5,
+        "window": 6,
+        "target": None,
+        "modules": None,
+        "skip": None,
+        "derivative_dtype": None,
+        "max_memory": None,
+    },
+    "mar": {
+        "local_steps": 0,
+        "full_groups": None,
+        "head_steps": 100,
+        "fast_ratio": 0.4,
+        "temperature": 1.0,
+        "guidance_schedule": "linear",
+        "chunk_order": "raster",
+        "keep_buffer": False,
+    },
+}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "adablock": {
+        "llada": {"delimiter_threshold": 0.3, "delimiter_match": "exact"},
+        "dream": {"delimiter_threshold": 0.5, "delimiter_match": "ends"},
+    },
+    "editing": {"dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16}},
+    "freedave": {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}},
+    "credit": {
+        "dinfer": {"threshold": 0.9, "decay": 0.8, "exponent": 0.2, "fusion": 0.7, "storage": "dense"},
+        "sglang": {"threshold": 0.95, "decay": 0.65, "exponent": 0.5, "fusion": 0.7, "storage": "slots", "slots": 8},
+    },
+    "ccd": {"llada": {"history": 2}, "dream": {"history": 3}},
+    "klass": {
+        "llada": {"confidence_threshold": 0.6, "kl_threshold": 0.015},
+        "dream": {"confidence_threshold": 0.9, "kl_threshold": 0.001},
+    },
+    "maskgit": {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}},
+    "recap": {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}},
+    "taylorseer": {
+        "flux": {"interval": 6, "order": 1, "first_enhance": 3},
+        "dit": {"interval": 4, "order": 4, "first_enhance": 2},
+        "hunyuan_video": {"interval": 5, "order": 1, "first_enhance": 1},
+        "wan": {"interval": 5, "order": 1, "first_enhance": 1},
+        "hidream": {"interval": 4, "order": 2, "first_enhance": 1},
+        "lite_fast": {"interval": 5, "order": 2, "first_enhance": 3, "target": "output"},
+        "lite_medium": {"interval": 4, "order": 2, "first_enhance": 3, "target": "output"},
+        "lite_detailed": {"interval": 3, "order": 2, "first_enhance": 3, "target": "output"},
+        "diffusers": {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"},
+    },
+    "mar": {"recap": {"local_steps": 1}},
+}
+
+CACHES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "prefix": STORE,
+    "dual": STORE,
+    "vicinity": STORE | {"prefix_look": 16, "after_look": 16, "warmup_steps": 4, "cache_update_freq": None},
+    "dkv_decode": STORE | {"refresh_interval": None, "shift_type": "un_right"},
+    "dkv_greedy": STORE | {"refresh_interval": 2, "window": 4},
+    "dkv_prefill": STORE,
+    "dkv_pd": STORE | {"refresh_interval": None, "shift_type": "un_right"},
+    "block": STORE,
+    "hierarchical": STORE,
+    "recap": STORE | {"recompute_prompt": True},
+}
+
+VALUES: dict[str, dict[str, Any]] = {
+    "AdaptiveBlocks": {
+        "length": 32,
+        "delimiter_threshold": 0.3,
+        "delimiters": ("\n",),
+        "delimiter_match": "exact",
+        "window": 0.25,
+        "min_length": 1,
+        "model_block": None,
+    },
+    "SparseD": {
+        "select": 0.3,
+        "skip": 0.2,
+        "block_size": 128,
+        "dense_steps": None,
+        "refresh_pattern_every": None,
+        "selection": "isolated",
+        "backend": "auto",
+    },
+    "Prophet": {"gaps": (7.5, 5.0, 2.5), "stages": (0.33, 0.67), "answer": None},
+}
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("name", samplers.names())
+def test_samplers(name: str) -> None:
+    assert defaults(samplers.get(name)) == SAMPLERS[name]
+    assert dict(samplers.get(name).presets) == PRESETS.get(name, {})
+
+
+@pytest.mark.parametrize("name", caches.names())
+def test_caches(name: str) -> None:
+    assert defaults(caches.get(name)) == CACHES[name]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name: str) -> None:
+    assert defaults(getattr(paradec, name)) == VALUES[name]
+
+
+def test_blocks_of_a_model_that_names_none(llada: Model, dream: Model) -> None:
+    """32 for LLaDA, the whole canvas for Dream."""
+    assert llada.default_block_length == 32
+    assert dream.default_block_length is None
