@@ -243,8 +243,9 @@ def test_golden_logits(name: str, attn_implementation: str) -> None:
     for part in ("full", "half"):
         with torch.inference_mode():
             found = model.module(input_ids=stored[f"ids_{part}"].long()).logits
-        # in float32 the stored logits themselves are off by 2e-4 in places
-        torch.testing.assert_close(found, stored[f"logits_{part}"], rtol=0, atol=5e-5)
+        # In float32 the stored logits themselves are off by 2e-4 in places, and processors differ by 6e-5 there.
+        expected = stored[f"logits_{part}"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(
