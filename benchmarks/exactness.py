@@ -32,7 +32,7 @@ from paradec.models.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
 from paradec.samplers.draft_verify import probability, token_law
-from paradec.samplers.jacobi import JacobiSampler, JacobiState
+from paradec.samplers.jacobi import INITS, REFRESHES, JacobiSampler, JacobiState
 from paradec.samplers.multi_draft import DynamicTree
 from paradec.samplers.request import Request
 
@@ -123,13 +123,18 @@ def exact_law(
     return every, laws
 
 
+def within(prompt: list[int], model: TableModel) -> list[int]:
+    """A prompt in the words of a model that may have few."""
+    return [word % model.facts.vocab_size for word in prompt]
+
+
 def sample(
     sampler: JacobiSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
 ) -> tuple[Tensor, JacobiState]:
     """Answers of rows whose prompts alternate: [rows, L] int64, and the final state."""
-    prompts = [list(PROMPTS[i % 2]) for i in range(rows)]
+    prompts = [within(PROMPTS[i % 2], model) for i in range(rows)]
     if request.get("guidance_scale", 1) != 1:
-        request["negative_prompt"] = Prompts([list(NEGATIVE[i % 2]) for i in range(rows)], False, [0] * rows)
+        request["negative_prompt"] = Prompts([within(NEGATIVE[i % 2], model) for i in range(rows)], False, [0] * rows)
     grid = request.get("grid")
     request |= {} if grid is not None else {"max_new_tokens": new}
     state = sampler.start(model, Prompts(prompts, False, [0] * rows), seed=seed, **request)
@@ -172,7 +177,12 @@ def test_case(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 
     found: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
     for first in range(2):
         every, law = exact_law(
-            model, PROMPTS[first], new, Request(**{"temperature": 1.0} | settings), NEGATIVE[first], grid
+            model,
+            within(PROMPTS[first], model),
+            new,
+            Request(**{"temperature": 1.0} | settings),
+            within(NEGATIVE[first], model),
+            grid,
         )
         counts = counted(answers[first::2], every, model.facts.vocab_size)
         found["p_values"].append(p_value(counts, law.numpy()))
@@ -189,7 +199,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5},
 }
 GRID = Grid(2, 2, cells=(0, 1, 2, 3), row_end=4, tail=(5,))
-INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 TREES: dict[str, Any] = {
     "recursive": (2, 2),
     "without_replacement": (3, 1, 1),
@@ -227,6 +236,11 @@ def cases() -> Iterator[tuple[str, JacobiSampler, TableModel, dict[str, Any]]]:
     drafter = TableModel.random(5, seed=1, near=model)
     for (name, sampler), (what, request) in itertools.product(samplers(drafter).items(), REQUESTS.items()):
         yield f"{name}; {what}", sampler, model, request
+    # answers much longer than the window, which drafts outlive several steps in: a wrong q shows there alone
+    long = TableModel.random(3, seed=4, sharpness=2.0)
+    for refresh, init in itertools.product(REFRESHES, INITS[:3]):
+        sampler = paradec.samplers.create("sjd", window=3, refresh=refresh, init=init)
+        yield f"sjd, {refresh}, {init}; seven words", sampler, long, {"new": 7}
     image = TableModel.random(6, seed=2)
     small = TableModel.random(6, seed=3, near=image)
     for init, what in itertools.product(INITS, ("temperature 1", "guidance 2")):

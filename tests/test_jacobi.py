@@ -21,7 +21,7 @@ from paradec.models.grid import Grid
 from paradec.protocol import Commit, Proposal, decode
 from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, judge
 from paradec.samplers.gsd import GSD
-from paradec.samplers.jacobi import JacobiSampler, JacobiState
+from paradec.samplers.jacobi import INITS, REFRESHES, JacobiSampler, JacobiState
 from paradec.samplers.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
 from paradec.samplers.multi_draft import RULES, Rule, Tree, WithoutReplacement, normalized, walk
 from paradec.samplers.scd import SCD
@@ -179,11 +179,24 @@ def test_the_law_of_the_answers_is_the_model_s(name: str, request_name: str) -> 
     assert found["nfe"] < 4
 
 
-@pytest.mark.parametrize("init", exactness.INITS)
+LONG = TableModel.random(3, seed=4, sharpness=2.0)
+LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.endswith("vertical")]))
+
+
+@pytest.mark.parametrize(("refresh", "init"), LONGER)
+def test_the_law_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
+    """Seven words in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
+    sampler = SJD(window=3, refresh=refresh, init=init)
+    found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
+    assert min(found["p_values"]) > 0.01 / (2 * len(LONGER))
+    assert found["nfe"] < 7
+
+
+@pytest.mark.parametrize("init", INITS)
 def test_the_law_of_images_is_the_model_s(init: str) -> None:
     image = TableModel.random(6, seed=2)
     found = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
-    assert min(found["p_values"]) > 0.01 / (2 * len(exactness.INITS))
+    assert min(found["p_values"]) > 0.01 / (2 * len(INITS))
     assert found["nfe"] < 4  # of seven tokens, three are the grid's
 
 
@@ -231,6 +244,18 @@ class FilteredLeftover(SJD):
             return super().commit(state, proposal)
 
 
+@dataclass(frozen=True)
+class NewLaw(SJD):
+    """Gives the drafts that it keeps this step's law, which they were not drawn from."""
+
+    refresh: str = "keep"
+
+    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paradec.samplers.jacobi.judge", lambda *a: judge(*a)._replace(kept=None))
+            return super().commit(state, proposal)
+
+
 class AllOfQ(WithoutReplacement):
     """Judges drafts that were drawn without replacement by the whole of q."""
 
@@ -245,6 +270,12 @@ class AllOfQ(WithoutReplacement):
 def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
     found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
     assert min(found["p_values"]) < 1e-5
+
+
+@pytest.mark.parametrize("init", ["random", "sample_horizontal"])
+def test_long_answers_have_power_over_laws_of_kept_drafts(init: str) -> None:
+    found = exactness.test_case(NewLaw(window=3, init=init), LONG, 8000, seed=1, new=7)
+    assert max(found["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
@@ -365,7 +396,7 @@ def test_the_grid_s_layout() -> None:
         SJD().start(TableModel.random(10, seed=0), [1, 2], grid=GRID, max_new_tokens=7)
 
 
-@pytest.mark.parametrize("init", exactness.INITS)
+@pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("window", [3, 6])
 def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window: int) -> None:
     model, sampler = Recording(), SJD(window=window, init=init)
@@ -409,7 +440,7 @@ def test_images_are_greedy_at_temperature_0() -> None:
     model = TableModel.random(10, seed=4)
     expected = SJD(window=1).start(model, [[3, 1], [2]], grid=GRID, temperature=0)
     decode(SJD(window=1), model, expected)
-    for name, init in itertools.product(("sjd", "scd"), exactness.INITS):
+    for name, init in itertools.product(("sjd", "scd"), INITS):
         sampler = paradec.samplers.create(name, window=6, init=init)
         state = sampler.start(model, [[3, 1], [2]], grid=GRID, temperature=0, seed=1)
         decode(sampler, model, state)
