@@ -247,10 +247,9 @@ def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 # ---- what the references do and ours does not -----------------------------------------------------------------------
 
 
-def forced_first(sampler: MaskedSampler, and_best: bool = False) -> MaskedSampler:
-    """`sampler`, but that its first step in a block commits the block's first position, however unsure, and nothing else
-    (`and_best`: and what the sampler would of the rest): what cached decoders of shifted models do in the public code,
-    since their later calls have no logits for that position."""
+def forced_first(sampler: MaskedSampler) -> MaskedSampler:
+    """`sampler`, but that its first step in a block commits the block's first position, however unsure, and nothing else:
+    what cached decoders of shifted models do in the public code, since their later calls have no logits for it."""
 
     class Forced(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
@@ -259,20 +258,10 @@ def forced_first(sampler: MaskedSampler, and_best: bool = False) -> MaskedSample
         def select(self, view: View) -> Tensor:
             opens, quota = view.quota
             first = view.candidates & (view.candidates.cumsum(-1) == 1)
-            opens = torch.as_tensor(opens).unsqueeze(1)
-            rest = dataclasses.replace(
-                view,
-                quota=quota,
-                candidates=view.candidates & ~(opens & first),
-                scores=view.scores.masked_fill(opens & first, -torch.inf),
-            )
-            usual = super().select(rest)
-            if and_best:
-                return usual & rest.candidates | opens & first
-            return torch.where(opens, first, usual)
+            usual = super().select(dataclasses.replace(view, quota=quota))
+            return torch.where(torch.as_tensor(opens).unsqueeze(1), first, usual)
 
-    settings = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
-    return Forced(**settings)
+    return Forced(**{field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)})
 
 
 class WithoutLeft(PrefixCache):
