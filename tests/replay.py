@@ -59,14 +59,15 @@ def cache_of(trace: dict) -> str:
     settings = trace["settings"]
     function = settings.get("function", "")
     if "dual_cache" in settings:
-        blocks = trace["method"] == "fastdllm-dream"  # whose code in blocks always has a cache, and AdaBlock's a dual one
-        return "dual" if settings["dual_cache"] else "prefix" if blocks else "none"
+        # Fast-dLLM's code for blocks of Dream always has a cache, AdaBlock's a dual one or none
+        other = "prefix" if trace["method"] == "fastdllm-dream" else "none"
+        return "dual" if settings["dual_cache"] else other
     return next((cache for cache in ("prefix", "dual") if f"{cache}_cache" in function), "none")
 
 
 def request_of(trace: dict) -> tuple[Sampler, dict]:
-    """Our sampler and request for the settings of a trace of LLaDA, Dream, Fast-dLLM (both of its versions) or AdaBlock;
-    its cache, too, where it has one."""
+    """Our sampler and request, its cache included, for the settings of a trace of LLaDA, Dream, Fast-dLLM (both of its
+    versions) or AdaBlock."""
     method, settings, cache = trace["method"], trace["settings"], cache_of(trace)
     request = {"temperature": settings["temperature"], "guidance_scale": 1 + settings.get("cfg_scale", 0.0)}
     request |= {} if cache == "none" else {"cache": cache}
@@ -202,8 +203,7 @@ def _their_call(step: dict, row: int, batch: int) -> Call:
 
 
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
-    """Final tokens and the number of calls are the reference's; `exact`: so is every call, by what it evaluated and what
-    it committed."""
+    """Final tokens and the number of calls are the reference's; `exact`: so is what every call evaluated and wrote."""
     for row in rows:
         assert row.tokens == row.final, row.where
         assert row.nfe == len(row.theirs), row.where
@@ -219,8 +219,8 @@ def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
 
 
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
-    """As `assert_replayed`, for references whose rows open their next block together: a row that has filled its block is
-    in the calls until the others have, and commits nothing. Ours move on alone."""
+    """As `assert_replayed`, for references whose rows open their next block together: a row that has filled its block
+    is in the calls until the others have, and commits nothing. Ours move on alone."""
     cases: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         assert row.tokens == row.final, row.where
@@ -233,8 +233,8 @@ def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool
 
 
 def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
-    """Our calls as code makes them that calls the model after a block's full forward before it looks what is left: where
-    the first call fills the block, a second one has nothing to commit."""
+    """Our calls as code makes them that looks what is left only after a second call: where the first one fills a block,
+    that one has nothing to commit."""
     calls = []
     for block in row.blocks(block_length):
         calls += block
@@ -248,7 +248,7 @@ def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 
 
 def forced_first(sampler: MaskedSampler) -> MaskedSampler:
-    """`sampler`, but that its first step in a block commits the block's first position, however unsure, and nothing else:
+    """`sampler`, but that its first step in a block commits the block's first position, however unsure, and no other:
     what cached decoders of shifted models do in the public code, since their later calls have no logits for it."""
 
     class Forced(type(sampler)):  # type: ignore[misc]

@@ -1,5 +1,5 @@
-"""Traces of dInfer's threshold, hierarchy and credit decoders, replayed in float64 with `rng="reference"`, which like the
-public code leaves the mask's own probability in the softmax.
+"""Traces of dInfer's threshold, hierarchy and credit decoders, replayed in float64 with `rng="reference"`, which like
+the public code leaves the mask's own probability in the softmax.
 
 Every forward commits what the reference's does. What differs, and why:
 - dInfer unrolls its loop: it forwards several times between two looks at the canvas, though the block may be full.
@@ -7,7 +7,7 @@ Every forward commits what the reference's does. What differs, and why:
   (`unrolled`), so that their number is the reference's, too.
 - dInfer stops after the block that holds an end of text. With `early_stop` it fills what is behind it, else it leaves
   masks there. Compared is what it decided; ours is then run to its own stop, which comes no later.
-- Rows of a batch are in all calls until the last of them has stopped.
+- Rows of a batch are in all calls until each of them has an end of text.
 - Its comparisons are strict and it takes everything within 1e-5 of the best position with it; on these traces neither
   makes a difference. Credit is replayed with both ways to keep it.
 
@@ -21,7 +21,9 @@ from collections import defaultdict
 import pytest
 from replay import PRECISIONS, Call, Row, assert_calls, cases_of, decode, load_trace, model_of, trace_names
 
+import paradec
 from paradec import samplers
+from paradec.models.adapter import Model
 from paradec.protocol import Sampler
 
 NAMES = trace_names("dinfer")
@@ -45,29 +47,26 @@ def test_all_traces_are_there() -> None:
 
 
 def unrolled(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
-    """Our calls as dInfer makes them for the rows of one case, each up to the end of the block where it stops."""
+    """Our calls as dInfer makes them for the rows of one case, up to the end of the block where it stops."""
     length, evaluated = settings["block_length"], len(rows[0].final)
-    blocks = [row.blocks(length) for row in rows]
-    running = [True] * len(rows)
+    filled = [False] * len(rows)
     calls: list[list[Call]] = [[] for _ in rows]
-    for block, steps in enumerate(zip(*blocks, strict=True)):
-        if not any(running):
-            break
-        done, taken = 0, max(len(one) for one, runs in zip(steps, running, strict=True) if runs)
-        while done < taken:
-            left = sum(
-                len(call.commits) for one, runs in zip(steps, running, strict=True) if runs for call in one[done:]
-            )
+    for block, steps in enumerate(zip(*(row.blocks(length) for row in rows), strict=True)):
+        steps = [[] if full else one for one, full in zip(steps, filled, strict=True)]
+        done = 0
+        while left := sum(len(call.commits) for one in steps for call in one[done:]):
             done += min(max(left // settings["expected_tpf"], 1), settings["maximum_unroll"])
-        stop = rows[0].prompt + (block + 1) * length
-        for row, one, mine in zip(range(len(rows)), steps, calls, strict=True):
-            idle = [Call(evaluated, frozenset())] * (done - (len(one) if running[row] else 0))
-            mine += (one if running[row] else []) + idle
-            if running[row] and any(token == end for call in one for _, token in call.commits):
-                running[row] = False
-                if settings["early_stop"]:
-                    fill = {(at, end) for at in range(stop, evaluated)}
+        for one, mine in zip(steps, calls, strict=True):
+            mine += one + [Call(evaluated, frozenset())] * (done - len(one))
+        ended = [any(token == end for call in one for _, token in call.commits) for one in steps]
+        if settings["early_stop"]:
+            fill = {(at, end) for at in range(rows[0].prompt + (block + 1) * length, evaluated)}
+            for mine, ends in zip(calls, ended, strict=True):
+                if ends:
                     mine[-1] = Call(evaluated, mine[-1].commits | fill)
+            filled = [full or ends for full, ends in zip(filled, ended, strict=True)]
+        if all(full or ends for full, ends in zip(filled, ended, strict=True)):
+            break
     return calls
 
 
@@ -94,3 +93,19 @@ def test_trace(name: str, storage: str, precision: str, request: pytest.FixtureR
         answer = row.tokens[row.prompt :]
         length = answer.index(trace["eos_id"]) + 1 if trace["eos_id"] in answer else len(answer)
         assert answer[:length] == row.final[row.prompt : row.prompt + length], row.where
+
+
+def test_credit_counts_the_mask_as_other_rules_do(llada64: Model) -> None:
+    """Without fusion, credit is the threshold rule, confidences and all."""
+    trace = load_trace(next(name for name in NAMES if is_credit(name)))
+    prompts = [case["prompt_ids"][0] for case in trace["cases"]]
+    prompts = [prompt for prompt in prompts if len(prompt) == len(prompts[0])]
+    found = [
+        paradec.generate(
+            llada64, prompts, sampler=sampler, rng="reference", seed=0, max_new_tokens=16, block_length=8, trace=True
+        ).trace.steps
+        for sampler in (samplers.create("credit", fusion=0.0), samplers.create("threshold"))
+    ]
+    commits = [[commit for step in steps for commit in step.commits] for steps in found]
+    assert [commit[:3] for commit in commits[0]] == [commit[:3] for commit in commits[1]]
+    assert all(abs(one[3] - other[3]) < 1e-9 for one, other in zip(*commits, strict=True))

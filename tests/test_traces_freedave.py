@@ -1,17 +1,20 @@
 """Traces of FreeDave's public code, replayed in float64, with the mask's own probability in the softmax as it is there
 (`rng="reference"` does that for other samplers, and is refused here: drafts draw beside each other).
 
-Static decoding is compared call for call. FreeDave's own calls are, too, by a rule: the public code keeps what a forward
-found until the next one has verified it, ours commits its first step at once, so after every forward ours stands
-exactly one step of the base further, within what the reference commits next (`assert_one_step_ahead`). Forwards are equal
-in number, and evaluate what the reference's do less the draft that fills the block: nothing is left to find out for it.
+Static decoding is compared call for call. FreeDave's own calls are, too, by a rule: the public code keeps what a
+forward found until the next one has verified it, ours commits its first step at once, so after every forward ours
+stands exactly one step of the base further, within what the reference commits next (`assert_one_step_ahead`). Forwards
+are equal in number, and evaluate what the reference's do less the draft that fills the block: nothing is left to find
+out for it.
 
 What differs, and why:
 - With a threshold, the public code also calls the model on blocks that are full already: static decoding after a first
   call that fills the block, FreeDave where the step that it keeps does. At most one call a block; ours has none.
 - Its cached decoder for Dream commits a block's first token unasked. Replayed with a base and a cache that do so
-  (`replay.forced_first`); `test_by_answers` says what ours is worth.
+  (`replay.forced_first`).
 - Its eager mode, which drafts into the next block, is not here: of its traces the final tokens are compared.
+
+`test_by_answers` says what ours is worth without any of this.
 
 In float32 (`-m full`) final tokens are compared.
 """
@@ -38,7 +41,6 @@ from replay import (
 )
 
 from paradec import samplers
-from paradec.models.adapter import Model
 from paradec.samplers import reference
 from paradec.samplers.freedave import FreeDave
 from paradec.samplers.low_confidence import LowConfidence
@@ -144,16 +146,18 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
     assert next(ours, None) is None and mine == other, row.where
 
 
-@pytest.mark.parametrize("name", trace_names("freedave-dream"))
-def test_by_answers(name: str, dream64: Model) -> None:
-    """With the caches of this library, which force no token: not worse than the public code by more than one answer."""
+@pytest.mark.parametrize("name", [name for name in NAMES if load_trace(name)["settings"]["method"] == "static"])
+def test_by_answers(name: str, request: pytest.FixtureRequest) -> None:
+    """With this library's own reading and caches, which force no token, under drafts: not worse than the public code by
+    more than one answer."""
     trace = load_trace(name)
-    settings = trace["settings"]
+    settings = trace["settings"] | {"draft_steps": 4}
+    model = model_of(request, trace, "float64")
     threshold = settings.get("confidence_threshold")
     base = "low_confidence" if threshold is None else samplers.create("threshold", threshold=threshold)
-    strings = json.loads((GOLDEN / "dream-tiny" / "tokenizer_table.json").read_text())["table"]
+    strings = json.loads((GOLDEN / trace["model"] / "tokenizer_table.json").read_text())["table"]
     ours = theirs = 0
-    for row in decode(dream64, trace, freedave(settings, base), **request_of(settings)):
+    for row in decode(model, trace, freedave(settings, base), **request_of(settings)):
         tokens = [*row.tokens[row.prompt :], trace["eos_id"]]
         ours += "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])]) == row.case["answer"][0]
         theirs += row.case["correct"][0]
