@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from replay import GOLDEN, load_trace, trace_names
 from tiny_models import tiny
 from torch import Tensor, nn
 
@@ -25,8 +23,6 @@ from paradec.samplers.draft_layout import DraftQuery
 from paradec.samplers.freedave import FreeDave, accept
 from paradec.samplers.masked import MaskedSampler
 
-CASES_OF_TRACES = None if os.environ.get("PARADEC_ALL_TRACES") else 3
-"""Of each file, to keep the suite short; PARADEC_ALL_TRACES=1 replays them all."""
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
@@ -449,76 +445,3 @@ def test_requests_that_are_refused(llada64: Model, request_: dict, words: str) -
 def test_trees_need_a_mask_per_position(denoisers: tuple[Model, list[list[int]]]) -> None:
     with pytest.raises(ValueError, match="draft_mode='tree'.*use draft_mode='batch'"):
         paradec.generate(denoisers[0], [0, 0, 1], sampler=FreeDave(draft_mode="tree"), max_new_tokens=4)
-
-
-# ---- traces of the public code --------------------------------------------------------------------------------------
-
-
-def cases_of(trace: dict) -> list[dict]:
-    return trace["cases"][:CASES_OF_TRACES]
-
-
-def replay(trace: dict, model: Model) -> Any:
-    """The cases of a file as rows of one batch."""
-    settings = trace["settings"]
-    threshold, count = settings.get("confidence_threshold"), settings.get("draft_steps", 1)
-    sampler = FreeDave(
-        base="low_confidence" if threshold is None else {"sampler": "threshold", "threshold": threshold},
-        draft_steps=count,
-        draft_mode="tree" if settings.get("draft_mode") == "tree_attention" else "batch",
-        agreement="subset" if threshold is not None and count > 1 else "exact",
-    )
-    prompts = [case["prompt_ids"][0] for case in cases_of(trace)]
-    return paradec.generate(
-        model,
-        prompts,
-        sampler=sampler,
-        cache="dual" if settings["dual_cache"] else "prefix",
-        block_length=settings["block_length"],
-        max_new_tokens=settings["gen_length"],
-        eos_early_stop=False,
-    )
-
-
-@pytest.mark.parametrize("name", trace_names("freedave"))
-def test_trace(name: str, llada64: Model) -> None:
-    """Tokens are those of the public code (all its cases are the same in float64), and so are the forwards of static
-    decoding. Forwards of drafts agree within 10 %: which of equally sure positions is drafted first differs, and here a
-    block's last drafts are cut. With a threshold the public code also calls the model on blocks that are full already,
-    at most once a block."""
-    trace = load_trace(name)
-    out, cases = replay(trace, llada64), cases_of(trace)
-    assert all(case["fp64_same"] for case in cases)
-    assert out.new_tokens.tolist() == [case["final_ids"][0][-out.new_tokens.shape[1] :] for case in cases]
-    ours, theirs = out.row_nfe, [case["nfe"] for case in cases]
-    settings = trace["settings"]
-    if settings.get("confidence_threshold") is not None:
-        wasted = [full_before(case, settings) if settings["method"] == "static" else None for case in cases]
-        blocks = settings["gen_length"] // settings["block_length"]
-        for mine, other, idle in zip(ours, theirs, wasted, strict=True):
-            assert mine == other - idle if idle is not None else other - blocks <= mine <= other
-    elif settings["method"] == "static":
-        assert ours == theirs
-    else:
-        assert abs(sum(ours) - sum(theirs)) <= 0.1 * sum(theirs)
-        evaluated = sum(step["input_shape"][0] * step["input_shape"][1] for case in cases for step in case["steps"])
-        assert out.forwarded_tokens <= 1.05 * evaluated
-
-
-def full_before(case: dict, settings: dict) -> int:
-    """Calls of a static decoding that committed nothing."""
-    return sum(not step["commit"] for step in case["steps"])
-
-
-@pytest.mark.parametrize("name", trace_names("freedave-dream"))
-def test_trace_of_a_shifted_model(name: str, dream64: Model) -> None:
-    """The public code commits a block's first token unasked, ours like any other: compared by answers and forwards."""
-    trace = load_trace(name)
-    out, cases = replay(trace, dream64), cases_of(trace)
-    strings = json.loads((GOLDEN / "dream-tiny" / "tokenizer_table.json").read_text())["table"]
-    right = 0
-    for row, case in zip(out.new_tokens.tolist(), cases, strict=True):
-        tokens = [*row, trace["eos_id"]]
-        right += "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])]) == case["answer"][0]
-    assert right >= sum(case["correct"][0] for case in cases) - 1
-    assert abs(sum(out.row_nfe) / sum(case["nfe"] for case in cases) - 1) <= 0.1

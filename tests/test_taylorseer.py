@@ -78,7 +78,7 @@ def plain(
 
 def test_schedules() -> None:
     cases = json.loads((GOLDEN / "schedules.json").read_text())
-    assert len(cases) == 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"}
+    assert len(cases) >= 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"}
     for case in cases:
         first = case["first_enhance"] if case["scheme"] == "reference" else case["before"]
         settings = {"interval": case["N"], "first_enhance": first, "style": case["scheme"]}

@@ -1,95 +1,96 @@
-"""Token-for-token traces of the public reference implementations, replayed through `load` and `generate`.
+"""Token-for-token traces of the public reference implementations, replayed through `load` and `generate` in float64:
+LLaDA, Dream, and both versions of Fast-dLLM without cache.
 
-Compared are the cases that are the same in float64 (`fp64_same`): always the final tokens and the number of forwards;
-what each step committed, exactly, for threshold, factor and random rules. Quota rules (the k most confident) hang on
-near-ties: some end-of-text positions are equally sure to the last bits, which differ between processors. For those the
-share of equal steps is reported (more than 99 % here), and a floor is asserted. That the mask's own probability counts,
-as it does in the public code, decides many of these steps (`paradec.samplers.reference.read`).
+Of every case that is the same in float64, final tokens, the number of forwards, and what each of them evaluated and
+committed are the reference's. That the mask's own probability counts, as it does in the public code and here with
+`rng="reference"`, decides many steps of the rules that rank positions (`paradec.samplers.reference.read`).
 
 What differs from the references, and why:
-- `dream/origin_*`: the reference runs all its steps even when nothing is masked any more; we stop there. Its remaining
+- Dream's `origin`: the reference runs all its steps even when nothing is masked any more; we stop there. Its remaining
   steps are checked to be empty.
-- `*_batch*`: the reference moves all rows to the next block together; our rows move on alone. A row's commits come in
-  the same order, and the number of forwards is the same where rows take equally many.
-- `fastdllm/nocache_factor*`: the reference commits the last masked position when it alone fails the rule. Replayed with
-  `reference_last_rank=True`; `test_factor_quirk` says which cases need it.
+- Batches whose rows take unequally many steps (a threshold): the reference moves all rows to the next block together;
+  our rows move on alone. A row's calls come in the same order, and the number of forwards is what it takes to wait.
+- `factor`: the reference commits the last masked position when it alone fails the rule. Replayed with
+  `reference_last_rank=True`; `test_factor_quirk` says what becomes of the others.
+
+In float32 (`-m full`) final tokens and the number of forwards are compared.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from replay import GOLDEN, compare, load_trace, request_of, trace_names
+from replay import (
+    GOLDEN,
+    PRECISIONS,
+    TRACES,
+    assert_batches_move_together,
+    assert_replayed,
+    cache_of,
+    decode,
+    load_trace,
+    model_of,
+    request_of,
+    trace_names,
+)
 from safetensors.torch import load_file
 
 from paradec import samplers
+from paradec.models.adapter import Model
 
-NAMES = trace_names("llada", "dream", "fastdllm", "fastdllm-dream")
-SHARES: dict[str, tuple[int, int]] = {}
-
-
-def is_quota_rule(trace: dict) -> bool:
-    settings = trace["settings"]
-    if trace["method"] == "fastdllm-dream" or settings.get("alg") in ("maskgit_plus", "topk_margin", "entropy"):
-        return True
-    by_rule = settings.get("threshold") is not None or settings.get("factor") is not None
-    return settings.get("remasking") == "low_confidence" and not by_rule
+METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
+NAMES = [name for name in trace_names(*METHODS) if cache_of(load_trace(name)) == "none"]
+ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
+"""Replayed by the other files of this kind."""
 
 
 def test_all_traces_are_there() -> None:
-    assert len(NAMES) == 56
+    assert len(NAMES) >= 58
+    assert {path.name for path in TRACES.iterdir()} <= {*METHODS} | ELSEWHERE
 
 
-def in_groups(names: list[str]) -> list[object]:
-    """Quota rules run in one process, which reports their share of equal steps."""
-    quota = pytest.mark.xdist_group("quota")
-    return [pytest.param(name, marks=[quota] if is_quota_rule(load_trace(name)) else []) for name in names]
-
-
-@pytest.mark.parametrize("name", in_groups(NAMES))
-def test_trace(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_trace(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
-    model = request.getfixturevalue(trace["model"].removesuffix("-tiny"))
+    settings, exact = trace["settings"], precision == "float64"
     sampler, arguments = request_of(trace)
-    cases = [case for case in trace["cases"] if case["fp64_same"]]
-    assert cases
-    found = [compare(model, case, name, sampler, **arguments) for case in cases]
-    assert all(c.tokens_equal for c in found)
-    if trace["settings"].get("alg") == "origin":
-        assert all(c.nfe <= c.reference_nfe and c.only_empty_left for c in found)
+    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    if settings.get("alg") == "origin":
+        for row in rows:
+            assert not any(call.commits for call in row.theirs[len(row.ours) :]), row.where
+            row.theirs = row.theirs[: len(row.ours)]
+    if trace["batch_size"] > 1 and settings.get("threshold") is not None:
+        assert_batches_move_together(rows, settings["block_length"], exact)
     else:
-        assert [c.nfe for c in found] == [c.reference_nfe for c in found]
-    if is_quota_rule(trace):
-        share = sum(c.steps_equal for c in found), sum(c.steps for c in found)
-        SHARES[name] = share
-        assert share[0] >= 0.9 * share[1]
-    else:
-        assert all(c.rows_equal for c in found)
+        assert_replayed(rows, exact)
 
 
-@pytest.mark.xdist_group("quota")
-def test_report_share_of_equal_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints how many steps of the quota rules committed exactly the reference's positions."""
-    if not SHARES:
-        pytest.skip("the traces of quota rules did not run in this process")
-    equal, steps = (sum(values) for values in zip(*SHARES.values(), strict=True))
-    with capsys.disabled():
-        print(f"\nquota rules: {equal} of {steps} steps ({equal / steps:.1%}) commit exactly the reference's positions")
-    assert equal >= 0.97 * steps
-
-
-def test_factor_quirk(llada: object) -> None:
-    """The rule as published differs from the reference's code only where the last masked position alone fails."""
-    differing = {}
-    for name in [n for n in NAMES if "factor" in n]:
+def test_factor_quirk(llada64: Model) -> None:
+    """The rule as published first differs from the reference's code where the last masked position alone fails: that
+    one is left for the next forward."""
+    differing = 0
+    for name in NAMES:
         trace = load_trace(name)
+        factor = trace["settings"].get("factor")
+        if factor is None:
+            continue
         _, arguments = request_of(trace)
-        cases = [case for case in trace["cases"] if case["fp64_same"]]
-        found = [compare(llada, c, name, samplers.create("factor", factor=1.0), **arguments) for c in cases]
-        differing[name] = sum(not c.rows_equal for c in found)
-        # the published rule never commits more in a step, so it never takes fewer forwards
-        assert all(c.nfe >= c.reference_nfe for c in found)
-    assert any(differing.values())
+        for row in decode(llada64, trace, samplers.create("factor", factor=factor), **arguments):
+            assert row.nfe >= len(row.theirs), row.where
+            pair = next((pair for pair in zip(row.ours, row.theirs) if pair[0] != pair[1]), None)
+            if pair is None:
+                assert len(row.ours) == len(row.theirs)
+                continue
+            differing += 1
+            ours, theirs = (call.commits for call in pair)
+            (last,) = theirs - ours
+            decided = set().union(*(call.commits for call in row.theirs[: row.theirs.index(pair[1]) + 1]))
+            length = arguments["block_length"]
+            block = (last[0] - row.prompt) // length
+            assert ours < theirs, row.where
+            assert sum((at - row.prompt) // length == block for at, _ in decided) == length, row.where
+    assert differing
 
 
 @pytest.mark.parametrize("name", ["llada", "dream"])

@@ -1,32 +1,49 @@
-"""Traces of the public cached decoders, replayed: dKV-Cache, Fast-dLLM's and AdaBlock's prefix and dual caches.
+"""Traces of the public cached decoders, replayed in float64: dKV-Cache, Fast-dLLM's and AdaBlock's prefix and dual
+caches.
 
-Compared are the cases that are the same in float64: the final tokens, the number of forwards, and call for call how
-many positions were evaluated. For rules without near-ties, also what every call committed.
+Of every case, final tokens, the number of forwards, and what each of them evaluated and committed are the reference's.
 
 What differs from the references, and why:
-- `dkv/decode_*_random`: the public code draws random numbers for the evaluated positions alone; a sampler does not know
-  these, so the test replays it with a sampler of its own.
-- `dkv-dream/decoded_*_right`: the public code commits tokens from logits that it does not have (0 of 8 answers right).
+- Fast-dLLM of June 2025 makes one more call after a block's full forward before it looks whether the block is full
+  already. Replayed calls are compared with that call put in where a block took one.
+- Batches whose rows take unequally many steps (a threshold): as in `test_traces.py`.
+- Fast-dLLM and AdaBlock for Dream commit the first token of a block unasked, since their later calls have no logits for
+  it; ours evaluate the position left of it instead. `test_forced_first_token` replays them with a rule and a cache
+  that do as the public code does; `test_forced_first_token_by_answers` says what ours is worth.
+- dKV-Cache's `random` draws numbers for the evaluated positions alone; a sampler does not know these, so the test
+  replays it with a sampler of its own.
+- dKV-Cache for Dream with `shift_type="right"` commits tokens from logits that it does not have (0 of 8 answers right).
   Ours commits only what was evaluated, and evaluates a row whole when nothing else is left; the forwards are compared.
-- `*_batch2` of the threshold rule: the public code keeps a row that has filled its block in the calls until the others
-  have; tokens and forwards are compared.
-- Caches of Fast-dLLM and AdaBlock for Dream commit the first token of a block unasked. Compared by right answers.
+
+In float32 (`-m full`) final tokens and the number of forwards are compared.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from replay import GOLDEN, load_trace, request_of, trace_names
+from replay import (
+    GOLDEN,
+    PRECISIONS,
+    assert_batches_move_together,
+    assert_calls,
+    assert_replayed,
+    cache_of,
+    cache_without_left,
+    decode,
+    forced_first,
+    load_trace,
+    model_of,
+    request_of,
+    trace_names,
+    with_idle_calls,
+)
 from torch import Tensor
 
-import paradec
 from paradec import caches, samplers
 from paradec.models.adapter import Model
 from paradec.samplers.masked_state import MaskedState
@@ -34,8 +51,64 @@ from paradec.samplers.random import Random
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
-CASES = None if os.environ.get("PARADEC_ALL_TRACES") else 1
-"""Of each file, to keep the suite short; PARADEC_ALL_TRACES=1 replays them all."""
+BLOCKS = [n for n in trace_names("fastdllm", "fastdllm-jun25", "adablock") if cache_of(load_trace(n)) != "none"]
+FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of(load_trace(n)) != "none"]
+DKV = trace_names("dkv", "dkv-dream")
+
+
+def test_all_traces_are_there() -> None:
+    assert len(BLOCKS) >= 35 and len(FORCED) >= 14 and len(DKV) >= 32
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_caches(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
+    sampler, arguments = request_of(trace)
+    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    if trace["method"] == "fastdllm-jun25" and by_threshold:
+        for row in rows:
+            calls = with_idle_calls(row, arguments["block_length"], arguments["cache"] == "dual")
+            assert row.tokens == row.final and len(calls) == len(row.theirs), row.where
+            if exact:
+                assert_calls(calls, row.theirs, row.where)
+    elif trace["batch_size"] > 1 and by_threshold:
+        assert_batches_move_together(rows, arguments["block_length"], exact)
+    else:
+        assert_replayed(rows, exact)
+
+
+# ---- shifted models: the first token of a block ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_first_token(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    exact = precision == "float64"
+    sampler, arguments = request_of(trace)
+    arguments["cache"] = cache_without_left(arguments["cache"] == "dual")
+    model = model_of(request, trace, precision)
+    assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, **arguments), exact)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_first_token_by_answers(name: str, dream64: Model) -> None:
+    """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
+    trace = load_trace(name)
+    sampler, arguments = request_of(trace)
+    strings = json.loads((GOLDEN / "dream-tiny" / "tokenizer_table.json").read_text())["table"]
+    ours = theirs = 0
+    for row in decode(dream64, trace, sampler, **arguments):
+        tokens = [*row.tokens[row.prompt :], trace["eos_id"]]
+        text = "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])])
+        ours += text == row.case["answer"][0]
+        theirs += row.case["correct"][0]
+    assert ours >= theirs - 1
+
+
+# ---- dKV-Cache ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,8 +123,7 @@ class RandomOverEvaluated(Random):
         return state.window.read(noise)
 
 
-def dkv(trace: dict) -> tuple[Any, dict]:
-    settings = trace["settings"]
+def dkv(settings: dict) -> tuple[Any, dict]:
     request = {name: settings[name] for name in ("temperature", "block_length", "steps")}
     greedy = settings["variant"] == "greedy"
     if not settings["enable_cache"]:
@@ -69,8 +141,7 @@ def dkv(trace: dict) -> tuple[Any, dict]:
     return sampler, request | {"cache": cache}
 
 
-def dkv_dream(trace: dict) -> tuple[Any, dict]:
-    settings = trace["settings"]
+def dkv_dream(settings: dict) -> tuple[Any, dict]:
     sampler = samplers.create(settings["alg"], eps=settings["eps"], alg_temp=settings["alg_temp"])
     request = {name: settings[name] for name in ("temperature", "steps", "top_p", "top_k")}
     if not settings["use_cache"]:
@@ -82,91 +153,26 @@ def dkv_dream(trace: dict) -> tuple[Any, dict]:
     return sampler, request | {"cache": caches.create(name, **given)}
 
 
-def fastdllm(trace: dict) -> tuple[Any, dict]:
-    sampler, request = request_of(trace)
-    return sampler, request | {"cache": trace["setting"].partition("_")[0]}
-
-
-def fastdllm_dream(trace: dict) -> tuple[Any, dict]:
-    settings = trace["settings"]
-    request = {"block_length": settings["block_length"], "cache": trace["setting"].partition("_")[0]}
-    if settings["alg"] == "confidence_threshold":
-        return samplers.create("threshold", threshold=settings["threshold"]), request
-    return samplers.create(settings["alg"], eps=settings["eps"]), request | {"steps": settings["steps"]}
-
-
-def adablock(trace: dict) -> tuple[Any, dict]:
-    settings = trace["settings"]
-    sampler = samplers.create(
-        "adablock",
-        threshold=settings["threshold"],
-        init_block_length=settings.get("init_block_length", settings.get("block_length")),
-        delimiter_threshold=settings["delimiter_threshold"],
-        delimiters=tuple(settings["delimiter_ids"]),
-    )
-    return sampler, {"cache": "prefix" if trace["setting"].startswith("prefix") else "dual"}
-
-
-def replay(model: Model, case: dict, sampler: Any, request: dict) -> Any:
-    prompts = torch.tensor(case["prompt_ids"])
-    new = len(case["final_ids"][0]) - prompts.shape[1]
-    options = {"seed": case["seed"], "rng": "reference", "eos_early_stop": False, "trace": True}
-    return paradec.generate(model, input_ids=prompts, sampler=sampler, max_new_tokens=new, **options, **request)
-
-
-def cases_of(trace: dict) -> list[dict]:
-    return [case for case in trace["cases"] if case["fp64_same"]][:CASES]
-
-
-@pytest.mark.parametrize("name", trace_names("dkv", "dkv-dream", "fastdllm-cached") + trace_names("adablock-cached"))
-def test_trace(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", DKV)
+def test_dkv(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
-    if trace["method"] == "adablock-dream":
-        pytest.skip("compared by right answers")
-    model = request.getfixturevalue(trace["model"].removesuffix("-tiny"))
-    convert: Callable = {"dkv": dkv, "dkv-dream": dkv_dream, "fastdllm": fastdllm, "adablock": adablock}[
-        trace["method"]
-    ]
-    sampler, arguments = convert(trace)
-    missing_logits = trace["settings"].get("shift_type") == "right"
-    moves_on = trace["batch_size"] > 1 and trace["settings"].get("threshold") is not None
-    by_rule = trace["settings"].get("threshold") is not None or trace["settings"].get("factor") is not None
-    for case in cases_of(trace):
-        out = replay(model, case, sampler, arguments)
-        assert out.nfe == case["nfe"]
-        if missing_logits:
-            continue
-        assert out.sequences.tolist() == case["final_ids"]
-        if moves_on:
-            continue
-        for ours, theirs in zip(out.trace.steps, case["steps"], strict=True):
-            assert ours.forwarded == [theirs["input_shape"][1]] * len(ours.forwarded)
-            if by_rule or trace["settings"].get("remasking") == "random":
-                assert [list(commit[:3]) for commit in ours.commits] == theirs["commit"]
+    exact = precision == "float64"
+    sampler, arguments = (dkv if trace["method"] == "dkv" else dkv_dream)(trace["settings"])
+    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    if trace["settings"].get("shift_type") == "right" and trace["settings"]["use_cache"]:
+        assert [row.nfe for row in rows] == [len(row.theirs) for row in rows]
+        return
+    assert_replayed(rows, exact)
 
 
 def test_there_are_partial_calls_in_every_cached_trace() -> None:
-    """The widths compared above are not all those of whole rows."""
-    for name in trace_names("dkv", "dkv-dream", "fastdllm-cached", "adablock-cached"):
+    """The widths compared above are not all those of whole rows, but where no row took two calls for a block."""
+    for name in [*BLOCKS, *FORCED, *DKV]:
         trace = load_trace(name)
-        if "nocache" in name or name.endswith("dual_factor1.0_bl32"):
+        settings, cases = trace["settings"], trace["cases"]
+        if not settings.get("use_cache", settings.get("enable_cache", True)):
             continue
-        widths = {step["input_shape"][1] for case in trace["cases"] for step in case["steps"]}
-        assert len(widths) > 1, name
-
-
-@pytest.mark.parametrize("name", [*trace_names("fastdllm-dream-cached"), "adablock-cached/dream_dual_default_init16"])
-def test_forced_first_token_by_answers(name: str, dream: Model) -> None:
-    """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
-    trace = load_trace(name)
-    sampler, arguments = (adablock if "adablock" in name else fastdllm_dream)(trace)
-    strings = json.loads((GOLDEN / "dream-tiny" / "tokenizer_table.json").read_text())["table"]
-    end = dream.facts.eos_token_ids[0]
-    ours = theirs = 0
-    for case in trace["cases"]:
-        out = replay(dream, case, sampler, arguments)
-        tokens = [*out.new_tokens[0].tolist(), end]
-        text = "".join(strings[token] for token in tokens[: tokens.index(end)])
-        ours += text == case["answer"][0]
-        theirs += case["correct"][0]
-    assert ours >= theirs - 1
+        blocks = -(-settings["gen_length"] // settings.get("block_length", settings.get("init_block_length", 1)))
+        widths = {step["input_shape"][1] for case in cases for step in case["steps"]}
+        assert len(widths) > 1 or all(case["nfe"] <= blocks for case in cases), name

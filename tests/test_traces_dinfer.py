@@ -1,16 +1,25 @@
-"""Traces of dInfer's threshold, hierarchy and credit decoders, replayed token for token.
+"""Traces of dInfer's threshold, hierarchy and credit decoders, replayed in float64 with `rng="reference"`, which like
+the public code leaves the mask's own probability in the softmax.
 
-All of them are without dInfer's unrolling (which forwards several times between two looks at the canvas). dInfer stops
-after the block that holds an end of text and leaves masks behind it, so what is compared is what it decided: every one
-of its steps, exactly. Its comparisons are strict and it takes everything within 1e-5 of the best position with it; on
-these traces neither makes a difference. Credit is replayed with both ways to keep it.
+Every forward commits what the reference's does. What differs, and why:
+- dInfer unrolls its loop: it forwards several times between two looks at the canvas, though the block may be full.
+  Ours looks after every forward. Replayed calls are compared with the idle ones put in that its rule makes
+  (`unrolled`), so that their number is the reference's, too.
+- dInfer stops after the block that holds an end of text. With `early_stop` it fills what is behind it, else it leaves
+  masks there. Compared is what it decided; ours is then run to its own stop, which comes no later.
+- Rows of a batch are in all calls until each of them has an end of text.
+- Its comparisons are strict and it takes everything within 1e-5 of the best position with it; on these traces neither
+  makes a difference. Credit is replayed with both ways to keep it.
+
+In float32 (`-m full`) the same is compared: no rule here ranks positions.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
-import torch
-from replay import load_trace, trace_names
+from replay import PRECISIONS, Call, Row, assert_calls, cases_of, decode, load_trace, model_of, trace_names
 
 import paradec
 from paradec import samplers
@@ -21,47 +30,82 @@ NAMES = trace_names("dinfer")
 CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "decay"}
 
 
-def sampler_of(name: str, decoder: dict, storage: str) -> Sampler:
-    if "credit" in name:
+def is_credit(name: str) -> bool:
+    return load_trace(name)["setting"].startswith("credit")
+
+
+def sampler_of(trace: dict, storage: str) -> Sampler:
+    decoder = {key: value for key, value in trace["settings"]["decoder"].items() if key != "use_float64"}
+    if storage:
         settings = {CREDIT.get(key, key): value for key, value in decoder.items()}
         return samplers.create("credit", preset="dinfer", storage=storage, **settings)
     return samplers.create("hierarchy" if "low_threshold" in decoder else "threshold", **decoder)
 
 
 def test_all_traces_are_there() -> None:
-    assert len(NAMES) == 8
+    assert len(NAMES) >= 20
 
 
+def unrolled(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
+    """Our calls as dInfer makes them for the rows of one case, up to the end of the block where it stops."""
+    length, evaluated = settings["block_length"], len(rows[0].final)
+    filled = [False] * len(rows)
+    calls: list[list[Call]] = [[] for _ in rows]
+    for block, steps in enumerate(zip(*(row.blocks(length) for row in rows), strict=True)):
+        steps = [[] if full else one for one, full in zip(steps, filled, strict=True)]
+        done = 0
+        while left := sum(len(call.commits) for one in steps for call in one[done:]):
+            done += min(max(left // settings["expected_tpf"], 1), settings["maximum_unroll"])
+        for one, mine in zip(steps, calls, strict=True):
+            mine += one + [Call(evaluated, frozenset())] * (done - len(one))
+        ended = [any(token == end for call in one for _, token in call.commits) for one in steps]
+        if settings["early_stop"]:
+            fill = {(at, end) for at in range(rows[0].prompt + (block + 1) * length, evaluated)}
+            for mine, ends in zip(calls, ended, strict=True):
+                if ends:
+                    mine[-1] = Call(evaluated, mine[-1].commits | fill)
+            filled = [full or ends for full, ends in zip(filled, ended, strict=True)]
+        if all(full or ends for full, ends in zip(filled, ended, strict=True)):
+            break
+    return calls
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("name", "storage"), [(n, s) for n in NAMES for s in (("dense", "slots") if "credit" in n else ("",))]
+    ("name", "storage"), [(n, s) for n in NAMES for s in (("dense", "slots") if is_credit(n) else ("",))]
 )
-def test_trace(name: str, storage: str, llada: Model) -> None:
+def test_trace(name: str, storage: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
-    decoder, block_length = trace["settings"]["decoder"], trace["settings"]["block_length"]
-    assert trace["settings"]["maximum_unroll"] == 1
-    sampler = sampler_of(name, decoder, storage)
-    cases = [case for case in trace["cases"] if case["fp64_same"]]
-    assert len(cases) == 8
-    mask = llada.facts.mask_token_id
-    for case in cases:
-        arguments = {
-            "input_ids": torch.tensor(case["prompt_ids"]),
-            "sampler": sampler,
-            "max_new_tokens": trace["settings"]["gen_length"],
-            "block_length": block_length,
-        }
-        out = paradec.generate(llada, eos_early_stop=False, trace=True, **arguments)
-        ours = [{(r, p, t) for r, p, t, _ in step.commits} for step in out.trace.steps]
-        theirs = [{tuple(entry) for entry in step["commit"]} for step in case["steps"]]
-        assert ours[: len(theirs)] == theirs
-        (final,) = case["final_ids"]
-        decided = [at for at, token in enumerate(final) if token != mask]
-        assert [out.sequences[0, at].item() for at in decided] == [final[at] for at in decided]
-        # ours goes on where dInfer stopped, and only there
-        left = {position for step in ours[len(theirs) :] for _, position, _ in step}
-        assert left == {at for at, token in enumerate(final) if token == mask}
-        stopped = paradec.generate(llada, **arguments)
-        assert stopped.nfe <= case["nfe"]
-        length = stopped.tokens[0]
-        prompt = len(case["prompt_ids"][0])
-        assert stopped.new_tokens[0, :length].tolist() == final[prompt : prompt + length]
+    settings, sampler = trace["settings"], sampler_of(trace, storage)
+    model = model_of(request, trace, precision)
+    arguments = {"block_length": settings["block_length"], "alone": precision == "float32"}
+    cases: dict[int, list[Row]] = defaultdict(list)
+    for row in decode(model, trace, sampler, **arguments):
+        cases[id(row.case)].append(row)
+    assert len(cases) == len(cases_of(trace))
+    for rows in cases.values():
+        for row, calls in zip(rows, unrolled(rows, settings, trace["eos_id"]), strict=True):
+            assert_calls(calls, row.theirs, row.where)
+            decided = [at for at, token in enumerate(row.final) if token != trace["mask_id"]]
+            assert [row.tokens[at] for at in decided] == [row.final[at] for at in decided]
+    for row in decode(model, trace, sampler, eos_early_stop=True, **arguments):
+        assert row.nfe <= len(row.theirs), row.where
+        answer = row.tokens[row.prompt :]
+        length = answer.index(trace["eos_id"]) + 1 if trace["eos_id"] in answer else len(answer)
+        assert answer[:length] == row.final[row.prompt : row.prompt + length], row.where
+
+
+def test_credit_counts_the_mask_as_other_rules_do(llada64: Model) -> None:
+    """Without fusion, credit is the threshold rule, confidences and all."""
+    trace = load_trace(next(name for name in NAMES if is_credit(name)))
+    prompts = [case["prompt_ids"][0] for case in trace["cases"]]
+    prompts = [prompt for prompt in prompts if len(prompt) == len(prompts[0])]
+    found = [
+        paradec.generate(
+            llada64, prompts, sampler=sampler, rng="reference", seed=0, max_new_tokens=16, block_length=8, trace=True
+        ).trace.steps
+        for sampler in (samplers.create("credit", fusion=0.0), samplers.create("threshold"))
+    ]
+    commits = [[commit for step in steps for commit in step.commits] for steps in found]
+    assert [commit[:3] for commit in commits[0]] == [commit[:3] for commit in commits[1]]
+    assert all(abs(one[3] - other[3]) < 1e-9 for one, other in zip(*commits, strict=True))

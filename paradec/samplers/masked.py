@@ -361,7 +361,7 @@ class MaskedSampler(Sampler):
 
     def _weighs_mask(self, state: MaskedState) -> bool:
         """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
-        return state.generator is not None and not self.fuses
+        return state.generator is not None
 
     def _ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
