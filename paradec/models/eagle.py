@@ -40,6 +40,8 @@ UNUSED = "rotary_emb.inv_freq"
 """Ending of a name that old checkpoints hold and nothing needs."""
 EAGLE_3 = ("midlayer.", "d2t", "t2d")
 """Beginnings of names that only EAGLE-3's drafters have."""
+NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(d2t|t2d)"
+"""Names whose tensors are no weights here, and may be integers."""
 
 
 class EagleHead(nn.Module):
@@ -236,7 +238,7 @@ def load_drafter(
     path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
     if path is None:
         raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")
-    weights = {name: tensor for name, tensor in read_weights(path)[0].items() if not name.endswith(UNUSED)}
+    weights = {name: tensor for name, tensor in read_weights(path, NO_WEIGHTS)[0].items() if not name.endswith(UNUSED)}
     if any(name.startswith(EAGLE_3) for name in weights):
         raise CheckpointError(f"{source!r} is an EAGLE-3 drafter, which is not read; EAGLE's and EAGLE-2's are")
     module = EagleHead(config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
