@@ -300,6 +300,12 @@ def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise CheckpointError(f"config.json of {source!r}: hidden_act={shown(activation)} is not known")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    bases = config.get("rope_theta"), rope.get("rope_theta") if isinstance(rope, dict) else None
+    if None not in bases and bases[0] != bases[1]:
+        raise CheckpointError(
+            f"config.json of {source!r} states two bases of the rotary angles: rope_theta={shown(bases[0])}, and "
+            f"{shown(rope)}"
+        )
     try:
         angles_of: dict[str, Any] = {"rope_theta": float(positive(given, "rope_theta")), **rope}
         angles_of["rope_type"] = angles_of.get("rope_type", angles_of.pop("type", "default"))

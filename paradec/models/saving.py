@@ -104,8 +104,7 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     split = _split({name: tensor for name, (_, tensor) in state.items()}, max_shard_size)
     with _written(path) as draft:
         for file, names in split.filename_to_tensors.items():
-            shard = {name: _on_cpu(module, *state[name]) for name in names}
-            save_file(shard, draft / file, metadata={"format": "pt"})
+            save_file(_on_cpu(module, {name: state[name] for name in names}), draft / file, metadata={"format": "pt"})
         if split.is_sharded:
             _write_json(draft / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         if generation:
@@ -189,17 +188,25 @@ def _place(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _on_cpu(module: nn.Module, own: str, tensor: Tensor) -> Tensor:
-    """A tensor as it can be written: here, contiguous, and alone in its memory."""
-    if tensor.device.type == "meta":  # offloaded by accelerate, whose hooks know where to
-        from accelerate.utils import align_module_device
+def _on_cpu(module: nn.Module, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Weights as they can be written: here, contiguous, and each alone in its memory."""
+    found: dict[str, Tensor] = {}
+    taken = set()
+    for name, (own, tensor) in state.items():
+        if tensor.device.type == "meta":  # offloaded by accelerate, whose hooks know where to
+            from accelerate.utils import align_module_device
 
-        parent, _, name = own.rpartition(".")
-        part = module.get_submodule(parent)
-        with align_module_device(part, torch.device("cpu")):
-            return getattr(part, name).detach().clone()
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+            parent, _, attribute = own.rpartition(".")
+            part = module.get_submodule(parent)
+            with align_module_device(part, torch.device("cpu")):
+                found[name] = getattr(part, attribute).detach().clone()
+            continue
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.data_ptr())
+        found[name] = tensor
+    return found
 
 
 def _reads_its_files(module: nn.Module) -> bool:
