@@ -615,7 +615,7 @@ def wrong_checkpoints() -> list[Any]:
         case(lambda c, w: c.update(hidden_act="square"), "hidden_act='square'"),
         case(lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),
         case(lambda c, w: c.update(rope_scaling={"type": "spiral"}), "rope_scaling"),
-        case(lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary angles"),
+        case(lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary"),
         case(lambda c, w: w.pop("fc.weight"), "missing weights: fc.weight"),
         case(lambda c, w: w.update({"layers.0.input_layernorm.weight": torch.ones(16)}), "unexpected weights: layers"),
         case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), r"fc.weight \[16, 16\] instead of \[16, 32\]"),

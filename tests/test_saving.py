@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Callable
@@ -230,6 +232,11 @@ def replaced_ends(model: Model, other: Model) -> Model:
     return model
 
 
+def test_what_was_read_survives_a_copy(source: Path) -> None:
+    published = paradec.load(source).published
+    assert pickle.loads(pickle.dumps(published)) == published == copy.deepcopy(published)
+
+
 def test_what_it_saves_it_saves_again(source: Path, tmp_path: Path) -> None:
     paradec.load(source).save_pretrained(tmp_path / "a")
     paradec.load(tmp_path / "a").save_pretrained(tmp_path / "b")
@@ -446,13 +453,15 @@ def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[st
 # ---- modules alone, wrapped ones, and others ------------------------------------------------------------------------
 
 
-def test_a_bare_module_loads_in_transformers_as_it_was(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: Path, times: int) -> None:
+    """Without an attention of ours, and after transformers has saved it again."""
     model = paradec.load(source)
     model.module.save_pretrained(tmp_path)
+    if times == 2:
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
     module, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values())
+    assert not any(info.values()) and module.config._attn_implementation == "sdpa"
     expected = logits(model, IDS)
     assert torch.equal(module(input_ids=torch.tensor([IDS]), use_cache=False).logits[0], expected)
     facts = model.facts
@@ -471,11 +480,8 @@ def test_a_bare_module_loads_in_transformers_as_it_was(
     assert torch.equal(*answers)
     with pytest.raises(paradec.CheckpointError, match="the save_pretrained of a module alone wrote it.*paradec.wrap"):
         paradec.load(tmp_path)
-    # where paradec was not imported, transformers does not know the attention, and says so
-    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.delitem(known._global_mapping, "paradec_sdpa")
-    with pytest.raises(ValueError, match="paradec_sdpa"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="topology='causal' does not fit .*ForCausalLM: config.is_causal=False"):
+        paradec.wrap(again.unwrap(), topology="causal", prediction="shifted")
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
@@ -633,7 +639,8 @@ def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) ->
     model = paradec.load(sources("sdar"))
     pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=4), model.tokenizer)
     pipe.save_pretrained(tmp_path)
-    model.save_pretrained(tmp_path / "model")
+    with paradec.accelerate(pipe, cache="block"):  # hooks are no weights
+        model.save_pretrained(tmp_path / "model")
     loaded = paradec.load(tmp_path / "model")
     again = LLaDA2Pipeline.from_pretrained(tmp_path, model=BlockCausalModule(loaded), tokenizer=loaded.tokenizer)
     request = {"gen_length": 8, "num_inference_steps": 8, "mask_token_id": 3, "eos_token_id": 2}

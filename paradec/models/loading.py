@@ -247,7 +247,7 @@ def _family(source: str, config: dict[str, Any]) -> Family:
             raise CheckpointError(
                 f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
             )
-    if str(config.get("attn_implementation")).startswith("paradec_"):
+    if config.get("is_causal") is False:
         raise CheckpointError(
             f"{source!r} has model_type={shown(model_type)}: the save_pretrained of a module alone wrote it, which "
             "knows nothing of masks; load it with transformers and give it to paradec.wrap, or save with that of the "
@@ -340,13 +340,13 @@ def _saves_alone(module: nn.Module, family: Family) -> None:
     """See to it that the module's own `save_pretrained` writes what transformers loads again.
 
     Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
-    the file had them, and find none of them again. And it is no causal model: config.json says which attention it runs
-    with, so that transformers, which knows it once paradec has been imported, refuses rather than runs another.
+    the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
+    in it names an attention of ours.
     """
     renamed = set(family.key_mapping or {})
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
-    module.config.attn_implementation = module.config._attn_implementation
+    module.config.is_causal = False
 
 
 class _Float32Angles(nn.Module):
@@ -540,6 +540,8 @@ def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | Non
         raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
     if kind == "opaque" and topology != "causal" and _is_transformers(module) and name.endswith(CAUSAL_HEADS):
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
+    if kind == "decoder" and topology == "causal" and getattr(config, "is_causal", True) is False:
+        raise ValueError(f"topology='causal' does not fit {name}: config.is_causal=False takes its causal mask off")
     if kind == "decoder" and topology != "causal":
         odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
         fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
