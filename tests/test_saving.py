@@ -384,7 +384,10 @@ def test_an_interrupt_while_weights_are_written(
     assert state(folder) == before and not (tmp_path / "new").exists()
 
 
-def test_an_interrupt_while_files_are_exchanged(twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [15000, 9000])  # shards of the same names, and of others
+def test_an_interrupt_while_files_are_exchanged(
+    twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     """At any of the renames: all is as before."""
     model, folder = twice
     before, entries = state(folder), sorted(path.name for path in folder.iterdir())
@@ -394,7 +397,7 @@ def test_an_interrupt_while_files_are_exchanged(twice: tuple[Model, Path], monke
         with monkeypatch.context() as patch:
             interrupted(patch, os, "replace", at)
             try:
-                model.save_pretrained(folder, max_shard_size=15000)
+                model.save_pretrained(folder, max_shard_size=size)
                 done = True
             except Stopped:
                 assert state(folder) == before and sorted(path.name for path in folder.iterdir()) == entries
