@@ -561,6 +561,11 @@ def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: 
             model.save_pretrained(folder)
     assert state(source) == before
     model.module.save_pretrained(tmp_path / "bare")
+    wrapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", device_map=places)
+    with pytest.raises(ValueError, match="holds the weights that the model still reads from disk"):
+        paradec.wrap(wrapped, mask_token_id=3, prediction="same", topology="bidirectional").save_pretrained(
+            tmp_path / "bare"
+        )
     module, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(module(input_ids=torch.tensor([IDS])).logits[0], logits(paradec.load(source), IDS))

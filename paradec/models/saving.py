@@ -67,6 +67,10 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
     _split({}, max_shard_size)
     if model.tokenizer is not None and not hasattr(model.tokenizer, "save_pretrained"):
         raise ValueError(f"tokenizer={shown(model.tokenizer)} of {model.facts.name} has no save_pretrained")
+    source = getattr(getattr(model.module, "config", None), "_name_or_path", "")
+    source = source if model.published is None else model.published.source
+    if _reads_its_files(model.module) and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
+        raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
     if model.published is None:
         _save_own_format(model, path, max_shard_size)
     else:
@@ -99,8 +103,6 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
         check_weights(str(path), stored, published.family.config(config), published.family.key_mapping or {})
     except ValueError as error:
         raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
-    if _reads_its_files(module) and path.is_dir() and os.path.realpath(path) == os.path.realpath(published.source):
-        raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
     split = _split({name: tensor for name, (_, tensor) in state.items()}, max_shard_size)
     with _written(path) as draft:
         for file, names in split.filename_to_tensors.items():
