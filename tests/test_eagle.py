@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paradec
 from paradec.models.adapter import Model
@@ -585,6 +586,24 @@ def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
     assert out.new_tokens.tolist() == greedy(base.module, PROMPTS, 6)
 
 
+def test_rope_parameters_instead_of_rope_theta(tmp_path: Path) -> None:
+    """As transformers 5 writes them; scaled angles are transformers' to compute."""
+    base, (config, weights) = tiny_base(), checkpoint()
+    said = [
+        {"rope_theta": 77.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+        {"rope_theta": 77.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}},
+        {"rope_theta": 154.0},
+    ]
+    found = []
+    for number, fields in enumerate(said):
+        folder = write(tmp_path / str(number), config | fields, weights)
+        drafter = paradec.load_drafter(folder, base=base)
+        found.append(LlamaRotaryEmbedding(drafter.module.config).inv_freq)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0] / 2, found[2])
+    assert not torch.equal(found[0], found[3])
+
+
 def wrong_checkpoints() -> list[Any]:
     def case(change: Callable[[dict[str, Any], dict[str, Tensor]], Any], message: str) -> Any:
         return pytest.param(change, message, id=message)
@@ -596,6 +615,7 @@ def wrong_checkpoints() -> list[Any]:
         case(lambda c, w: c.update(hidden_act="square"), "hidden_act='square'"),
         case(lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),
         case(lambda c, w: c.update(rope_scaling={"type": "spiral"}), "rope_scaling"),
+        case(lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary"),
         case(lambda c, w: w.pop("fc.weight"), "missing weights: fc.weight"),
         case(lambda c, w: w.update({"layers.0.input_layernorm.weight": torch.ones(16)}), "unexpected weights: layers"),
         case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), r"fc.weight \[16, 16\] instead of \[16, 32\]"),

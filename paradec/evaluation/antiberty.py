@@ -19,7 +19,7 @@ import torch
 
 from paradec.checks import shown
 from paradec.models.adapter import Model
-from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
 from paradec.models.loading import wrap
 
 WEIGHTS = "AntiBERTy_md_smooth"
@@ -74,6 +74,7 @@ def load_antiberty(path: str | os.PathLike[str] | None = None) -> Model:
         raise CheckpointError(
             f"the weights of AntiBERTy in {str(folder)!r} do not fit its config.json: {listed(wrong)}"
         )
+    check_dtypes(str(weights), {name: kept[name].dtype for name in needed if needed[name].is_floating_point()})
     module.load_state_dict(kept)
     tokenizer: Any = BertTokenizer(vocab=str(vocabulary), do_lower_case=False)
     if len(tokenizer) != module.config.vocab_size:

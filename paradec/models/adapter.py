@@ -11,6 +11,7 @@ Three kinds of module:
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.models.facts import ModelFacts
+from paradec.models.saving import Published, save
 from paradec.protocol import Query
 
 PADDED_ENCODERS = frozenset(
@@ -51,6 +53,9 @@ class Model:
         default_block_length: the block length when the request names none; None decodes the whole canvas at once.
         default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
     """
+
+    published: Published | None = None
+    """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
 
     def __init__(
         self,
@@ -176,6 +181,27 @@ class Model:
         while self._undo:
             self._undo.pop()()
         return self.module
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
+        """Write the model as it is now into a folder, which `paradec.load` reads.
+
+        A loaded model is written in the format that it was read in: the published names of the weights and fields of
+        config.json, generation_config.json and the tokenizer where it has them, safetensors with the weights' own
+        dtypes and values, in shards beyond `max_shard_size`. A wrapped causal or masked language model of
+        transformers is written in transformers' format, for its own `from_pretrained` and `paradec.wrap`.
+
+        All files are written before any old one goes: what fails or is interrupted leaves the folder as it was. Other
+        files in it stay.
+
+        Args:
+            folder: made where there is none; a checkpoint in it, the model's own too, is replaced.
+            max_shard_size: bytes in one file, or a text like "5GB"; a single weight may be larger.
+
+        Raises:
+            ValueError: a path that is a file, an image model or another module whose format is not known here, weights
+                that the format has no place for (adapters, quantised or resized ones). OSError: it cannot be written.
+        """
+        save(self, folder, max_shard_size)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query.

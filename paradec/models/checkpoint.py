@@ -7,17 +7,55 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paradec.checks import is_finite, shown
 
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
+"""Tokens that end a turn; looked up in the checkpoint's tokenizer."""
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes that weights may be stored in."""
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+"""What safetensors calls a dtype -> what torch does."""
+COUNTERS = ("position_ids", "num_batches_tracked")
+"""Buffers of image models in transformers' format that are integers: their names end so."""
 REACH_SECONDS = 5
 """How long the hub may take to answer before it counts as out of reach."""
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded: missing, corrupt, of another format, or asking for unsupported maths."""
+
+
+class Stored(NamedTuple):
+    """What the header of a file says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it."""
 
 
 def fetch(source: str, filename: str, revision: str | None) -> Path | None:
@@ -132,13 +170,42 @@ def token_id(name: str, value: Any, vocab_size: int) -> int | None:
     return value
 
 
-def stored_shapes(source: str, revision: str | None) -> dict[str, tuple[int, ...] | None]:
-    """Names and shapes of the stored weights, read from the headers alone; a shape is None for shards on the hub.
+def rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of the rotary angles: `rope_theta`, or what stands in `rope_parameters`, where transformers 5 writes it.
+
+    Raises:
+        CheckpointError: none, two that differ, or angles that are scaled, which the families here do not have.
+    """
+    found = {} if config.get("rope_theta") is None else {"rope_theta": float(positive(config, "rope_theta"))}
+    for name in ("rope_parameters", "rope_scaling"):
+        fields = config.get(name)
+        if fields is None:
+            continue
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"config.json: {name}={shown(fields)} must be an object or null")
+        for field, value in fields.items():
+            neutral = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}.get(field)
+            if field != "rope_theta" and value is not None and value != neutral:
+                raise CheckpointError(
+                    f"config.json: {name}={shown(fields)} is not supported: {shown(field)}={shown(value)} changes the "
+                    "rotary angles; supported: rope_type='default' with a rope_theta"
+                )
+        if fields.get("rope_theta") is not None:
+            found[name] = float(positive(fields, "rope_theta"))
+    if not found:
+        raise CheckpointError("config.json has no 'rope_theta', nor 'rope_parameters' with one")
+    if len(set(found.values())) > 1:
+        raise CheckpointError(f"config.json states two bases of the rotary angles: rope_theta is {found}")
+    return next(iter(found.values()))
+
+
+def stored_weights(source: str, revision: str | None) -> dict[str, Stored]:
+    """Names, shapes and dtypes of the stored weights, read from the headers alone. Shards on the hub are downloaded.
 
     Raises:
         CheckpointError: no safetensors here, an index that is wrong, or a header that cannot be read.
     """
-    single = fetch(source, "model.safetensors", revision)
+    single = fetch(source, WEIGHTS, revision)
     if single is not None:
         return dict(_header(single))
     if fetch(source, INDEX, revision) is None:
@@ -146,79 +213,132 @@ def stored_shapes(source: str, revision: str | None) -> dict[str, tuple[int, ...
     names = read_json(source, INDEX, revision).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{INDEX} of {source!r} has no 'weight_map'")
-    shards: dict[str, dict[str, tuple[int, ...]]] = {}
-    shapes: dict[str, tuple[int, ...] | None] = {}
     for name, shard in names.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
             raise CheckpointError(
                 f"{INDEX} of {source!r}: {shown(name)} is in {shown(shard)}; expected a .safetensors file beside it"
             )
-        if not os.path.isdir(source):  # left to from_pretrained, which downloads shards side by side
-            shapes[name] = None
-            continue
-        if shard not in shards:
-            path = fetch(source, shard, revision)
-            if path is None:
-                raise CheckpointError(f"{source!r} has no {shard}, which its index names")
-            shards[shard] = dict(_header(path))
+    files = sorted(set(names.values()))
+    _download(source, files, revision)
+    shards: dict[str, dict[str, Stored]] = {}
+    for shard in files:
+        path = fetch(source, shard, revision)
+        if path is None:
+            raise CheckpointError(f"{source!r} has no {shard}, which its index names")
+        shards[shard] = dict(_header(path))
+    found = {}
+    for name, shard in names.items():
         if name not in shards[shard]:
             raise CheckpointError(f"{shard} of {source!r} does not hold {name}, as its index says")
-        shapes[name] = shards[shard].pop(name)
+        found[name] = shards[shard].pop(name)
     for shard, rest in shards.items():
         if rest:
             raise CheckpointError(f"{shard} of {source!r} holds {min(rest)}, which its index does not name")
-    return shapes
+    return found
 
 
-def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _download(source: str, files: list[str], revision: str | None) -> None:
+    """Bring files of a hub repository here, side by side; those that it lacks are for `fetch` to tell."""
+    if os.path.isdir(source):
+        return
+    from transformers.utils.hub import cached_files
+
+    try:
+        cached_files(source, files, revision=revision, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise CheckpointError(f"the weights of {source!r} cannot be downloaded: {reason}") from error
+
+
+def _header(path: Path) -> Iterator[tuple[str, Stored]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                yield name, tuple(file.get_slice(name).get_shape())
+                part = file.get_slice(name)
+                code = part.get_dtype()
+                yield name, Stored(tuple(part.get_shape()), DTYPES.get(code, code))
     except (SafetensorError, OSError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise CheckpointError(f"the weights of {str(path.parent)!r} cannot be read: {path.name}: {reason}") from error
 
 
-def check_weights(
-    source: str, stored: Mapping[str, tuple[int, ...] | None], config: Any, names: Mapping[str, str]
-) -> None:
+def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
+    """Refuse weights that are no floating-point numbers: integers of a quantised file would be taken for the weights.
+
+    Args:
+        source: what the message calls the file. dtypes: names of weights and their dtypes, torch's or their names.
+
+    Raises:
+        CheckpointError: a weight that is stored as something else, by name.
+    """
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    wrong = [f"{name} is {dtype}" for name, dtype in sorted(names.items()) if dtype not in FLOATS]
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise CheckpointError(
+            f"the weights of {source!r} are not stored as numbers that can be used: {', '.join(wrong[:4])}{more}; they "
+            f"must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
+        )
+
+
+def check_foreign_dtypes(source: str, config: Mapping[str, Any], revision: str | None) -> None:
+    """The same for a folder that transformers' own classes read; those with a `quantization_config` are left to them.
+
+    Raises:
+        CheckpointError: a weight of another dtype, by name, or files that cannot be read.
+    """
+    if config.get("quantization_config") is None:
+        stored = stored_weights(source, revision)
+        kept = {name: entry.dtype for name, entry in stored.items() if not name.endswith(COUNTERS)}
+        check_dtypes(source, kept)
+
+
+def check_weights(source: str, stored: Mapping[str, Stored], config: Any, names: Mapping[str, str]) -> dict[str, str]:
     """Compare what is stored with what a Llama, Qwen2 or Qwen3 of this config needs, before anything is built.
 
     Args:
-        stored: names in the checkpoint and their shapes.
+        stored: names in the checkpoint, their shapes and dtypes.
         names: the checkpoint's name patterns -> the model's names, as given to `from_pretrained(key_mapping=)`.
 
+    Returns:
+        The model's names of the weights -> the checkpoint's.
+
     Raises:
-        CheckpointError: weights that are missing, left over, or of another shape, by name.
+        CheckpointError: weights that are missing, left over, or of another shape or dtype, by name.
     """
+    check_dtypes(source, {name: entry.dtype for name, entry in stored.items()})
     if config.num_hidden_layers > len(stored):
         raise CheckpointError(
             f"the weights of {source!r} do not fit config.json: {config.num_hidden_layers} layers, but only "
             f"{len(stored)} weights"
         )
-    found: dict[str, tuple[int, ...] | None] = {}
-    original: dict[str, str] = {}
+    original = {}
     twice = []
-    for name, shape in stored.items():
-        renamed = next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
-        if renamed in found:
+    for name in stored:
+        renamed = published_to_own(name, names)
+        if renamed in original:
             twice.append(name)
-        found[renamed], original[renamed] = shape, name
+        original[renamed] = name
     needed = _needed_shapes(config)
     wrong = {
-        "missing": [name for name in needed if name not in found],
-        "unexpected": twice + [original[name] for name in found if name not in needed],
+        "missing": [name for name in needed if name not in original],
+        "unexpected": twice + [name for renamed, name in original.items() if renamed not in needed],
         "mismatched": [
-            f"{original[name]} {list(shape)} instead of {list(needed[name])}"
-            for name, shape in found.items()
-            if shape is not None and name in needed and shape != needed[name]
+            f"{name} {list(stored[name].shape)} instead of {list(needed[renamed])}"
+            for renamed, name in original.items()
+            if renamed in needed and stored[name].shape != needed[renamed]
         ],
     }
     if any(wrong.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(wrong)}")
+    return original
+
+
+def published_to_own(name: str, names: Mapping[str, str]) -> str:
+    """What the model calls a weight of the checkpoint."""
+    return next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
 
 
 def listed(wrong: Mapping[str, list[str]]) -> str:

@@ -40,6 +40,8 @@ UNUSED = "rotary_emb.inv_freq"
 """Ending of a name that old checkpoints hold and nothing needs."""
 EAGLE_3 = ("midlayer.", "d2t", "t2d")
 """Beginnings of names that only EAGLE-3's drafters have."""
+NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(d2t|t2d)"
+"""Names whose tensors are no weights here, and may be integers."""
 
 
 class EagleHead(nn.Module):
@@ -236,7 +238,7 @@ def load_drafter(
     path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
     if path is None:
         raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")
-    weights = {name: tensor for name, tensor in read_weights(path)[0].items() if not name.endswith(UNUSED)}
+    weights = {name: tensor for name, tensor in read_weights(path, NO_WEIGHTS)[0].items() if not name.endswith(UNUSED)}
     if any(name.startswith(EAGLE_3) for name in weights):
         raise CheckpointError(f"{source!r} is an EAGLE-3 drafter, which is not read; EAGLE's and EAGLE-2's are")
     module = EagleHead(config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
@@ -298,6 +300,12 @@ def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise CheckpointError(f"config.json of {source!r}: hidden_act={shown(activation)} is not known")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    bases = config.get("rope_theta"), rope.get("rope_theta") if isinstance(rope, dict) else None
+    if None not in bases and bases[0] != bases[1]:
+        raise CheckpointError(
+            f"config.json of {source!r} states two bases of the rotary angles: rope_theta={shown(bases[0])}, and "
+            f"{shown(rope)}"
+        )
     try:
         angles_of: dict[str, Any] = {"rope_theta": float(positive(given, "rope_theta")), **rope}
         angles_of["rope_type"] = angles_of.get("rope_type", angles_of.pop("type", "default"))

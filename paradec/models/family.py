@@ -16,6 +16,7 @@ class Family:
         config: what stands in config.json -> that class's configuration; raises CheckpointError for maths it lacks.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
         key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
+        block_name: the field of config.json that states the block.
         block_length: for block-causal families: (config.json, source) -> the block that the checkpoint was trained
             with, None where neither says; None for bidirectional families.
         default_block_length: how requests of a bidirectional family are cut when they do not say; None leaves the
@@ -30,6 +31,7 @@ class Family:
     config: Callable[[Mapping[str, Any]], Any]
     prediction: str
     key_mapping: Mapping[str, str] | None = None
+    block_name: str | None = None
     block_length: Callable[[Mapping[str, Any], str], int | None] | None = None
     default_block_length: int | None = None
     mask_token: str | None = None

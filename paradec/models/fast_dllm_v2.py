@@ -15,6 +15,8 @@ from typing import Any
 from paradec.models.family import Family
 from paradec.models.qwen import qwen2_config, stated_block
 
+BLOCK_NAME = "bd_size"
+
 
 def block_length(config: Mapping[str, Any], source: str) -> int | None:
     """`bd_size` of config.json.
@@ -22,13 +24,14 @@ def block_length(config: Mapping[str, Any], source: str) -> int | None:
     Raises:
         CheckpointError: config.json states something else than a positive integer.
     """
-    return stated_block(config, "bd_size")
+    return stated_block(config, BLOCK_NAME)
 
 
 FAMILY = Family(
     module="Qwen2ForCausalLM",
     config=qwen2_config,
     prediction="shifted",
+    block_name=BLOCK_NAME,
     block_length=block_length,
     mask_token="|<MASK>|",
     qwen2_tokenizer=True,

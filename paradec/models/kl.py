@@ -48,7 +48,7 @@ def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
     Raises:
         CheckpointError: no such file, or one that does not hold such a decoder.
     """
-    weights = from_taming(read_weights(source)[0])
+    weights = from_taming(read_weights(source, rf"^(?!{'|'.join(map(re.escape, KEPT))})")[0])
     weights = {name: tensor for name, tensor in weights.items() if name.startswith(KEPT)}
     try:
         levels = 1 + max(int(found[1]) for name in weights if (found := re.match(r"decoder\.conv_blocks\.(\d+)", name)))

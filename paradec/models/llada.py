@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import is_finite
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
 from paradec.models.family import Family
 
 KEY_MAPPING = {
@@ -44,11 +44,8 @@ ONLY = {
     "input_emb_norm": (False, None),
     "scale_logits": (False, None),
     "activation_type": ("silu",),
-    "rope_scaling": (None,),
     "sliding_window": (None,),
     "clip_qkv": (None,),
-    "rope_parameters": (None,),
-    "quantization_config": (None,),
 }
 """Fields that change the maths, and the values that Llama expresses. Values first in line are the 8B's."""
 
@@ -61,7 +58,7 @@ CLASS_DEFAULTS = {
 }
 """What the published configuration class assumes of absent fields, where that differs from `ONLY`."""
 
-REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "rope_theta", "max_sequence_length")
+REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
 
 
 def llama_config(config: Mapping[str, Any]) -> Any:
@@ -93,7 +90,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         intermediate_size=_mlp_size(config, hidden),
         vocab_size=_embedding_size(config),
         max_position_embeddings=positive(config, "max_sequence_length"),
-        rope_parameters={"rope_type": "default", "rope_theta": float(positive(config, "rope_theta"))},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
         rms_norm_eps=float(positive({"rms_norm_eps": 1e-5, **config}, "rms_norm_eps")),
         hidden_act="silu",
         attention_bias=False,

@@ -468,12 +468,12 @@ def load_llamagen(
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"config.json of {str(path)!r} is not a LlamaGen's: {error}") from error
         defaults = fields.get("defaults")
-        state = _network_weights(read_weights(path / "model.safetensors")[0])
+        state = _network_weights(read_weights(path / "model.safetensors", UNUSED.pattern)[0])
         if vq is None and (path / str(fields.get("vq", "vq.safetensors"))).is_file():
             vq = path / str(fields.get("vq", "vq.safetensors"))
     else:
         try:
-            state = _network_weights(read_weights(path)[0])
+            state = _network_weights(read_weights(path, UNUSED.pattern)[0])
         except CheckpointError as error:
             raise CheckpointError(
                 f"{str(path)!r} is not a folder with a checkpoint, and no LlamaGen: {error}"

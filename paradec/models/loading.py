@@ -17,12 +17,15 @@ from paradec.checks import check_int, shown
 from paradec.models import dream, fast_dllm_v2, llada, sdar
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import (
+    TURN_ENDS,
+    WEIGHTS,
     CheckpointError,
     check_weights,
     fetch,
     listed,
+    published_to_own,
     read_json,
-    stored_shapes,
+    stored_weights,
     token_id,
 )
 from paradec.models.facts import ModelFacts
@@ -35,6 +38,7 @@ from paradec.models.image_loading import (
     load_image_model,
     packaged_image,
 )
+from paradec.models.saving import Published
 
 logger = logging.getLogger("paradec")
 
@@ -61,8 +65,6 @@ PROGRESS_BAR_FROM = 2**28
 """Bytes of weights from which loading shows a progress bar."""
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
-"""Tokens that end a turn; looked up in the checkpoint's tokenizer."""
 
 
 def load(
@@ -166,11 +168,16 @@ def load(
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
     family = _family(source, config)
     hf_config = family.config(config)
+    quantised = _quantised(source, config, hf_config)
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
     block_length = _block_length(source, config, family, block_length)
     _default_attention(attn_implementation, source, "decoder", family.topology)
-    check_weights(source, stored_shapes(source, revision), hf_config, family.key_mapping or {})
+    stored = stored_weights(source, revision)
+    if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
+        names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
+    else:
+        names = check_weights(source, stored, hf_config, family.key_mapping or {})
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = _tokenizer(source, family, revision)
     facts = _facts(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
@@ -192,7 +199,7 @@ def load(
     default_new = generation.get("max_new_tokens")
     if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
         default_new = DEFAULT_NEW_TOKENS
-    return Model(
+    model = Model(
         module,
         facts,
         kind="decoder",
@@ -201,6 +208,33 @@ def load(
         default_block_length=family.default_block_length,
         default_attention=_default_attention(attn_implementation, facts.name, "decoder", facts.topology),
     )
+    model.published = Published(
+        os.path.abspath(source) if os.path.isdir(source) else source, family, config, generation, names
+    )
+    return model
+
+
+def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
+    """Whether config.json says how the weights are quantised; transformers is told, whose quantisers read them.
+
+    Raises:
+        CheckpointError: a way that transformers does not know.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return False
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        known = isinstance(stated, dict) and AutoHfQuantizer.supports_quant_method(stated)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"config.json of {source!r}: quantization_config={shown(stated)} names no quant_method of transformers'"
+        )
+    hf_config.quantization_config = stated
+    return True
 
 
 def _family(source: str, config: dict[str, Any]) -> Family:
@@ -213,6 +247,12 @@ def _family(source: str, config: dict[str, Any]) -> Family:
             raise CheckpointError(
                 f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
             )
+    if config.get("is_causal") is False:
+        raise CheckpointError(
+            f"{source!r} has model_type={shown(model_type)}: the save_pretrained of a module alone wrote it, which "
+            "knows nothing of masks; load it with transformers and give it to paradec.wrap, or save with that of the "
+            "model which paradec.load returns"
+        )
     raise CheckpointError(
         f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))}. Load another "
         "model with transformers and give it to paradec.wrap"
@@ -253,7 +293,7 @@ def _pretrained(
     cls = getattr(transformers, family.module)
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()  # its table of keys is replaced by the error below
-    weights = fetch(source, "model.safetensors", revision)
+    weights = fetch(source, WEIGHTS, revision)
     if weights is not None and weights.stat().st_size < PROGRESS_BAR_FROM:
         hf_logging.disable_progress_bar()
     try:
@@ -272,6 +312,13 @@ def _pretrained(
     except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
         reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
         raise CheckpointError(f"the weights of {source!r} cannot be read: {reason}") from error
+    except (ImportError, ValueError) as error:
+        if config.get("quantization_config") is None:
+            raise
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(
+            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: {reason}"
+        ) from error
     finally:
         hf_logging.set_verbosity(verbosity)
         if bars:
@@ -282,10 +329,24 @@ def _pretrained(
     }
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
+    _saves_alone(module, family)
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
     return module.eval()
+
+
+def _saves_alone(module: nn.Module, family: Family) -> None:
+    """See to it that the module's own `save_pretrained` writes what transformers loads again.
+
+    Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
+    the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
+    in it names an attention of ours.
+    """
+    renamed = set(family.key_mapping or {})
+    conversions = getattr(module, "_weight_conversions", None) or []
+    module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
+    module.config.is_causal = False
 
 
 class _Float32Angles(nn.Module):
@@ -479,6 +540,8 @@ def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | Non
         raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
     if kind == "opaque" and topology != "causal" and _is_transformers(module) and name.endswith(CAUSAL_HEADS):
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
+    if kind == "decoder" and topology == "causal" and getattr(config, "is_causal", True) is False:
+        raise ValueError(f"topology='causal' does not fit {name}: config.is_causal=False takes its causal mask off")
     if kind == "decoder" and topology != "causal":
         odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
         fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from paradec.checks import check_choice, check_int, shown
-from paradec.models.checkpoint import CheckpointError, read_json
+from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys
 from paradec.models.grid import Grid
 from paradec.models.image import pixels_to_codes
@@ -553,4 +553,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
             data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # an older file, or a broken one, which this names
         return read_weights(path)[0]
-    return data.get("model_ema", data.get("model", data))
+    weights = data.get("model_ema", data.get("model", data)) if isinstance(data, dict) else None
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{str(path)!r} holds no weights by name")
+    check_dtypes(str(path), {name: getattr(tensor, "dtype", type(tensor)) for name, tensor in weights.items()})
+    return weights

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
 
 ONLY = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
-    "rope_scaling": (None,),
     "use_mrope": (False, None),
-    "rope_parameters": (None,),
-    "quantization_config": (None,),
 }
 """Fields that change the maths, and the values that are supported."""
 
@@ -27,7 +24,6 @@ REQUIRED = (
     "num_key_value_heads",
     "intermediate_size",
     "vocab_size",
-    "rope_theta",
     "rms_norm_eps",
     "max_position_embeddings",
 )
@@ -90,9 +86,9 @@ def _sizes(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[s
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = [name for name in REQUIRED if name not in ("rope_theta", "rms_norm_eps")]
+    sizes = [name for name in REQUIRED if name != "rms_norm_eps"]
     return {name: positive(config, name) for name in sizes} | {
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(positive(config, "rope_theta"))},
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta(config)},
         "rms_norm_eps": float(positive(config, "rms_norm_eps")),
         "hidden_act": "silu",
         "use_sliding_window": False,

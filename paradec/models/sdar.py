@@ -20,6 +20,8 @@ from paradec.models.qwen import qwen3_config, stated_block
 PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B-Chat(?:-b(\d+))?|TraDo-[\d.]+B-Instruct)")
 """Published names: `-b16` stands for blocks of 16, no ending for blocks of 4; their config.json may not say it."""
 
+BLOCK_NAME = "block_size"
+
 
 def block_length(config: Mapping[str, Any], source: str) -> int | None:
     """The block of the checkpoint: from config.json, else from its published name.
@@ -27,7 +29,7 @@ def block_length(config: Mapping[str, Any], source: str) -> int | None:
     Raises:
         CheckpointError: config.json states something else than a positive integer.
     """
-    stated = stated_block(config, "block_size")
+    stated = stated_block(config, BLOCK_NAME)
     named = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
     if stated is not None or named is None:
         return stated
@@ -38,6 +40,7 @@ FAMILY = Family(
     module="Qwen3ForCausalLM",
     config=qwen3_config,
     prediction="same",
+    block_name=BLOCK_NAME,
     block_length=block_length,
     mask_token="<|MASK|>",
     qwen2_tokenizer=True,

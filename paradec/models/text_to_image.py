@@ -153,12 +153,14 @@ def pretrained(source: str | os.PathLike[str], architecture: str, dtype: Any, re
     """(module, tokenizer) of a folder or hub repository by transformers' own class; safetensors alone are read.
 
     Raises:
-        CheckpointError: a checkpoint that the class cannot read.
+        CheckpointError: a checkpoint that the class cannot read, or weights of a wrong dtype.
     """
     import transformers
 
-    from paradec.models.checkpoint import CheckpointError
+    from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, read_json
 
+    name = os.fspath(source)
+    check_foreign_dtypes(name, read_json(name, "config.json", revision), revision)
     options = {} if revision is None else {"revision": revision}
     try:
         module = getattr(transformers, architecture).from_pretrained(

@@ -320,6 +320,8 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
 """What checkpoints hold besides: the training's own, and the encoder where only decoding was asked for."""
+NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
+"""The training's own, of which counts are integers."""
 
 
 def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None) -> VQModel:
@@ -335,7 +337,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
     """
     from paradec.models.weights import read_weights
 
-    state, metadata = read_weights(source)
+    state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
     elif isinstance(config, str):

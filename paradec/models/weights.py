@@ -5,32 +5,38 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paradec.models.checkpoint import CheckpointError
+from paradec.models.checkpoint import DTYPES, CheckpointError, check_dtypes
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("model", "module", "state_dict")
 """Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
 
 
-def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle).
 
     A pickle is read with `weights_only=True`: code in it is not run.
 
+    Args:
+        source: the file.
+        unused: pattern of the names of what is no weight of the caller's: their dtype may be any.
+
     Raises:
-        CheckpointError: no such file, one of another kind, corrupt, or one that holds other objects than tensors.
+        CheckpointError: no such file, one of another kind, corrupt, one that holds other objects than tensors, or
+            weights that are no floating-point numbers.
     """
     path = Path(source)
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return _read_safetensors(path, unused)
     if path.suffix not in PICKLES:
         raise CheckpointError(f"{str(path)!r} must be a .safetensors file, or one of {', '.join(PICKLES)}")
     try:
@@ -51,16 +57,25 @@ def read_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
     weights = {name: tensor for name, tensor in data.items() if isinstance(tensor, Tensor)}
     if not weights:
         raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {sorted(map(str, data))[:5]}")
+    check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items() if _used(name, unused)})
     return weights, {}
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _used(name: Any, unused: str | None) -> bool:
+    return unused is None or not re.search(unused, str(name))
+
+
+def _read_safetensors(path: Path, unused: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
+            codes = {name: file.get_slice(name).get_dtype() for name in file.keys() if _used(name, unused)}
+            check_dtypes(str(path), {name: DTYPES.get(code, code) for name, code in codes.items()})
             weights = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
+    except CheckpointError:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise CheckpointError(f"{str(path)!r} cannot be read: {reason}") from error

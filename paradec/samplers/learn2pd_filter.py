@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paradec.checks import shown
+from paradec.models.checkpoint import DTYPES, check_dtypes
 
 FORMAT = "paradec-learn2pd/1"
 FEATURES = ("confidence", "entropy", "margin", "mask_ratio", "position")
@@ -227,7 +228,9 @@ def _load(path: str, modified: int, device: str) -> Filter:
     network = facts.network().double()
     try:
         with safe_open(path, framework="pt") as file:
-            network.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+            codes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+            check_dtypes(path, {name: DTYPES.get(code, code) for name, code in codes.items()})
+            network.load_state_dict({name: file.get_tensor(name) for name in codes})
     except RuntimeError as error:
         reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
         raise ValueError(f"filter={shown(path)} holds other weights than a {facts.kind!r} filter: {reason}") from None

@@ -1,0 +1,287 @@
+"""Writing a checkpoint folder: in the format that `load` read, or in transformers' own; whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import check_int, shown
+from paradec.models.checkpoint import INDEX, TURN_ENDS, Stored, check_weights
+from paradec.models.family import Family
+
+OWN_FORMAT = ("ForCausalLM", "ForMaskedLM")
+"""How the names of transformers' classes end that `wrap` knows as more than a map from ids to logits."""
+REPLACED = re.compile(
+    r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
+    r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
+    r"merges\.txt|chat_template\.(jinja|json)|additional_chat_templates"
+)
+"""What another checkpoint may have left in the folder and would be read with the new one."""
+OTHERS = ("adapter_config.json", "model_index.json")
+"""Files that make a folder something else than a checkpoint of one model."""
+DRAFT = ".saving-"
+_replacing_files = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Published:
+    """What `load` read of a checkpoint and the module does not hold, to write it again.
+
+    Args:
+        source: the folder or hub repository.
+        config, generation: config.json, and generation_config.json, {} where there was none.
+        names: the module's names of the weights -> the file's.
+    """
+
+    source: str
+    family: Family
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    names: Mapping[str, str]
+
+
+def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) -> None:
+    """What `Model.save_pretrained` does."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ValueError(f"folder={shown(folder)} must be the path of a folder")
+    path = Path(os.fspath(folder))
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"folder={str(path)!r} is a file; give the path of a folder")
+    for name in OTHERS:
+        if (path / name).exists():
+            raise ValueError(f"folder={str(path)!r} holds {name}, which says that no model of its own is there")
+    if not isinstance(max_shard_size, str):
+        check_int("max_shard_size", max_shard_size, low=1)
+    _split({}, max_shard_size)
+    if model.tokenizer is not None and not hasattr(model.tokenizer, "save_pretrained"):
+        raise ValueError(f"tokenizer={shown(model.tokenizer)} of {model.facts.name} has no save_pretrained")
+    source = getattr(getattr(model.module, "config", None), "_name_or_path", "")
+    source = source if model.published is None else model.published.source
+    if _reads_its_files(model.module) and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
+        raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
+    if model.published is None:
+        _save_own_format(model, path, max_shard_size)
+    else:
+        _save_published(model, path, max_shard_size)
+
+
+def _save_own_format(model: Any, path: Path, max_shard_size: int | str) -> None:
+    """A wrapped module, as transformers' `save_pretrained` writes it."""
+    module, name = model.module, type(model.module).__name__
+    if not type(module).__module__.startswith("transformers.") or not name.endswith(OWN_FORMAT):
+        raise ValueError(
+            f"{model.facts.name} is no text model that paradec.load read, and {name} no causal or masked "
+            "language model of transformers, so its format is not known here: save it with the code that it comes from"
+        )
+    with _written(path) as draft:
+        module.save_pretrained(draft, max_shard_size=max_shard_size)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(draft)
+
+
+def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
+    """A loaded model, in the format that it was loaded from."""
+    from safetensors.torch import save_file
+
+    published, module = model.published, model.module
+    state = _state(module, published.names)
+    config, generation = _stated(model)
+    stored = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, (_, t) in state.items()}
+    try:
+        check_weights(str(path), stored, published.family.config(config), published.family.key_mapping or {})
+    except ValueError as error:
+        raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
+    split = _split({name: tensor for name, (_, tensor) in state.items()}, max_shard_size)
+    with _written(path) as draft:
+        for file, names in split.filename_to_tensors.items():
+            save_file(_on_cpu(module, {name: state[name] for name in names}), draft / file, metadata={"format": "pt"})
+        if split.is_sharded:
+            _write_json(draft / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        if generation:
+            _write_json(draft / "generation_config.json", generation)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(draft)
+        if "auto_map" in config and os.path.isdir(published.source):  # the code it names; nothing here runs it
+            for code in Path(published.source).glob("*.py"):
+                shutil.copyfile(code, draft / code.name)
+        _write_json(draft / "config.json", config)
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+
+def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json as they were read, with what `load` was told besides: read again with the
+    tokenizer, they give the model's facts."""
+    published, facts, tokenizer = model.published, model.facts, model.tokenizer
+    config, generation = dict(published.config), dict(published.generation)
+    config.pop("quantization_config", None)  # the weights are written as plain numbers
+    for name in ("torch_dtype", "dtype"):
+        if name in config:
+            config[name] = str(model.dtype).removeprefix("torch.")
+    name = published.family.block_name
+    if name is not None and config.get(name) != facts.block_length:
+        config[name] = facts.block_length
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    found = {
+        "mask_token_id": (config, generation, tokenizer, {"mask_token_id": known.get(published.family.mask_token)}),
+        "pad_token_id": (config, tokenizer),
+    }
+    for name, places in found.items():
+        values = [p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in places]
+        first = next((value for value in values if value is not None), None)
+        if first != getattr(facts, name):
+            config[name] = getattr(facts, name)
+    ends = [config.get("eos_token_id"), generation.get("eos_token_id"), *(known.get(token) for token in TURN_ENDS)]
+    given = {end for value in ends for end in (value if isinstance(value, list) else [value])} - {None}
+    if given != set(facts.eos_token_ids):
+        config["eos_token_id"] = list(facts.eos_token_ids)
+        generation.pop("eos_token_id", None)
+    if isinstance(config.get("auto_map"), dict) and not os.path.isdir(published.source):
+        config["auto_map"] = {
+            name: f"{published.source}--{value}" if isinstance(value, str) and "--" not in value else value
+            for name, value in config["auto_map"].items()
+        }
+    return config, generation
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+def _state(module: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[str, Tensor]]:
+    """The file's names of the weights -> the module's name, and the tensor. A tensor that the file does not hold, being
+    another one's under a second name, is left out; others that it does not know keep their names.
+
+    Raises:
+        ValueError: weights that are spread over processes.
+    """
+    state = module.state_dict()
+    places = {_place(state[own]) for own in names if own in state}
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    found = {}
+    for own, tensor in state.items():
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(f"{own} is spread over processes (tp_plan); save a model that one process has loaded")
+        offloaded = tensor.device.type == "meta"
+        twice = tied.get(own) in names if offloaded else _place(tensor) in places
+        if own in names or not twice:
+            found[names.get(own, own)] = own, tensor
+    return found
+
+
+def _place(tensor: Tensor) -> Any:
+    """What two names of one tensor have in common."""
+    return tensor.device, tensor.data_ptr(), tensor.shape
+
+
+def _on_cpu(module: nn.Module, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Weights as they can be written: here, contiguous, and each alone in its memory."""
+    found: dict[str, Tensor] = {}
+    taken = set()
+    for name, (own, tensor) in state.items():
+        if tensor.device.type == "meta":  # offloaded by accelerate, whose hooks know where to
+            from accelerate.utils import align_module_device
+
+            parent, _, attribute = own.rpartition(".")
+            part = module.get_submodule(parent)
+            with align_module_device(part, torch.device("cpu")):
+                found[name] = getattr(part, attribute).detach().clone()
+            continue
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.data_ptr())
+        found[name] = tensor
+    return found
+
+
+def _reads_its_files(module: nn.Module) -> bool:
+    """Whether a device_map left weights on the disk, in the files that they were loaded from."""
+    return "disk" in (getattr(module, "hf_device_map", None) or {}).values()
+
+
+def _split(weights: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
+    """Which file holds what, as transformers cuts it.
+
+    Raises:
+        ValueError: a size that is none.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    try:
+        return split_torch_state_dict_into_shards(
+            dict(weights), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"max_shard_size={shown(max_shard_size)} must be bytes or a text like '5GB': {error}"
+        ) from None
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[Path]:
+    """A draft to write a checkpoint into, which then takes the place of the one in the folder.
+
+    The draft is a folder inside, so that moving a file is a rename. What fails or is interrupted while it is written
+    leaves the folder as it was. config.json leaves first and comes last: a process that is killed between leaves
+    nothing that could be loaded half old and half new, and all old files in the draft.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
+    new, old = draft / "new", draft / "old"
+    try:
+        new.mkdir()
+        old.mkdir()
+        yield new
+        for path in new.rglob("*"):
+            if path.is_file():
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+        with _replacing_files:
+            _replace(folder, new, old)
+    except BaseException:
+        if not old.is_dir() or not any(old.iterdir()):
+            shutil.rmtree(draft, ignore_errors=True)
+            if made:
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _replace(folder: Path, new: Path, old: Path) -> None:
+    """Move what the new checkpoint replaces into `old`, and then the new files in; if that fails, all back."""
+    coming = sorted((path.name for path in new.iterdir()), key=lambda name: (name == "config.json", name))
+    leaving = [path.name for path in folder.iterdir() if path.name in coming or REPLACED.fullmatch(path.name)]
+    try:
+        for name in sorted(leaving, key=lambda name: (name != "config.json", name)):
+            os.replace(folder / name, old / name)
+        for name in coming:
+            os.replace(new / name, folder / name)
+    except BaseException:
+        for name in reversed(coming):
+            if not (new / name).exists() and (folder / name).exists():
+                os.replace(folder / name, new / name)
+        for name in sorted((path.name for path in old.iterdir()), key=lambda name: (name == "config.json", name)):
+            os.replace(old / name, folder / name)
+        raise

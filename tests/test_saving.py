@@ -1,0 +1,661 @@
+"""What `Model.save_pretrained` writes is the checkpoint again, whatever happens on the way."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+from image_models import tiny_llamagen
+from safetensors.torch import load_file, save_file
+from test_checkpoints import DREAM, IDS, LLADA, hub, logits, random_weights  # noqa: F401 - a fixture
+from test_families import CONFIGS, WORDS, write_tokenizer
+from test_families import random_weights as family_weights
+from tiny_models import END, MASK, tiny
+from torch import Tensor, nn
+
+import paradec
+from paradec.hooks.block_cache import BlockCausalModule
+from paradec.models.adapter import Model
+from paradec.models.loading import FAMILIES
+
+GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
+NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>"} | {
+    name: family.mask_token for name, family in FAMILIES.items() if family.mask_token
+}
+
+
+def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and float64 weights as this family publishes them; blocks of 4."""
+    by_type = {"llada": LLADA, "Dream": DREAM} | {config["model_type"]: config for config in CONFIGS.values()}
+    config = by_type[model_type] | {"vocab_size": len(WORDS), "auto_map": {"AutoConfig": "code.Config"}} | fields
+    if model_type in ("llada", "Dream"):
+        config |= {"mask_token_id": 3, "eos_token_id": 0, "torch_dtype": "float64"}
+        return config, random_weights(config)
+    family = next(name for name, known in CONFIGS.items() if known["model_type"] == model_type)
+    return config | {"torch_dtype": "float64"}, family_weights(family, config)
+
+
+def write(folder: Path, model_type: str, tokenizer: bool = True, **fields: Any) -> Path:
+    folder.mkdir(parents=True)
+    config, weights = published(model_type, **fields)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    (folder / "code.py").write_text("raise SystemExit('remote code was run')")
+    save_file(weights, folder / "model.safetensors")
+    if tokenizer:
+        write_tokenizer(folder, NAMES_OF_MASKS[model_type])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("sources")
+
+    def get(model_type: str) -> Path:
+        return root / model_type if (root / model_type).is_dir() else write(root / model_type, model_type)
+
+    return get
+
+
+@pytest.fixture(params=list(FAMILIES))
+def model_type(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def source(model_type: str, sources: Callable[[str], Path]) -> Path:
+    return sources(model_type)
+
+
+def read(folder: Path, name: str = "config.json") -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def state(folder: Path) -> dict[str, str]:
+    """Every file of a folder, also in folders of it, and what is in it."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def assert_equal(model: Model, other: Model) -> None:
+    """The same facts, logits bit for bit, and answers."""
+    for each in (model, other):  # where weights begin in a file, and so in memory, decides about the last bit
+        for parameter in each.module.parameters():
+            if parameter.device.type != "meta":
+                parameter.data = parameter.data.clone()
+    assert replace(other.facts, name=model.facts.name) == model.facts
+    assert other.dtype == model.dtype
+    ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    assert torch.equal(logits(model, ids), logits(other, ids))
+    answers = [
+        paradec.generate(each, [5, 6, 7], max_new_tokens=8, block_length=4).new_tokens for each in (model, other)
+    ]
+    assert torch.equal(*answers)
+    assert other.default_max_new_tokens == model.default_max_new_tokens
+
+
+# ---- the format that was read ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_shard_size", ["50GB", 3000, "1KB"])
+def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_shard_size: int | str) -> None:
+    model = paradec.load(source)
+    model.save_pretrained(tmp_path / "new" / "saved", max_shard_size=max_shard_size)
+    saved = tmp_path / "new" / "saved"
+    assert same(weights_of(saved), load_file(source / "model.safetensors"))
+    assert read(saved) == read(source) and read(saved, "generation_config.json") == GENERATION
+    assert (saved / "model.safetensors").exists() == (max_shard_size == "50GB")
+    limit = {"50GB": 10**9, "1KB": 1000}.get(str(max_shard_size), max_shard_size)
+    for file in saved.glob("*.safetensors"):
+        assert sum(t.nbytes for t in load_file(file).values()) <= limit or len(load_file(file)) == 1
+        with safetensors.safe_open(file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt"  # transformers reads no others
+    other = paradec.load(saved)
+    assert_equal(model, other)
+    assert (saved / "code.py").exists() and not list(saved.glob(".saving*"))
+    texts = ["w1 w2 <|im_end|>", NAMES_OF_MASKS[read(source)["model_type"]]]
+    for text in texts:
+        assert other.tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
+    messages = [{"role": "user", "content": "w5 w6"}]
+    assert other.tokenizer.apply_chat_template(messages) == model.tokenizer.apply_chat_template(messages)
+
+
+def test_trained_weights_are_what_is_saved(source: Path, tmp_path: Path) -> None:
+    model = paradec.load(source)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(1.25)
+    model.save_pretrained(tmp_path)
+    original = load_file(source / "model.safetensors")
+    assert same(weights_of(tmp_path), {name: value * 1.25 for name, value in original.items()})
+    assert_equal(model, paradec.load(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_dtype_is_kept(source: Path, tmp_path: Path, dtype: str) -> None:
+    model = paradec.load(source, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    assert {str(value.dtype) for value in weights_of(tmp_path).values()} == {f"torch.{dtype}"}
+    assert read(tmp_path)["torch_dtype"] == dtype
+    other = paradec.load(tmp_path)
+    assert_equal(model, other)
+    assert type(other.module.model.rotary_emb) is type(model.module.model.rotary_emb)
+
+
+def test_tied_embeddings_are_stored_once(model_type: str, tmp_path: Path) -> None:
+    field = "weight_tying" if model_type == "llada" else "tie_word_embeddings"
+    source = write(tmp_path / "tied", model_type, **{field: True})
+    model = paradec.load(source)
+    model.save_pretrained(tmp_path / "saved")
+    assert same(weights_of(tmp_path / "saved"), weights_of(source))
+    other = paradec.load(tmp_path / "saved")
+    assert_equal(model, other)
+    assert other.module.get_output_embeddings().weight is other.module.get_input_embeddings().weight
+    # an output matrix of its own has no place in this format
+    model.module.get_output_embeddings().weight = nn.Parameter(model.token_embeddings().detach() * 2)
+    before = state(tmp_path / "saved")
+    with pytest.raises(ValueError, match="no longer fits the format.*unexpected weights: lm_head.weight"):
+        model.save_pretrained(tmp_path / "saved")
+    assert state(tmp_path / "saved") == before
+
+
+def test_matrices_that_share_memory_are_stored_whole(tmp_path: Path) -> None:
+    model = paradec.load(write(tmp_path / "source", "Dream"))
+    both = torch.cat([model.token_embeddings().detach(), model.module.lm_head.weight.detach()])
+    rows = len(both) // 2
+    model.module.get_input_embeddings().weight = nn.Parameter(both[:rows])
+    model.module.lm_head.weight = nn.Parameter(both[rows:])
+    model.module.model.layers[0].mlp.up_proj.weight = model.module.model.layers[0].mlp.gate_proj.weight
+    model.save_pretrained(tmp_path / "saved")
+    assert_equal(model, paradec.load(tmp_path / "saved"))
+
+
+def test_arguments_of_load_are_kept(model_type: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", model_type)
+    block = {"block_length": 2} if FAMILIES[model_type].block_length is not None else {}
+    model = paradec.load(source, mask_token_id=9, **block)
+    model.save_pretrained(tmp_path / "saved")
+    other = paradec.load(tmp_path / "saved")
+    assert other.facts.mask_token_id == 9
+    assert_equal(model, other)
+
+
+def test_a_block_that_the_name_told_is_written(tmp_path: Path) -> None:
+    source = write(tmp_path / "SDAR-8B-Chat-b16", "sdar", block_size=None)
+    paradec.load(source).save_pretrained(tmp_path / "mine")
+    assert paradec.load(tmp_path / "mine").facts.block_length == 16
+
+
+def test_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
+    """None shipped, or one taken off: then the ids that it told stand in config.json, and no other one is left."""
+    source = write(tmp_path / "bare", model_type, tokenizer=False, mask_token_id=3)
+    model = paradec.load(source)
+    assert model.tokenizer is None
+    model.save_pretrained(tmp_path / "saved")
+    assert read(tmp_path / "saved") == read(source)
+    with_one = paradec.load(write(tmp_path / "whole", model_type))
+    with_one.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.json").exists()
+    with_one.tokenizer = None
+    with_one.save_pretrained(tmp_path / "saved")
+    other = paradec.load(tmp_path / "saved")
+    assert other.tokenizer is None
+    assert sorted(other.facts.eos_token_ids) == sorted(with_one.facts.eos_token_ids)
+    assert_equal(replaced_ends(with_one, other), other)
+
+
+def replaced_ends(model: Model, other: Model) -> Model:
+    """The order of the ends is the reader's."""
+    model.facts = replace(model.facts, eos_token_ids=other.facts.eos_token_ids)
+    return model
+
+
+def test_what_was_read_survives_a_copy(source: Path) -> None:
+    published = paradec.load(source).published
+    assert pickle.loads(pickle.dumps(published)) == published == copy.deepcopy(published)
+
+
+def test_what_it_saves_it_saves_again(source: Path, tmp_path: Path) -> None:
+    paradec.load(source).save_pretrained(tmp_path / "a")
+    paradec.load(tmp_path / "a").save_pretrained(tmp_path / "b")
+    assert state(tmp_path / "a") == state(tmp_path / "b")
+
+
+def test_the_packaged_model(tmp_path: Path) -> None:
+    model = paradec.load()
+    model.save_pretrained(tmp_path)
+    other = paradec.load(tmp_path)
+    assert paradec.generate(other, "Sort: pear fig").text == paradec.generate(model, "Sort: pear fig").text
+
+
+def test_a_repository_of_the_hub(hub: Path) -> None:  # noqa: F811
+    """Shards of a cached repository: read, refused where their dtype is wrong, and saved with the code's address."""
+    snapshot = hub / "models--some--model" / "snapshots" / ("a" * 40)
+    source = write(hub / "source", "llada")
+    paradec.load(source).save_pretrained(snapshot, max_shard_size=3000)
+    (hub / "models--some--model" / "refs").mkdir()
+    (hub / "models--some--model" / "refs" / "main").write_text("a" * 40)
+    model = paradec.load("some/model")
+    model.save_pretrained(hub / "saved")
+    assert_equal(paradec.load(source), paradec.load(hub / "saved"))
+    assert read(hub / "saved")["auto_map"] == {"AutoConfig": "some/model--code.Config"}
+    last = sorted(snapshot.glob("*.safetensors"))[-1]
+    save_file({name: value.to(torch.int8) for name, value in load_file(last).items()}, last, {"format": "pt"})
+    with pytest.raises(paradec.CheckpointError, match="is int8"):
+        paradec.load("some/model")
+    last.unlink()
+    with pytest.raises(paradec.CheckpointError, match=last.name):
+        paradec.load("some/model")
+
+
+# ---- what has no place in the format --------------------------------------------------------------------------------
+
+
+def test_modules_that_no_longer_fit(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    def refused(message: str, change: Callable[[Any], Any]) -> None:
+        model = paradec.load(sources("llada"))
+        change(model.module)
+        with pytest.raises(ValueError, match=f"llada no longer fits the format.*{message}") as error:
+            model.save_pretrained(tmp_path / "never")
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "never").exists()
+
+    def adapter(module: Any) -> None:
+        module.model.layers[0].mlp.up_proj.lora_A = nn.Linear(16, 2, bias=False)
+
+    def integers(module: Any) -> None:
+        weight = module.model.layers[0].mlp.up_proj.weight
+        module.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+
+    refused("unexpected weights: model.layers.0.mlp.up_proj.lora_A.weight", adapter)
+    refused("blocks.0.up_proj.weight is int8", integers)
+    refused("mismatched weights: .*wte.weight", lambda module: module.resize_token_embeddings(40))
+    refused("2 layers|missing weights: model.layers.1", lambda module: module.model.layers.__delitem__(1))
+
+
+@pytest.mark.parametrize("folder", ["", None, 3, b"folder"])
+def test_folders_of_another_kind(llada: Model, folder: Any) -> None:
+    with pytest.raises(ValueError, match="folder=.* must be the path of a folder"):
+        llada.save_pretrained(folder)
+
+
+def test_places_that_are_taken(llada: Model, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    with pytest.raises(ValueError, match="folder=.*file' is a file; give the path of a folder"):
+        llada.save_pretrained(file)
+    assert file.read_text() == "kept"
+    for name in ("adapter_config.json", "model_index.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(ValueError, match=f"holds {name}"):
+            llada.save_pretrained(folder)
+        assert [path.name for path in folder.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.5, "many", "5 parsecs", None, []])
+def test_shard_sizes(llada: Model, tmp_path: Path, size: Any) -> None:
+    with pytest.raises(ValueError, match="max_shard_size=") as error:
+        llada.save_pretrained(tmp_path / "never", max_shard_size=size)
+    assert "\n" not in str(error.value) and not (tmp_path / "never").exists()
+
+
+# ---- the folder that is there ---------------------------------------------------------------------------------------
+
+
+def test_over_its_own_folder(model_type: str, tmp_path: Path) -> None:
+    """One file, shards, one file again: nothing of the last time is read, and what is no checkpoint's stays."""
+    folder = write(tmp_path / "source", model_type)
+    (folder / "README.md").write_text("mine")
+    original = weights_of(folder)
+    for size, files in (("50GB", 1), (3000, 5), (100000, 1), (1500, 9)):
+        model = paradec.load(folder)
+        model.save_pretrained(folder, max_shard_size=size)
+        stored = sorted(folder.glob("*.safetensors"))
+        assert len(stored) >= files and (files > 1) == (folder / "model.safetensors.index.json").exists()
+        assert same(weights_of(folder), original)
+        assert_equal(model, paradec.load(folder))
+    assert (folder / "README.md").read_text() == "mine" and not list(folder.glob(".saving*"))
+
+
+class Stopped(BaseException):
+    """As an interrupt from the keyboard is."""
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, for_good: bool = False) -> None:
+    """Have the function fail at its `at`-th call, or from then on."""
+    real, calls = getattr(owner, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at or (for_good and calls[0] > at):
+            raise Stopped
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.fixture
+def twice(tmp_path: Path, sources: Callable[[str], Path]) -> tuple[Model, Path]:
+    """A model with other weights than the checkpoint in a folder, which has shards of the same names."""
+    folder = tmp_path / "folder"
+    model = paradec.load(sources("Dream"))
+    model.save_pretrained(folder, max_shard_size=15000)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(1)
+    return model, folder
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_interrupt_while_weights_are_written(
+    twice: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    model, folder = twice
+    before = state(folder)
+    for target in (folder, tmp_path / "new"):
+        with monkeypatch.context() as patch:
+            interrupted(patch, safetensors.torch, "save_file", at)
+            with pytest.raises(Stopped):
+                model.save_pretrained(target, max_shard_size=15000)
+    assert state(folder) == before and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("size", [15000, 9000])  # shards of the same names, and of others
+def test_an_interrupt_while_files_are_exchanged(
+    twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """At any of the renames: all is as before."""
+    model, folder = twice
+    before, entries = state(folder), sorted(path.name for path in folder.iterdir())
+    at, done = 0, False
+    while not done:
+        at += 1
+        with monkeypatch.context() as patch:
+            interrupted(patch, os, "replace", at)
+            try:
+                model.save_pretrained(folder, max_shard_size=size)
+                done = True
+            except Stopped:
+                assert state(folder) == before and sorted(path.name for path in folder.iterdir()) == entries
+    assert at > 2 * len(list(folder.glob("*.safetensors"))) > 4
+    assert_equal(model, paradec.load(folder))
+
+
+def test_a_process_that_is_killed_while_files_are_exchanged(
+    twice: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs any more after a rename, no way back either: no file is lost, and half and half is never loaded."""
+    model, folder = twice
+    old = {name: digest for name, digest in state(folder).items() if name.endswith((".safetensors", ".json"))}
+    for at in range(1, 100):
+        shutil.copytree(folder, tmp_path / str(at))
+        with monkeypatch.context() as patch:
+            interrupted(patch, os, "replace", at, for_good=True)
+            try:
+                model.save_pretrained(tmp_path / str(at), max_shard_size=15000)
+                break
+            except Stopped:
+                assert set(old.values()) <= set(state(tmp_path / str(at)).values())
+        if at > 1:
+            with pytest.raises(paradec.CheckpointError, match="has no config.json"):
+                paradec.load(tmp_path / str(at))
+    assert at > 10
+    # the next save goes through, and leaves the draft with the old files alone
+    model.save_pretrained(tmp_path / str(at - 1), max_shard_size=15000)
+    assert_equal(model, paradec.load(tmp_path / str(at - 1)))
+    assert len(list((tmp_path / str(at - 1)).glob(".saving-*"))) == 1
+
+
+def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    models = [paradec.load(sources(name)) for name in ("llada", "Dream", "llada", "Dream")]
+    failed: list[BaseException] = []
+
+    def save(model: Model, size: int) -> None:
+        try:
+            for _ in range(3):
+                model.save_pretrained(tmp_path / "shared", max_shard_size=size)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(m, s)) for m, s in zip(models, (1500, 3000, 100000, 4000))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    found = paradec.load(tmp_path / "shared")
+    expected = next(model for model in models if type(model.module) is type(found.module))
+    assert torch.equal(logits(found, IDS), logits(expected, IDS))
+    assert not list((tmp_path / "shared").glob(".saving*"))
+
+
+# ---- modules alone, wrapped ones, and others ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: Path, times: int) -> None:
+    """Without an attention of ours, and after transformers has saved it again."""
+    model = paradec.load(source)
+    model.module.save_pretrained(tmp_path)
+    if times == 2:
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    module, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and module.config._attn_implementation == "sdpa"
+    expected = logits(model, IDS)
+    assert torch.equal(module(input_ids=torch.tensor([IDS]), use_cache=False).logits[0], expected)
+    facts = model.facts
+    again = paradec.wrap(
+        module,
+        mask_token_id=facts.mask_token_id,
+        eos_token_id=facts.eos_token_ids,
+        pad_token_id=facts.pad_token_id,
+        prediction=facts.prediction,
+        topology=facts.topology,
+        block_length=facts.block_length,
+    )
+    answers = [
+        paradec.generate(each, [5, 6, 7], max_new_tokens=8, block_length=4).new_tokens for each in (model, again)
+    ]
+    assert torch.equal(*answers)
+    with pytest.raises(paradec.CheckpointError, match="the save_pretrained of a module alone wrote it.*paradec.wrap"):
+        paradec.load(tmp_path)
+    with pytest.raises(ValueError, match="topology='causal' does not fit .*ForCausalLM: config.is_causal=False"):
+        paradec.wrap(again.unwrap(), topology="causal", prediction="shifted")
+
+
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
+def test_wrapped_decoders(tmp_path: Path, topology: str) -> None:
+    model = tiny(2, topology)
+    model.save_pretrained(tmp_path, max_shard_size=20000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    module = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert same(dict(module.state_dict()), dict(model.module.state_dict()))
+    block = {"block_length": 4} if topology == "block_causal" else {}
+    again = paradec.wrap(module, mask_token_id=MASK, eos_token_id=END, topology=topology, prediction="same", **block)
+    assert again.facts == model.facts
+    if topology != "causal":
+        answers = [paradec.generate(each, [5, 6], max_new_tokens=8).new_tokens for each in (model, again)]
+        assert torch.equal(*answers)
+
+
+def test_a_wrapped_encoder_with_its_tokenizer(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    tokenizer = paradec.load(sources("Dream")).tokenizer
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=16, initializer_range=0.4)
+    model = paradec.wrap(transformers.BertForMaskedLM(config).double(), tokenizer=tokenizer)
+    model.save_pretrained(tmp_path)
+    module = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    again = paradec.wrap(module, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert again.facts == model.facts
+    assert (
+        paradec.generate(again, "w1 w2", max_new_tokens=4).text
+        == paradec.generate(model, "w1 w2", max_new_tokens=4).text
+    )
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = transformers.PreTrainedConfig(vocab_size=8)
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def test_modules_of_unknown_formats(tmp_path: Path) -> None:
+    own = paradec.wrap(Own(), mask_token_id=7, prediction="same", topology="bidirectional")
+    for model in (own, tiny_llamagen(), paradec.load("digits-maskgit"), paradec.load("digits-ar")):
+        with pytest.raises(ValueError, match=f"{type(model.module).__name__} no causal or masked.*its format is not"):
+            model.save_pretrained(tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_tokenizer_that_cannot_be_saved(tmp_path: Path) -> None:
+    model = tiny(1)
+    model.tokenizer = print
+    with pytest.raises(ValueError, match="tokenizer=.* has no save_pretrained"):
+        model.save_pretrained(tmp_path / "never")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: bool) -> None:
+    pytest.importorskip("accelerate")
+    field = "weight_tying" if model_type == "llada" else "tie_word_embeddings"
+    source = write(tmp_path / "source", model_type, **{field: tied})
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = paradec.load(source, device_map=places)
+    assert any(p.device.type == "meta" for p in model.module.parameters())
+    model.save_pretrained(tmp_path / "saved", max_shard_size=3000)
+    assert same(weights_of(tmp_path / "saved"), weights_of(source))
+    assert_equal(paradec.load(source), paradec.load(tmp_path / "saved"))
+    before = state(source)
+    (tmp_path / "link").symlink_to(source)
+    for folder in (source, tmp_path / "link"):
+        with pytest.raises(ValueError, match="holds the weights that the model still reads from disk"):
+            model.save_pretrained(folder)
+    assert state(source) == before
+    model.module.save_pretrained(tmp_path / "bare")
+    wrapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", device_map=places)
+    with pytest.raises(ValueError, match="holds the weights that the model still reads from disk"):
+        paradec.wrap(wrapped, mask_token_id=3, prediction="same", topology="bidirectional").save_pretrained(
+            tmp_path / "bare"
+        )
+    module, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(module(input_ids=torch.tensor([IDS])).logits[0], logits(paradec.load(source), IDS))
+
+
+# ---- rotary angles as transformers 5 writes them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rope_parameters_instead_of_rope_theta(source: Path, tmp_path: Path, name: str) -> None:
+    expected = {}
+    for theta in (777.0, 50000):
+        folder = tmp_path / str(theta)
+        shutil.copytree(source, folder)
+        config = read(source) | {"rope_theta": theta, "rope_scaling": None}
+        (folder / "config.json").write_text(json.dumps(config))
+        expected[theta] = logits(paradec.load(folder), IDS)
+        del config["rope_theta"]
+        config[name] = {"rope_type": "default", "rope_theta": theta}
+        (folder / "config.json").write_text(json.dumps(config))
+        model = paradec.load(folder)
+        assert torch.equal(logits(model, IDS), expected[theta])
+        model.save_pretrained(folder)
+        assert read(folder) == config
+        assert torch.equal(logits(paradec.load(folder), IDS), expected[theta])
+    assert not torch.equal(*expected.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0}}, "rope_parameters=.*'yarn'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "factor": 4.0}}, "'factor'=4.0"),
+        ({"rope_parameters": {"rope_theta": 10.0, "partial_rotary_factor": 0.5}}, "'partial_rotary_factor'=0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 10.0}}}, "'full_attention'="),
+        ({"rope_parameters": {"rope_type": "default"}}, "no 'rope_theta', nor 'rope_parameters' with one"),
+        ({"rope_parameters": {}}, "no 'rope_theta', nor"),
+        ({"rope_parameters": [10.0]}, "rope_parameters=.* must be an object"),
+        ({"rope_parameters": {"rope_theta": "10"}}, "rope_theta='10' must be a positive number"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 must be"),
+        ({"rope_parameters": {"rope_theta": 10.0}, "rope_theta": 20.0}, "two bases of the rotary angles"),
+        ({"rope_theta": 10.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*'linear'"),
+    ],
+)
+def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    config = {name: value for name, value in read(source).items() if name not in ("rope_theta", "rope_scaling")}
+    shutil.copytree(source, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(paradec.CheckpointError, match=message) as error:
+        paradec.load(tmp_path / "copy")
+    assert "\n" not in str(error.value)
+
+
+# ---- diffusers' pipeline --------------------------------------------------------------------------------------------
+
+
+def test_a_saved_pipeline(source: Path, tmp_path: Path) -> None:
+    """The model comes back as it was. The tokenizer does not: diffusers saves none that has a default, and puts the
+    index's entry in its place; it is saved beside, and given."""
+    model = paradec.load(source)
+    pipe = LLaDA2Pipeline(model.module, BlockRefinementScheduler(block_length=4), model.tokenizer)
+    pipe.save_pretrained(tmp_path)
+    pipe.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    again = LLaDA2Pipeline.from_pretrained(tmp_path, tokenizer=tokenizer)
+    request = {"gen_length": 8, "num_inference_steps": 8, "mask_token_id": 3, "eos_token_id": 2}
+    texts = []
+    for each in (pipe, again):
+        each.set_progress_bar_config(disable=True)
+        texts.append(each("w1 w2 w3", use_chat_template=False, **request).texts)
+    assert texts[0] == texts[1]
+    assert torch.equal(again.model(torch.tensor([IDS])).logits[0], logits(model, IDS))
+    with pytest.raises(AttributeError, match="'list' object has no attribute '__module__'"):
+        LLaDA2Pipeline.from_pretrained(tmp_path)  # once this loads, the way round is not needed any more
+
+
+def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) -> None:
+    """What paradec loaded is saved by its own model, and given to the pipeline again."""
+    model = paradec.load(sources("sdar"))
+    pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=4), model.tokenizer)
+    pipe.save_pretrained(tmp_path)
+    with paradec.accelerate(pipe, cache="block"):  # hooks are no weights
+        model.save_pretrained(tmp_path / "model")
+    loaded = paradec.load(tmp_path / "model")
+    again = LLaDA2Pipeline.from_pretrained(tmp_path, model=BlockCausalModule(loaded), tokenizer=loaded.tokenizer)
+    request = {"gen_length": 8, "num_inference_steps": 8, "mask_token_id": 3, "eos_token_id": 2}
+    texts = []
+    for each in (pipe, again):
+        each.set_progress_bar_config(disable=True)
+        texts.append(each("w1 w2 w3", use_chat_template=False, **request).texts)
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="expected .*model"):
+        LLaDA2Pipeline.from_pretrained(tmp_path, tokenizer=loaded.tokenizer)
