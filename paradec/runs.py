@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,7 +27,8 @@ class Driver:
     Args:
         scheduler: whose run it is.
         frame: where the run begins; the driver is this function or one of its callers. The nearest `__call__` of an
-            object with this scheduler, if there is one; else the nearest that is still running when the model is called.
+            object with this scheduler, if there is one; else the nearest that is still running when the model is called,
+            up to the nearest generator or coroutine: what resumes that may drive others in turn.
     """
 
     def __init__(self, scheduler: Any, frame: FrameType):
@@ -43,7 +45,7 @@ class Driver:
             if pipeline is not None and pipeline.scheduler is scheduler:
                 self.frames, self.pipeline = {}, weakref.ref(pipeline)
             self.frames[id(caller)] = caller.f_code
-            if self.pipeline is not None:
+            if self.pipeline is not None or _pauses(caller):
                 break
             caller = caller.f_back
 
@@ -101,12 +103,17 @@ def begin(before: Driver | None, scheduler: Any, frame: FrameType, name: str) ->
     else:  # a loop of one's own may have been left for another one in the same function
         going_on = before.pipeline is not None and before.frames.keys() != driver.frames.keys() and before.alive()
     if going_on:
-        where = "in another thread" if before.thread != driver.thread else "and this call comes from inside of it"
-        raise RuntimeError(
-            f"{name} is in the middle of a run, {where}; its scheduler can serve one run at a time. Wait for the end of "
-            "that run, or use a pipeline with a scheduler of its own"
-        )
+        raise refusal(name, before.thread != driver.thread)
     return driver
+
+
+def refusal(name: str, elsewhere: bool) -> RuntimeError:
+    """What a second run is told. elsewhere: whether the first one is in another thread."""
+    where = "in another thread" if elsewhere else "and this call comes from inside of it"
+    return RuntimeError(
+        f"{name} is in the middle of a run, {where}; it can serve one run at a time. Wait for the end of that run, or use "
+        "a pipeline with a scheduler of its own"
+    )
 
 
 def step(driver: Driver | None, scheduler: Any, frame: FrameType, name: str) -> Driver:
@@ -121,12 +128,16 @@ def step(driver: Driver | None, scheduler: Any, frame: FrameType, name: str) -> 
     if driver.thread != threading.get_ident():
         begun_only = driver.pipeline is None and not driver.paths and not driver.stepped
         if not begun_only and driver.alive():
-            raise RuntimeError(
-                f"{name} is in the middle of a run in another thread, and its scheduler was stepped in this one; it can "
-                "serve one run at a time"
-            )
+            raise refusal(name, True)
         driver = Driver(scheduler, frame)
     return driver
+
+
+def _pauses(frame: FrameType) -> bool:
+    """Whether a frame is a generator's or coroutine's, those of context managers aside, whose body others are."""
+    if not frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        return False
+    return frame.f_back is None or frame.f_back.f_globals.get("__name__") != "contextlib"
 
 
 def pipeline_in(frame: FrameType) -> Any:

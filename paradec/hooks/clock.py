@@ -79,6 +79,17 @@ class Clock:
             self._bare = {thread: other for thread, other in self._bare.items() if other is not run}
         self.on_end(run)
 
+    @property
+    def running(self) -> bool:
+        """Whether the scheduler's run is going on."""
+        return self._open is not None
+
+    def returned(self) -> None:
+        """A call of the pipeline is over, perhaps by an exception; and so is its run."""
+        driver = None if self._open is None else self._open.driver
+        if driver is not None and driver.thread == threading.get_ident() and driver.pipeline is not None:
+            self.end(self._open)
+
     def end_all(self) -> None:
         """Drop what was remembered of every run."""
         for run in (self._open, *list(self._bare.values())):
@@ -145,7 +156,7 @@ class Clock:
         if run is not None and run is self._open:
             assert run.driver is not None
             run.index += 1
-            run.driver.stepped = True
+            run.driver.stepped = bool(run.driver.paths)
             if self.total is not None and run.index >= self.total:
                 self.end(run)
         return result

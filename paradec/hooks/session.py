@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from paradec.checks import check_choice, shown
 from paradec.hooks.blocks import Place, matched, places
 from paradec.hooks.clock import Clock, Run, timestep_of
+from paradec.hooks.guard import Guard
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Kept, Patch, Tap, parameters_of
 from paradec.samplers.refresh import AccumulatedChange, Course, Verification, relative_change
@@ -277,10 +278,11 @@ class Transformer:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for the transformer's call."""
         run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
-        if run is None:
-            return self.patch.inner(*args, **kwargs)
-        with self.lock:
-            return self._serve(run, args, kwargs)
+        if run is not None:
+            with self.lock:
+                if self.patch.active:  # not detached while we waited
+                    return self._serve(run, args, kwargs)
+        return self.patch.inner(*args, **kwargs)
 
     def _serve(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call that is a run's."""
@@ -464,6 +466,7 @@ class Session:
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         self.clock = Clock(None, self._finished)
+        self.guard: Guard | None = None
         self.transformers: list[Transformer] = []
         try:
             for name, module in found.items():
@@ -474,6 +477,7 @@ class Session:
         if watched is not None:
             self.clock.owner = watched
             self.clock.watch(watched.scheduler)
+            self.guard = Guard(watched, lambda: self.clock.running, self.clock.returned)
 
     def report(self) -> Report:
         """What the latest run did so far; `print` shows it as a table."""
@@ -498,6 +502,8 @@ class Session:
     def detach(self) -> None:
         """Restore the pipeline as it was. The last report stays readable; detaching twice does nothing."""
         self.clock.release()
+        if self.guard is not None:
+            self.guard.remove()
         for transformer in self.transformers:
             transformer.remove()
         self.clock.end_all()

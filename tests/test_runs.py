@@ -1,0 +1,607 @@
+"""Whose run it is: threads, pipelines that share a transformer, callbacks, broken runs, direct calls, and copies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from tiny_pipelines import (
+    MODELS,
+    LoopPipeline,
+    denoise,
+    dit_pipeline,
+    flux_pipeline,
+    loop_pipeline,
+    model,
+    run_flux,
+    run_wan,
+    wan_pipeline,
+)
+from torch import Tensor
+
+import paradec
+from paradec import TaylorSeer, accelerate
+from paradec.hooks.blocks import places
+
+SAMPLER = TaylorSeer(interval=3, first_enhance=2)
+"""Of 6 steps, 0, 1 and 4 are evaluated."""
+STEPS = 6
+TWO_CALLS = ("Wan", "FLUX")
+"""Loops whose guidance makes two calls a step; `WanPipeline` names them."""
+
+
+class Case:
+    """An accelerated pipeline, and what it gives by itself, plain and accelerated."""
+
+    def __init__(self, name: str):
+        self.name = name
+        if name == "FluxPipeline":
+            self.pipe = flux_pipeline()
+        elif name == "WanPipeline":
+            self.pipe = wan_pipeline()
+        else:
+            self.pipe, self.inputs = loop_pipeline(name)
+        self.plain = self.run(self.pipe)
+        with accelerate(self.pipe, SAMPLER):
+            self.fast = self.run(self.pipe)
+        assert not torch.equal(self.plain, self.fast)
+
+    def run(self, pipe: Any, callback: Callable[..., Any] | None = None) -> Tensor:
+        options = {} if callback is None else {"callback_on_step_end": callback}
+        if self.name == "FluxPipeline":
+            return run_flux(pipe, STEPS, **options)
+        if self.name == "WanPipeline":
+            return run_wan(pipe, STEPS, **options)
+        return pipe(self.inputs, STEPS, calls=1 + (self.name in TWO_CALLS), **options)
+
+    def beside(self) -> Any:
+        """A second pipeline with the same modules and a scheduler of its own."""
+        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        pipe = type(self.pipe)(**self.pipe.components | {"scheduler": scheduler})
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def direct(self) -> tuple[Callable[[], Tensor], Tensor]:
+        """A call of the transformer by itself, as in the middle of a run, and what it gives."""
+        kept: dict[str, Any] = {}
+
+        def keep(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            kept.update(args=args, kwargs=kwargs | {"return_dict": False})
+
+        handle = self.pipe.transformer.register_forward_hook(keep, with_kwargs=True)
+        self.run(self.pipe)
+        handle.remove()
+        call = lambda: self.pipe.transformer(*kept["args"], **kept["kwargs"])[0].detach()  # noqa: E731
+        return call, call()
+
+
+@pytest.fixture(scope="module", params=[*MODELS, "FluxPipeline", "WanPipeline"])
+def case(request: Any) -> Case:
+    return Case(request.param)
+
+
+@pytest.fixture
+def session(case: Case) -> Iterator[Any]:
+    with accelerate(case.pipe, SAMPLER) as session:
+        yield session
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function gives in another thread: its result, or its exception."""
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append(function())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(60)
+    assert found, "the thread hangs"
+    return found[0]
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """The same, at the same time."""
+    found: list[Any] = [None] * len(functions)
+    barrier = threading.Barrier(len(functions))
+
+    def start(i: int) -> None:
+        barrier.wait()
+        try:
+            found[i] = functions[i]()
+        except BaseException as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=start, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[..., Any]:
+    """A callback that calls a function after this step, and keeps what it gives."""
+
+    def callback(pipe: Any, i: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if i == step:
+            results.append(function())
+        return tensors
+
+    return callback
+
+
+# ---- two runs at once -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_of_one_pipeline_is_refused(case: Case, session: Any) -> None:
+    """In another thread and in a callback; the first one goes on as if nothing had been."""
+    results: list[Any] = []
+    run = lambda: case.run(case.pipe)  # noqa: E731
+    assert torch.equal(case.run(case.pipe, at(2, lambda: in_thread(run), results)), case.fast)
+    assert isinstance(results[0], RuntimeError)
+    assert f"accelerated {type(case.pipe).__name__} is in the middle of a run, in another thread" in str(results[0])
+
+    def nested() -> None:
+        with pytest.raises(RuntimeError, match="is in the middle of a run, and this call comes from inside of it"):
+            run()
+
+    assert torch.equal(case.run(case.pipe, at(2, nested, results)), case.fast)
+    assert torch.equal(run(), case.fast) and torch.equal(in_thread(run), case.fast)
+
+
+@pytest.mark.parametrize("where", ["callback", "thread"])
+@pytest.mark.parametrize("inner", ["plain", "accelerated"])
+def test_two_pipelines_with_one_transformer(where: str, inner: str, case: Case, session: Any) -> None:
+    """One accelerated, one plain, each with its scheduler: a whole run of one between two steps of the other."""
+    other, results = case.beside(), []  # type: ignore[var-annotated]
+    outside, inside = (case.pipe, other) if inner == "plain" else (other, case.pipe)
+    expected = {id(case.pipe): case.fast, id(other): case.plain}
+
+    def between() -> Any:
+        run = lambda: case.run(inside)  # noqa: E731
+        return in_thread(run) if where == "thread" else run()
+
+    found = case.run(outside, at(2, between, results))
+    assert torch.equal(found, expected[id(outside)]) and torch.equal(results[0], expected[id(inside)])
+    assert [call.kind for call in session.report().calls].count("full") == 3 * len(session.report().calls) // STEPS
+
+
+def test_pipelines_with_one_transformer_at_the_same_time(case: Case, session: Any) -> None:
+    """Step by step in any order; a run of the accelerated pipeline in a third thread is right or refused."""
+    others = [case.beside(), case.beside()]
+    for _ in range(2):
+        found = together(*(lambda pipe=pipe: case.run(pipe) for pipe in (case.pipe, *others, case.pipe)))
+        assert torch.equal(found[1], case.plain) and torch.equal(found[2], case.plain)
+        mine = [result for result in (found[0], found[3]) if isinstance(result, Tensor)]
+        refused = [result for result in (found[0], found[3]) if not isinstance(result, Tensor)]
+        assert mine and all(torch.equal(result, case.fast) for result in mine)
+        assert all(type(error) is RuntimeError and "in the middle of a run" in str(error) for error in refused)
+
+
+def test_calls_while_the_transformer_is_in_a_forecast_step(case: Case, session: Any) -> None:
+    """A direct call in another thread, begun and ended inside a call of the run."""
+    direct, expected = case.direct()
+    found: list[Any] = []
+    block = case.pipe.transformer.get_submodule(session.transformers[0].taps[-1].place.block)
+
+    def meanwhile(module: Any, args: tuple) -> None:
+        if session.transformers[0].inside == threading.get_ident():
+            found.append(in_thread(direct))
+
+    handle = block.register_forward_pre_hook(meanwhile)
+    assert torch.equal(case.run(case.pipe), case.fast)
+    handle.remove()
+    assert len(found) >= STEPS and all(torch.equal(result, expected) for result in found)
+
+
+def test_bare_transformers_in_two_threads(case: Case) -> None:
+    """Without a pipeline every thread has its own run; one after the other too."""
+    module, inputs = model(case.name) if case.name in MODELS else (case.pipe.transformer, None)
+    if inputs is None:
+        pytest.skip("a pipeline")
+    run = lambda: denoise(module, inputs, STEPS)  # noqa: E731
+    with accelerate(module, SAMPLER):
+        expected = run()
+        assert all(torch.equal(result, expected) for result in together(run, run, run))
+        assert torch.equal(in_thread(run), expected) and torch.equal(run(), expected)
+
+
+def test_budgets_in_two_threads() -> None:
+    """Runs of unequal sizes, which the same budget gives unequal targets."""
+    module, inputs = model("PixArt")
+    small = {key: value[:1] for key, value in inputs.items()}
+    with accelerate(module, SAMPLER) as session:
+        denoise(module, inputs, STEPS)
+        budget = session.report().bytes // 2
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2, max_memory=budget)) as session:
+        expected, chosen = [], []
+        for given in (inputs, small):
+            expected.append(denoise(module, given, STEPS))
+            chosen.append(session.report().settings["PixArtTransformer2DModel"])
+        assert (chosen[0].target, chosen[0].order) != (chosen[1].target, chosen[1].order)
+        for _ in range(3):
+            found = together(lambda: denoise(module, inputs, STEPS), lambda: denoise(module, small, STEPS))
+            assert all(map(torch.equal, found, expected))
+
+
+# ---- runs that break off, and calls that are no run's ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("say"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_broken_run_leaves_nothing(error: BaseException, case: Case, session: Any) -> None:
+    """Neither to the next run, in this thread or another, nor to direct calls or other pipelines."""
+    direct, expected = case.direct()
+
+    def fail() -> None:
+        raise error
+
+    def broken() -> None:
+        with pytest.raises(type(error)):
+            case.run(case.pipe, at(2, fail, []))
+
+    for thread in (lambda f: f(), in_thread):
+        broken()
+        assert torch.equal(thread(direct), expected)
+        broken()
+        assert torch.equal(thread(lambda: case.run(case.beside())), case.plain)
+        broken()
+        assert torch.equal(thread(lambda: case.run(case.pipe)), case.fast)
+    in_thread(broken)
+    assert torch.equal(case.run(case.pipe), case.fast)
+
+
+def test_a_run_that_breaks_off_before_its_first_step(case: Case, session: Any) -> None:
+    direct, expected = case.direct()
+
+    def fail(module: Any, args: tuple) -> None:
+        raise ValueError("in the first call")
+
+    handle = case.pipe.transformer.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in the first call"):
+        case.run(case.pipe)
+    handle.remove()
+    assert torch.equal(direct(), expected) and torch.equal(case.run(case.pipe), case.fast)
+    set_timesteps = case.pipe.scheduler.set_timesteps
+
+    @functools.wraps(set_timesteps)
+    def and_fail(*args: Any, **kwargs: Any) -> None:
+        set_timesteps(*args, **kwargs)
+        raise ValueError("after set_timesteps")
+
+    case.pipe.scheduler.set_timesteps = and_fail
+    try:
+        with pytest.raises(ValueError, match="after set_timesteps"):
+            case.run(case.pipe)
+    finally:
+        case.pipe.scheduler.set_timesteps = set_timesteps
+    for _ in range(3):
+        assert torch.equal(direct(), expected)
+    assert session.transformers[0].nbytes == 0
+    assert torch.equal(case.run(case.pipe), case.fast)
+
+
+def test_direct_calls_are_plain(case: Case, session: Any) -> None:
+    """Before, between, in callbacks of and after runs, with gradients; and nothing is remembered of them."""
+    direct, expected = case.direct()
+    results: list[Any] = []
+    calls = len(session.report().calls)
+    for _ in range(3):
+        assert torch.equal(direct(), expected)
+    assert len(session.report().calls) == calls and session.transformers[0].nbytes == 0
+    assert torch.equal(case.run(case.pipe, at(2, direct, results)), case.fast)
+    assert torch.equal(case.run(case.pipe, at(0, direct, results)), case.fast)
+    assert all(torch.equal(result, expected) for result in results)
+    assert "1 calls in the run's thread were not the run's" in str(session.report())
+    parameter = next(p for p in case.pipe.transformer.parameters() if p.ndim > 1)
+    parameter.requires_grad_(True)
+    try:
+        direct_with_grad = in_thread(lambda: _gradient(case, parameter))
+        session.detach()
+        assert torch.equal(direct_with_grad, _gradient(case, parameter))
+    finally:
+        parameter.requires_grad_(False)
+
+
+def _gradient(case: Case, parameter: Tensor) -> Tensor:
+    """Of a loss on a direct call."""
+    kept: list[Any] = []
+    handle = case.pipe.transformer.register_forward_hook(lambda m, a, k, o: kept.append((a, k)), with_kwargs=True)
+    case.beside_run = case.run(case.beside())  # type: ignore[attr-defined]
+    handle.remove()
+    args, kwargs = kept[0]
+    with torch.enable_grad():
+        output = case.pipe.transformer(*args, **kwargs | {"return_dict": False})[0]
+        (grad,) = torch.autograd.grad(output.square().sum(), parameter)
+    return grad
+
+
+def test_loops_of_ones_own(case: Case, session: Any) -> None:
+    """A function, and generators whose steps alternate: over the accelerated pipeline, and over one beside it."""
+    if case.name not in MODELS or case.name in TWO_CALLS:
+        pytest.skip("has loops of its own")
+
+    @torch.no_grad()
+    def loop(pipe: Any) -> Iterator[Tensor]:
+        latent = case.inputs["hidden_states"]
+        pipe.scheduler.set_timesteps(STEPS)
+        yield latent
+        for t in pipe.scheduler.timesteps:
+            time = t.expand(len(latent))
+            given = case.inputs | {"hidden_states": latent, "timestep": time.long() if case.name == "DiT" else time}
+            output = pipe.transformer(**given, return_dict=False)[0][:, : latent.shape[1]]
+            latent = pipe.scheduler.step(output, t, latent, return_dict=False)[0]
+            yield latent
+
+    *_, last = loop(case.pipe)
+    assert torch.equal(last, case.fast)
+    *_, last = loop(case.beside())
+    assert torch.equal(last, case.plain)
+    for first, second in ((case.pipe, case.beside()), (case.beside(), case.pipe)):
+        pairs = list(zip(loop(first), loop(second), strict=True))
+        expected = (case.fast, case.plain) if first is case.pipe else (case.plain, case.fast)
+        assert all(map(torch.equal, pairs[-1], expected))
+    left = loop(case.pipe)  # left in the middle
+    for _ in range(3):
+        next(left)
+    assert torch.equal(case.run(case.pipe), case.fast)
+
+
+def test_a_loop_prepared_in_another_thread(session: Any, case: Case) -> None:
+    """The steps tell whose run it is."""
+    if case.name != "PixArt":
+        pytest.skip("one is enough")
+    pipe = case.pipe
+    pipe.scheduler.set_timesteps(STEPS)
+
+    @torch.no_grad()
+    def loop() -> tuple[Tensor, int]:
+        latent = case.inputs["hidden_states"]
+        for t in pipe.scheduler.timesteps:
+            output = pipe.transformer(**case.inputs | {"hidden_states": latent, "timestep": t.expand(2)}).sample[:, :4]
+            latent = pipe.scheduler.step(output, t, latent, return_dict=False)[0]
+        return latent, len(session.report().calls)
+
+    latent, served = in_thread(loop)
+    assert latent.isfinite().all() and served == STEPS - 1  # all but the one before the first step
+
+
+# ---- a second session, and detaching --------------------------------------------------------------------------------
+
+
+def test_a_second_session_is_refused(case: Case, session: Any) -> None:
+    for pipe in (case.pipe, case.beside(), case.pipe.transformer):
+        with pytest.raises(ValueError, match="is accelerated already; detach that session first"):
+            accelerate(pipe, SAMPLER)
+    assert torch.equal(case.run(case.pipe), case.fast)
+
+
+def test_detach_in_the_middle(case: Case) -> None:
+    """Of a run, in a callback or another thread: the rest is evaluated, and the next run is plain."""
+    for how in (lambda f: f(), in_thread):
+        with accelerate(case.pipe, SAMPLER) as session:
+            found = case.run(case.pipe, at(1, lambda: how(session.detach), []))
+        assert torch.equal(found, case.plain)  # nothing was forecast so far
+        assert torch.equal(case.run(case.pipe), case.plain)
+        assert not [key for key in vars(case.pipe.transformer) if key in ("_call_impl", "__getstate__")]
+
+
+def test_detach_waits_for_a_call(case: Case) -> None:
+    """A block's modules must not change sides within one call: what is left out would reach the output as NaN."""
+    block = case.pipe.transformer.get_submodule(places(case.pipe.transformer, "module")[-1].block)
+    threads: list[threading.Thread] = []
+
+    def meanwhile(module: Any, args: tuple) -> None:
+        if session.clock.index == 2 and not threads:
+            threads.append(threading.Thread(target=session.detach))
+            threads[0].start()
+            threads[0].join(0.05)
+
+    handle = block.register_forward_pre_hook(meanwhile)
+    with accelerate(case.pipe, SAMPLER) as session:
+        found = case.run(case.pipe)
+        handle.remove()
+        threads[0].join(60)
+    assert found.isfinite().all() and session.report().calls[-1].step == 2
+    assert torch.equal(case.run(case.pipe), case.plain)
+
+
+def test_sessions_of_two_pipelines_come_off_in_any_order(case: Case) -> None:
+    other = copy.deepcopy(case.pipe)
+    for order in ((0, 1), (1, 0)):
+        sessions = [accelerate(case.pipe, SAMPLER), accelerate(other, SAMPLER)]
+        found = together(lambda: case.run(case.pipe), lambda: case.run(other))
+        assert all(torch.equal(result, case.fast) for result in found)
+        pipes = [case.pipe, other]
+        sessions[order[0]].detach()
+        assert torch.equal(case.run(pipes[order[0]]), case.plain)
+        assert torch.equal(case.run(pipes[order[1]]), case.fast)
+        sessions[order[1]].detach()
+        assert torch.equal(case.run(pipes[order[1]]), case.plain)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def blank(module: Any) -> None:
+    """Other weights."""
+    for parameter in module.parameters():
+        parameter.zero_()
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def saved(thing: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_a_copy_is_plain(how: Callable[[Any], Any], when: str, case: Case, session: Any) -> None:
+    """And by itself: with weights, sessions and runs of its own, also where it is made in the middle of a run."""
+    results: list[Any] = []
+    assert torch.equal(case.run(case.pipe, at(2, lambda: how(case.pipe.transformer), results)), case.fast)
+    module = results[0] if when == "within" else how(case.pipe.transformer)
+    ours = {"_call_impl", "_paradec_session", "__getstate__"}
+    for child in module.modules():
+        assert not ours & set(vars(child)), set(vars(child))
+    components = {key: copy.deepcopy(value) for key, value in case.pipe.components.items() if key != "transformer"}
+    other = type(case.pipe)(transformer=module, **components)
+    other.set_progress_bar_config(disable=True)
+    assert torch.equal(case.run(other), case.plain) and torch.equal(case.run(case.pipe), case.fast)
+    runs = session.clock.run
+    with accelerate(other, SAMPLER):
+        assert torch.equal(case.run(other), case.fast) and session.clock.run == runs
+        assert torch.equal(case.run(case.pipe), case.fast)
+    blank(module)
+    assert not torch.equal(case.run(other), case.plain) and torch.equal(case.run(case.pipe), case.fast)
+
+
+def test_a_copied_pipeline_is_plain(case: Case, session: Any) -> None:
+    """Deeply; and a shallow copy of the transformer or the scheduler is as plain."""
+    results: list[Any] = []
+    assert torch.equal(case.run(case.pipe, at(2, lambda: copy.deepcopy(case.pipe), results)), case.fast)
+    results.append(copy.deepcopy(case.pipe))
+    runs = session.clock.run
+    for other in results:
+        assert torch.equal(case.run(other), case.plain)
+        blank(other.transformer)
+        assert not torch.equal(case.run(other), case.plain)
+    shallow = case.beside()
+    shallow.transformer, shallow.scheduler = copy.copy(case.pipe.transformer), copy.copy(case.pipe.scheduler)
+    assert torch.equal(case.run(shallow), case.plain) and session.clock.run == runs
+    for scheduler in (pickled(case.pipe.scheduler), saved(case.pipe.scheduler)):
+        shallow.scheduler = scheduler
+        assert torch.equal(case.run(shallow), case.plain) and session.clock.run == runs
+    assert torch.equal(case.run(case.pipe), case.fast)
+    session.detach()
+    assert torch.equal(case.run(case.pipe), case.plain)
+
+
+def test_copies_do_not_keep_the_original_alive() -> None:
+    pipe, inputs = loop_pipeline("DiT")
+    session = accelerate(pipe, SAMPLER)
+    pipe(inputs)
+    other = copy.deepcopy(pipe)
+    seen = [id(thing) for thing in (pipe.transformer, session)]
+    reached, left = set(), [other]
+    while left:
+        thing = left.pop()
+        if id(thing) in reached or isinstance(thing, type) or type(thing).__name__ in ("module", "function"):
+            continue
+        reached.add(id(thing))
+        left += gc.get_referents(thing)
+    assert not reached.intersection(seen)
+
+
+def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> None:
+    """The weights, and a pipeline that loads as a plain one."""
+    case.run(case.pipe)
+    case.pipe.transformer.save_pretrained(tmp_path / "transformer")
+    module = type(case.pipe.transformer).from_pretrained(tmp_path / "transformer")
+    other = case.beside()
+    other.transformer = module.eval()
+    torch.testing.assert_close(case.run(other), case.plain)  # layers that keep float32 are joined otherwise
+    if case.name not in MODELS:
+        case.pipe.save_pretrained(tmp_path / "pipe")
+        missing = {name: None for name, value in case.pipe.components.items() if value is None}
+        other = type(case.pipe).from_pretrained(tmp_path / "pipe", **missing)
+        other.set_progress_bar_config(disable=True)
+        torch.testing.assert_close(case.run(other), case.plain)
+    assert torch.equal(case.run(case.pipe), case.fast)
+
+
+def test_pipelines_made_of_an_accelerated_one(case: Case, session: Any) -> None:
+    """With its scheduler they are accelerated with it, with one of their own they are plain; detaching ends both."""
+    made = [type(case.pipe)(**case.pipe.components)]
+    if case.name not in MODELS:
+        made.append(type(case.pipe).from_pipe(case.pipe))
+    results: list[Any] = []
+    for other in made:
+        other.set_progress_bar_config(disable=True)
+        assert torch.equal(case.run(other), case.fast)
+        found = case.run(case.pipe, at(2, lambda other=other: in_thread(lambda: case.run(other)), results))
+        assert torch.equal(found, case.fast)
+        assert isinstance(results[-1], RuntimeError) and "in the middle of a run" in str(results[-1])
+    assert torch.equal(case.run(case.beside()), case.plain)
+    session.detach()
+    assert all(torch.equal(case.run(other), case.plain) for other in made)
+
+
+def test_another_dtype_while_accelerated(case: Case) -> None:
+    pipe = copy.deepcopy(case.pipe)
+    if case.name in MODELS:
+        case = copy.copy(case)
+        case.inputs = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.inputs.items()
+        }
+    try:
+        expected = case.run(copy.deepcopy(pipe).to(torch.float64))
+    except RuntimeError as error:
+        pytest.skip(f"the plain pipeline cannot: {error}")
+    with accelerate(pipe, TaylorSeer(interval=1)):
+        pipe.to(torch.float64)
+        assert torch.equal(case.run(pipe), expected)
+    with accelerate(pipe, SAMPLER):
+        fast = case.run(pipe)
+        assert torch.equal(case.run(pipe.to("cpu")), fast)
+    torch.testing.assert_close(fast.float(), case.fast.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_pipeline_without_callbacks() -> None:
+    """Two threads over diffusers' DiT: pictures that are right, or the one error."""
+    pipe = dit_pipeline()
+    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    other = type(pipe)(**pipe.components | {"scheduler": scheduler})
+    other.set_progress_bar_config(disable=True)
+
+    def run(pipe: Any) -> Tensor:
+        draw = torch.Generator().manual_seed(3)
+        return torch.as_tensor(pipe([1, 2], num_inference_steps=8, generator=draw, output_type="np").images)
+
+    plain = run(pipe)
+    with accelerate(pipe, TaylorSeer(interval=3, first_enhance=1)) as session:
+        fast = run(pipe)
+        assert not torch.equal(fast, plain)
+        for _ in range(4):
+            found = together(*(lambda pipe=pipe: run(pipe) for pipe in (pipe, pipe, other)))
+            assert torch.equal(found[2], plain) and any(isinstance(result, Tensor) for result in found[:2])
+            for result in found[:2]:
+                if isinstance(result, Tensor):
+                    assert torch.equal(result, fast)
+                else:
+                    assert "the accelerated DiTPipeline is in the middle of a run" in str(result)
+        assert "DiTPipeline" not in str(session.report())
+    assert torch.equal(run(copy.deepcopy(pipe)), plain)
+
+
+def test_calibration_measures_the_runs_calls_alone() -> None:
+    from paradec.hooks import bac
+
+    pipe, inputs = loop_pipeline("PixArt")
+    beside = LoopPipeline(pipe.transformer, FlowMatchEulerDiscreteScheduler())
+    alone = bac.calibrate(pipe, lambda: pipe(inputs), 3)
+    shifted = {key: -value for key, value in inputs.items()}
+    disturbed = bac.calibrate(pipe, lambda: pipe(inputs, callback_on_step_end=at(2, lambda: beside(shifted), [])), 3)
+    assert alone == disturbed
+    assert paradec.TaylorSeer(schedule=alone, basis="reuse").schedule == alone
