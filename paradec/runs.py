@@ -1,8 +1,8 @@
 """Which function call a run belongs to: found on the call stack, since a pipeline's components are not told.
 
-A scheduler hears when a run begins (`set_timesteps`) and when a step is over (`step`), but not who is calling, nor that a
-run was broken off. Other threads, a second pipeline with the same transformer, callbacks and training code may call in
-between. What a run remembers must serve the calls of the function that began it, and no others.
+A scheduler hears when a run begins (`set_timesteps`) and when a step is over (`step`), but not who is calling, nor
+that a run was broken off. Other threads, a second pipeline with the same transformer, callbacks and training code may
+call in between. What a run remembers must serve the calls of the function that began it, and no others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Driver:
     Args:
         scheduler: whose run it is.
         frame: where the run begins; the driver is this function or one of its callers. The nearest `__call__` of an
-            object with this scheduler, if there is one; else the nearest that is still running when the model is called,
-            up to the nearest generator or coroutine: what resumes that may drive others in turn.
+            object with this scheduler, if there is one; else the nearest that is still running when the model is
+            called, up to the nearest generator or coroutine: what resumes that may drive others in turn.
     """
 
     def __init__(self, scheduler: Any, frame: FrameType):
@@ -52,8 +52,8 @@ class Driver:
     def calls(self, frame: FrameType | None) -> bool:
         """Whether a call of the model from here is the run's.
 
-        Calls come by the way that they came in the first step: what a callback calls, or another pipeline that a callback
-        runs, is not the run's.
+        Calls come by the way that they came in the first step: what a callback calls, or another pipeline that a
+        callback runs, is not the run's.
         """
         if threading.get_ident() != self.thread:
             return False
@@ -111,14 +111,14 @@ def refusal(name: str, elsewhere: bool) -> RuntimeError:
     """What a second run is told. elsewhere: whether the first one is in another thread."""
     where = "in another thread" if elsewhere else "and this call comes from inside of it"
     return RuntimeError(
-        f"{name} is in the middle of a run, {where}; it can serve one run at a time. Wait for the end of that run, or use "
-        "a pipeline with a scheduler of its own"
+        f"{name} is in the middle of a run, {where}; it can serve one run at a time. Wait for the end of that run, or "
+        "use a pipeline with a scheduler of its own"
     )
 
 
 def step(driver: Driver | None, scheduler: Any, frame: FrameType, name: str) -> Driver:
-    """The driver of the run that a step is about to be made of: the present one, unless that has not done anything yet or
-    is dead.
+    """The driver of the run that a step is about to be made of: the present one, unless that is another thread's and
+    has not done anything yet, or is dead.
 
     Raises:
         RuntimeError: another thread's run is going on.
@@ -163,6 +163,4 @@ def called_by(frame: FrameType | None, owner: Any) -> bool:
     """Whether the function that calls a module from here, torch's own left out, is a method of `owner`."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "paradec.hooks.")):
         frame = frame.f_back
-    if frame is None or not frame.f_code.co_argcount:
-        return False
-    return frame.f_locals.get(frame.f_code.co_varnames[0]) is owner
+    return frame is not None and frame.f_code.co_varnames[:1] == ("self",) and frame.f_locals.get("self") is owner

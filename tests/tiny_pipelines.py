@@ -239,7 +239,7 @@ def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
 
 
 class LoopPipeline(DiffusionPipeline):
-    """Any of the transformers with a flow-matching scheduler: Euler steps, with callbacks, and guidance in two calls."""
+    """Any of the transformers with a flow-matching scheduler: Euler steps, callbacks, guidance in two calls."""
 
     def __init__(self, transformer: Any, scheduler: Any):
         super().__init__()

@@ -1,5 +1,6 @@
-"""One call of a pipeline at a time. Pipelines keep the settings of their call in their own attributes, from the first line
-of `__call__` on, so that a second call would change the first one's."""
+"""One call of a pipeline at a time: pipelines keep the settings of their call in their own attributes, from the first
+line of `__call__` on, so that a second call would change the first one's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ LOCK = threading.Lock()
 
 
 class Guard:
-    """Watches a pipeline's `__call__`, through a class in place of its own: one of the same name that is derived from it.
+    """Watches a pipeline's `__call__`, through a class in place of its own, derived from it and of the same name.
 
     Copies and pickles have the pipeline's own class.
 
@@ -34,7 +35,8 @@ class Guard:
             object.__setattr__(pipe, "__class__", self.watching)
 
     def _derived(self) -> type:
-        guard, plain = self, self.plain
+        guard = self
+        plain: Any = self.plain
 
         @functools.wraps(plain.__call__)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:

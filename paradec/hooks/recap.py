@@ -44,8 +44,8 @@ class RecapSession:
 
     Amused's convolutions before and after the layers run on the whole image; with `downsample`, layers work on cells of
     2 x 2 tokens, and those that hold a target are evaluated. Exact where all cells are targets; else approximate, as
-    the method is. Calls that are not of the scheduler's run (another pipeline's, a callback's) are left alone. A copy of
-    the pipeline has a plain transformer, and a `RecapScheduler`.
+    the method is. Calls that are not of the scheduler's run (another pipeline's, a callback's) are left alone. A copy
+    of the pipeline has a plain transformer, and a `RecapScheduler`.
 
     Args:
         pipe: a diffusers AmusedPipeline (or its variants), whose transformer is a `UVit2DModel`.

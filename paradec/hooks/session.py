@@ -484,7 +484,7 @@ class Session:
         calls = [record for transformer in self.transformers for record in transformer.memory.records]
         notes = [note for t in self.transformers for note in t.notes.values()]
         if self.clock.latest.strays:
-            notes.append(f"{self.clock.latest.strays} calls in the run's thread were not the run's, and were left alone")
+            notes.append(f"{self.clock.latest.strays} calls of a transformer were not the run's, and left alone")
         return Report(
             settings={t.name: t.settings for t in self.transformers},
             modules={t.name: list(t.names) for t in self.transformers},
@@ -495,8 +495,10 @@ class Session:
         )
 
     def reset(self) -> None:
-        """End the runs that are going on, and drop what is remembered of them. A pipeline's next run begins by itself; a
-        loop over a bare transformer may need this."""
+        """End the runs that are going on, and drop what is remembered of them.
+
+        A pipeline's runs begin and end by themselves; a loop of one's own that was broken off may need this.
+        """
         self.clock.end_all()
 
     def detach(self) -> None:

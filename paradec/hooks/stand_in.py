@@ -9,7 +9,7 @@ STATE = "__getstate__"
 
 
 class StandIn:
-    """`value` in the place of `owner.name`. Shallow and deep copies and pickles of the owner have what was there before.
+    """`value` in the place of `owner.name`. Copies of the owner, deep or shallow, and pickles have what was before.
 
     Several may be on top of each other, and be removed in any order.
     """
@@ -61,7 +61,7 @@ class _State:
         self.stand_ins: list[StandIn] = []
 
     def __call__(self) -> dict[str, Any]:
-        own = getattr(type(self.owner), STATE, None)
+        own: Any = getattr(type(self.owner), STATE, None)
         plain = own in (None, getattr(object, STATE, None))
         state = dict(vars(self.owner) if plain else own(self.owner))
         del state[STATE]

@@ -27,8 +27,8 @@ class Owner(Protocol):
     """The solver step."""
     course: Course
     inside: int | None
-    """The thread in which the transformer is being called for its run; a module that is used by itself, or in a call that
-    is no run's, is left alone."""
+    """The thread in which the transformer is being called for its run; a module that is used by itself, or in a call
+    that is no run's, is left alone."""
     histories: dict[str, Kept]
     evaluated: list[str]
     forecast: list[str]
