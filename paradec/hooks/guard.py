@@ -50,10 +50,9 @@ class Guard:
 
         def reduced(self: Any, protocol: Any) -> Any:
             found = plain.__reduce_ex__(self, protocol)
-            if isinstance(found, str):
+            if isinstance(found, str) or found[1] != (type(self),):
                 return found
-            function, args, *rest = found
-            return (function, tuple(plain if arg is type(self) else arg for arg in args), *rest)
+            return (object.__new__, (plain,), *found[2:])  # pickle holds copyreg's to the object's present class
 
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
         return type(plain.__name__, (plain,), names | {"__call__": called, "__reduce_ex__": reduced})
