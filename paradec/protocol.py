@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_choice
+from paradec.checks import check_choice, check_model
 from paradec.registry import Registry
 from paradec.trace import Trace, TraceStep
 
@@ -362,8 +362,8 @@ class State:
 class Sampler:
     """A method: an immutable, validated value whose fields are its settings (defaults: the paper's).
 
-    Subclasses state `name`, `family`, `paper`, `arxiv` and `summary`, and implement `start`, `query`, `propose` and
-    `commit`. Two requests can share one sampler: everything that changes is in the `State`.
+    Subclasses state `name`, `family`, `models`, `paper`, `arxiv` and `summary`, and implement `start`, `query`,
+    `propose` and `commit`. Two requests can share one sampler: everything that changes is in the `State`.
     """
 
     name: ClassVar[str] = ""
@@ -374,6 +374,12 @@ class Sampler:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_steps: ClassVar[bool] = False
     """Whether the request's `steps` means something to the method."""
+    models: ClassVar[tuple[str, ...]] = ()
+    """Which kinds of model the method decodes with: names of `paradec.checks.MODELS`."""
+
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError unless the method decodes with models of this kind."""
+        check_model(f"sampler {self.name!r}", model, self.models)
 
     def start(self, model: Any, prompt: Any, /, *args: Any, **request: Any) -> State:
         """Make the state of one request."""

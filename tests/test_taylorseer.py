@@ -414,6 +414,8 @@ def test_a_linear_output_is_forecast_exactly() -> None:
 
         device = torch.device("cpu")
 
+        makes = "latent"
+
         def conditions(self, latent: Tensor, given: dict, branches: int) -> dict:
             return {}
 

@@ -351,6 +351,7 @@ class MARModel:
         TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
     """
 
+    makes = "continuous image"
     conditions = "class_labels"
 
     def __init__(
@@ -377,6 +378,15 @@ class MARModel:
     def device(self) -> torch.device:
         """Where tokens live."""
         return self.module.mask_token.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self.module.mask_token.dtype
+
+    def unwrap(self) -> MAR:
+        """The network; nothing was put on it."""
+        return self.module
 
     @torch.no_grad()
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:

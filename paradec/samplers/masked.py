@@ -141,6 +141,7 @@ class MaskedSampler(Sampler):
     """
 
     family: ClassVar[str] = "masked"
+    models: ClassVar[tuple[str, ...]] = ("text", "codes", "masked image")
     reads: ClassVar[tuple[str, ...]] = ("confidence",)
     score: ClassVar[str] = "confidence"
     score_from: ClassVar[str] = "raw"
