@@ -8,8 +8,8 @@ while not state.done:
 ```
 
 `step` is `query` (what to evaluate), the model call, and `propose` (read the answer); hosts that own the model
-call use the halves. The three families (masked, draft-and-verify, forecast) share this file and differ in what a
-query holds and in the one decision of their paper. The invariants are listed in `docs/contracts.md`.
+call use the halves. The families (masked, draft and verify, forecast, continuous) share this file and differ in what
+a query holds and in the one decision of their paper. The invariants are listed in `docs/contracts.md`.
 """
 
 from __future__ import annotations
@@ -267,14 +267,6 @@ class Memory:
                 self.tensors[name] = self.tensors[name].clone()
                 self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
 
-    def gather(self, rows: Tensor) -> Memory:
-        """A copy that holds only `rows` [N], in that order (rows may repeat: draft branches)."""
-        return self._map(lambda name, tensor: tensor[rows])
-
-    def fork(self, branches: int) -> Memory:
-        """A copy with every row repeated `branches` times, for drafts that are judged side by side."""
-        return self._map(lambda name, tensor: tensor.repeat_interleave(branches, dim=0))
-
     def grow(self, dim: str, size: int) -> None:
         """Widen the dimensions called `dim` to at least `size`, with the fill value."""
         for name, spec in self.specs.items():
@@ -284,23 +276,6 @@ class Memory:
                     shape = [*tensor.shape]
                     shape[axis] = size - shape[axis]
                     self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
-
-    def trim(self, length: int) -> Memory:
-        """A copy whose "position" dimensions are cut to `length`."""
-
-        def cut(name: str, tensor: Tensor) -> Tensor:
-            for axis, dim in enumerate(self.specs[name].dims, start=1):
-                if dim == "position":
-                    tensor = tensor.narrow(axis, 0, min(length, tensor.shape[axis]))
-            return tensor.clone()
-
-        return self._map(cut)
-
-    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Memory:
-        copy = object.__new__(Memory)
-        copy.specs = self.specs
-        copy.tensors = {name: change(name, tensor) for name, tensor in self.tensors.items()}
-        return copy
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """MAR: a masked autoencoder over continuous image tokens, with a diffusion head that draws each token.
 
-Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. No library has it; parameter
-names are those of the published checkpoints. Encoder and decoder run over any subset of the positions, with keys and
-values of the rest taken from an earlier evaluation (ReCAP, arXiv 2505.19089).
+Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. Neither transformers nor
+diffusers has it; parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the
+positions, with keys and values of the rest taken from an earlier evaluation (ReCAP, arXiv 2505.19089).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The masked image transformer of the MaskGIT-r checkpoints that AutoNAT and ReCAP publish: a U-ViT (transformer blocks
-with long skips) over a class token and the tokens of an image. No library has it; parameter names are the files'.
+with long skips) over a class token and the tokens of an image. diffusers' `UVit2DModel`, Amused's, is another network;
+parameter names are the files'.
 """
 
 from __future__ import annotations

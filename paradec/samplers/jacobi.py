@@ -27,11 +27,11 @@ from paradec.models.facts import ModelFacts
 from paradec.models.grid import Grid
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Commit, Cost, Memory, MemorySpec, Proposal, Query, Sampler
-from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, guided, judge, laws_at, probability
+from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, judge, laws_at, probability
 from paradec.samplers.jacobi_state import JacobiState
 from paradec.samplers.masked_state import put_rows, rows_of
 from paradec.samplers.request import Request, make_request, randomness
-from paradec.samplers.statistics import argmax
+from paradec.samplers.statistics import argmax, guided
 from paradec.trace import Trace
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
