@@ -4,10 +4,44 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paradec.registry import unknown
+
+MODELS: Mapping[str, tuple[str, str]] = {
+    "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
+    "codes": ("a masked transformer of codes", "paradec.generate"),
+    "image": ("an autoregressive image model", "paradec.generate_images"),
+    "masked image": ("a masked image model", "paradec.generate_images"),
+    "continuous image": ("a model of continuous image tokens (MAR)", "paradec.generate_images"),
+    "latent": ("a diffusion transformer (paradec.models.diffusion)", "a sampler of the forecast family"),
+    "drafts": ("an EAGLE drafter", "the setting drafter of a sampler"),
+}
+"""What a model's `makes` may be: in words, and where such a model goes. A model of one's own that does not say it is a
+language model, if it can be called and has `facts`."""
+
+
+def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
+    """Raise TypeError unless `model` is of one of the kinds `allowed` (names of `MODELS`); `user` asks for it."""
+    kind = None if isinstance(model, type) else getattr(model, "makes", None)
+    if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
+        kind = "text"
+    if kind in allowed:
+        return
+    words = [MODELS[name][0] for name in allowed]
+    raise wrong_model(user, model, " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words))
+
+
+def wrong_model(user: str, model: Any, takes: str) -> TypeError:
+    """What to raise where `user` was given another `model` than it `takes`, in words."""
+    kind = None if isinstance(model, type) else getattr(model, "makes", None)
+    if isinstance(kind, str) and kind in MODELS:
+        name = getattr(getattr(model, "facts", None), "name", type(model).__name__)
+        what, home = MODELS[kind]
+        return TypeError(f"{user} takes {takes}; {name} is {what}: give it to {home}")
+    plain = model is None or isinstance(model, (str, int, float, type))
+    return TypeError(f"{user} takes {takes}, not {shown(model) if plain else f'a {type(model).__name__}'}")
 
 
 def shown(value: Any) -> str:

@@ -19,12 +19,15 @@ from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
-from paradec.checks import check_bool, check_int, shown
+from paradec.checks import check_bool, check_int, check_model, shown
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.samplers.stopping import EarlyRule, StopRule
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace
+
+MADE = ("text", "codes", "masked image")
+"""Kinds of model (`paradec.checks.MODELS`) that write ids without being told where a picture ends."""
 
 
 @dataclass
@@ -172,7 +175,7 @@ def generate(
         FloatingPointError: the model returned NaN or infinite logits.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds what was decoded.
     """
-    check_model(model)
+    check_model("generate", model, MADE)
     check_source(prompt, input_ids)
     method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(method, Sampler):
@@ -295,7 +298,7 @@ def infill(
     Raises:
         ValueError: a prompt without a mask, a model or tokenizer without a mask token. Otherwise as `generate`.
     """
-    check_model(model)
+    check_model("infill", model, MADE)
     check_source(prompt, input_ids)
     if model.facts.mask_token_id is None:
         raise ValueError(f"infill needs a model with a mask token; {model.facts.name} is autoregressive")
@@ -304,14 +307,6 @@ def infill(
         if model.facts.mask_token_id not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
     return generate(model, prompts, max_new_tokens=max_new_tokens, **request)
-
-
-def check_model(model: Any) -> None:
-    """Raise TypeError unless `model` is one of ours."""
-    if not callable(model) or not hasattr(model, "facts"):
-        raise TypeError(f"model={shown(model)} must come from paradec.load or paradec.wrap")
-    if hasattr(model, "conditions"):
-        raise TypeError(f"{model.facts.name} makes pictures: give it to paradec.generate_images")
 
 
 def check_source(prompt: Any, input_ids: Any) -> None:

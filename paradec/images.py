@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from paradec import samplers
-from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.checks import check_bool, check_choice, check_int, check_model, check_number, check_temperature, shown
 from paradec.continuous_images import generate_continuous_images
 from paradec.masked_images import generate_masked_images
 from paradec.models.grid import Grid
@@ -81,6 +81,7 @@ def generate_images(
         FloatingPointError: the model returned NaN or infinite logits.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens until then.
     """
+    check_model("generate_images", model, ("image", "masked image", "continuous image"))
     if isinstance(model, (MaskedImageModel, MARModel)):
         for name, value in (("prompts", prompts), ("negative_prompt", negative_prompt)):
             if value is not None:
@@ -127,8 +128,6 @@ def generate_images(
             generator=generator,
             callback=callback,
         )
-    if not isinstance(model, ImageModel):
-        raise TypeError(f"model={shown(model)} must be an image model: from paradec.load, or one of paradec.models")
     for name, value in (("steps", steps), ("cache", cache)):
         if value is not None:
             also = " and MAR" if name == "steps" else ""

@@ -8,8 +8,8 @@ while not state.done:
 ```
 
 `step` is `query` (what to evaluate), the model call, and `propose` (read the answer); hosts that own the model
-call use the halves. The three families (masked, draft-and-verify, forecast) share this file and differ in what a
-query holds and in the one decision of their paper. The invariants are listed in `docs/contracts.md`.
+call use the halves. The families (masked, draft and verify, forecast, continuous) share this file and differ in what
+a query holds and in the one decision of their paper. The invariants are listed in `docs/contracts.md`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_choice
+from paradec.checks import check_choice, check_model
 from paradec.registry import Registry
 from paradec.trace import Trace, TraceStep
 
@@ -267,14 +267,6 @@ class Memory:
                 self.tensors[name] = self.tensors[name].clone()
                 self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
 
-    def gather(self, rows: Tensor) -> Memory:
-        """A copy that holds only `rows` [N], in that order (rows may repeat: draft branches)."""
-        return self._map(lambda name, tensor: tensor[rows])
-
-    def fork(self, branches: int) -> Memory:
-        """A copy with every row repeated `branches` times, for drafts that are judged side by side."""
-        return self._map(lambda name, tensor: tensor.repeat_interleave(branches, dim=0))
-
     def grow(self, dim: str, size: int) -> None:
         """Widen the dimensions called `dim` to at least `size`, with the fill value."""
         for name, spec in self.specs.items():
@@ -284,23 +276,6 @@ class Memory:
                     shape = [*tensor.shape]
                     shape[axis] = size - shape[axis]
                     self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
-
-    def trim(self, length: int) -> Memory:
-        """A copy whose "position" dimensions are cut to `length`."""
-
-        def cut(name: str, tensor: Tensor) -> Tensor:
-            for axis, dim in enumerate(self.specs[name].dims, start=1):
-                if dim == "position":
-                    tensor = tensor.narrow(axis, 0, min(length, tensor.shape[axis]))
-            return tensor.clone()
-
-        return self._map(cut)
-
-    def _map(self, change: Callable[[str, Tensor], Tensor]) -> Memory:
-        copy = object.__new__(Memory)
-        copy.specs = self.specs
-        copy.tensors = {name: change(name, tensor) for name, tensor in self.tensors.items()}
-        return copy
 
 
 @dataclass
@@ -362,8 +337,8 @@ class State:
 class Sampler:
     """A method: an immutable, validated value whose fields are its settings (defaults: the paper's).
 
-    Subclasses state `name`, `family`, `paper`, `arxiv` and `summary`, and implement `start`, `query`, `propose` and
-    `commit`. Two requests can share one sampler: everything that changes is in the `State`.
+    Subclasses state `name`, `family`, `models`, `paper`, `arxiv` and `summary`, and implement `start`, `query`,
+    `propose` and `commit`. Two requests can share one sampler: everything that changes is in the `State`.
     """
 
     name: ClassVar[str] = ""
@@ -374,6 +349,12 @@ class Sampler:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_steps: ClassVar[bool] = False
     """Whether the request's `steps` means something to the method."""
+    models: ClassVar[tuple[str, ...]] = ()
+    """Which kinds of model the method decodes with: names of `paradec.checks.MODELS`."""
+
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError unless the method decodes with models of this kind."""
+        check_model(f"sampler {self.name!r}", model, self.models)
 
     def start(self, model: Any, prompt: Any, /, *args: Any, **request: Any) -> State:
         """Make the state of one request."""

@@ -15,11 +15,16 @@ from transformers import (
 )
 
 from paradec.models.chameleon import ChameleonLayout, ChameleonModel
+from paradec.models.diffusion import DiffusionModel
 from paradec.models.emu3 import Emu3Model
 from paradec.models.grid import Grid
 from paradec.models.image import ImageRequest
 from paradec.models.janus import JanusModel
+from paradec.models.kl import KLDecoder
 from paradec.models.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.mar import MAR, MARModel
+from paradec.models.masked_image import MaskedImageModel
+from paradec.models.uvit import UViT, UViTModel
 from paradec.models.vq import VQConfig, VQModel
 from paradec.protocol import Query
 
@@ -116,6 +121,48 @@ def tiny_janus() -> JanusModel:
     module.generation_config.generation_kwargs = {"boi_token_id": 9}
     module.generation_config.bos_token_id, module.generation_config.pad_token_id = 1, 0
     return JanusModel(module.double())
+
+
+def tiny_uvit() -> UViTModel:
+    torch.manual_seed(0)
+    return UViTModel(UViT(size=4, codebook_size=CODES, classes=5, width=32, depth=2, heads=2).double())
+
+
+def tiny_masked_image() -> MaskedImageModel:
+    return MaskedImageModel(tiny_uvit().unwrap(), tiny_vq(), name="tiny-maskgit")
+
+
+def tiny_mar() -> MARModel:
+    torch.manual_seed(0)
+    sizes = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
+    module = MAR(**sizes, head_depth=1, head_width=16).double()
+    vae = VQConfig(channels=32, channel_mult=(1, 2), res_blocks=1, attention=False, z_channels=4)
+    return MARModel(module, KLDecoder(vae), name="tiny-mar")
+
+
+def tiny_diffusion() -> DiffusionModel:
+    from diffusers import DiTTransformer2DModel
+
+    torch.manual_seed(0)
+    module = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=8,
+        patch_size=2, num_embeds_ada_norm=10,
+    )  # fmt: skip
+    return DiffusionModel(module.double().eval())
+
+
+FAMILIES = {
+    "llamagen": tiny_llamagen,
+    "llamagen of captions": lambda: tiny_llamagen("t2i"),
+    "emu3": tiny_emu3,
+    "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)),
+    "janus": tiny_janus,
+    "uvit": tiny_uvit,
+    "masked image": tiny_masked_image,
+    "mar": tiny_mar,
+    "diffusion": tiny_diffusion,
+}
+"""Every adapter of a model that makes pictures."""
 
 
 def greedy(request: ImageRequest, grid: Grid, scale: float) -> Tensor:

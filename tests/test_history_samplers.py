@@ -455,13 +455,13 @@ WITH_STORAGES = [("credit", {"storage": "dense"}), ("credit", {}), ("ccd", {}), 
 
 @pytest.mark.parametrize(("name", "settings"), WITH_STORAGES)
 def test_gathered_rows_go_on_as_before(name: str, settings: dict) -> None:
-    """The logits stage of some rows, in any order, with their gathered memory, is that stage of all rows."""
+    """The logits stage of some rows, in any order, with their part of the memory, is that stage of all rows."""
     sampler, script, rows = samplers.create(name, **settings), Script(1, 2.5), torch.tensor([2, 0])
     state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6, eos_early_stop=False)
     for at in range(4):
         script.at = at
         logits, stage = script(sampler.query(state)[0]), Stage_of(state)
-        memory = state.memory.gather(rows).tensors
+        memory = {key: tensor[rows] for key, tensor in state.memory.tensors.items()}
         some, updates = sampler.fuse(logits[rows], Stage(stage.undecided[rows], stage.positions[rows], memory))
         whole, expected = sampler.fuse(logits, stage)
         assert torch.equal(some, whole[rows])

@@ -62,6 +62,25 @@ print(*sorted(set(sys.modules) - before), sep="\\n")
     assert not heavy.intersection(added)
 
 
+def test_kernels_need_no_triton() -> None:
+    # What `paradec/kernels/__init__.py` says of who imports it, and what is left where it is not installed.
+    code = """
+import sys, torch
+before = "triton" in sys.modules  # some builds of torch import it
+import paradec.kernels.token_stats as token_stats
+print(before or "triton" not in sys.modules)
+sys.modules["triton"] = None
+import paradec.kernels.sparsed as sparsed
+print(sparsed.triton is None)
+logits = torch.randn(1, 2, 9000)
+print(torch.equal(token_stats.token_stats(logits).token, logits.argmax(-1)))
+x = torch.randn(1, 1, 8, 4)
+plain = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+print(torch.allclose(sparsed.sparse_attention(x, x, x, None), plain, atol=1e-6))
+"""
+    assert run_python(code).split() == ["True"] * 4
+
+
 def test_no_kernels_beside_the_package() -> None:
     # With Hugging Face's `kernels` installed, a second one on the path stops transformers' models from importing.
     assert [path.name for path in ROOT.iterdir() if path.stem == "kernels"] == []

@@ -172,12 +172,14 @@ def test_window_0() -> None:
 
 
 def test_another_model_is_refused(llada: Any) -> None:
-    with pytest.raises(TypeError, match="must be an image model"):
+    with pytest.raises(
+        TypeError, match="takes an autoregressive .*; llada-tiny is a language model .*paradec.generate$"
+    ):
         paradec.generate_images(llada, "a cat")
 
 
 def test_pictures_are_not_text(tiny: LlamaGenModel) -> None:
-    with pytest.raises(TypeError, match="LlamaGen makes pictures: give it to paradec.generate_images"):
+    with pytest.raises(TypeError, match="LlamaGen is an autoregressive .*: give it to paradec.generate_images"):
         paradec.generate(tiny, [[33]], sampler="sjd")
 
 

@@ -47,18 +47,6 @@ def test_memory_reset_touches_only_its_rows_and_scope() -> None:
     assert memory["count"].tolist() == [7, 1, 2]
 
 
-def test_memory_gather_fork_trim_are_copies() -> None:
-    memory = make_memory()
-    gathered, forked, trimmed = memory.gather(torch.tensor([2, 2, 0])), memory.fork(2), memory.trim(2)
-    assert torch.equal(gathered["credit"], memory["credit"][[2, 2, 0]])
-    assert forked["count"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert trimmed["credit"].shape == (3, 2, 5) and trimmed["count"].shape == (3,)
-    before = memory["credit"].clone()
-    for copy in (gathered, forked, trimmed):
-        copy["credit"].fill_(-1)
-    assert torch.equal(memory["credit"], before)
-
-
 def test_memory_scopes_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown reset: 'blok'.*block, sequence"):
         MemorySpec(reset="blok")

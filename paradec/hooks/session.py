@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paradec.checks import check_choice, shown
+from paradec.checks import MODELS, check_choice, shown, wrong_model
 from paradec.hooks.blocks import Place, matched, places
 from paradec.hooks.clock import Clock, Run, timestep_of
 from paradec.hooks.guard import Guard
@@ -542,6 +542,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         TypeError: nothing that could be accelerated. ValueError: what the settings name is not in the transformer, it
             is accelerated already, or diffusers' own cache is enabled. Nothing is changed then.
     """
+    if getattr(pipe, "makes", None) in MODELS:
+        raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
     if cache is not None:
         check_choice("cache", cache, ("block",))
         if sampler is not None:

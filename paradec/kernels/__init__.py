@@ -1,4 +1,5 @@
-"""Kernels for NVIDIA GPUs in Triton, one file each, with a float64 reference and a portable PyTorch path beside them.
+"""Kernels for NVIDIA GPUs in Triton, one file each, with a portable PyTorch path beside them.
 
-Importing these modules does not import triton; choosing a Triton path does.
+They import where triton is not installed, and serve by the portable path then. Where it is, `token_stats` imports it
+when a Triton path is first taken, and `sparsed` when it is imported itself, which `import paradec` does not do.
 """

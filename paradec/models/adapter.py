@@ -15,7 +15,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class _Asked(threading.local):
 
 
 class Model:
-    """A language model that samplers can query.
+    """A language model that samplers can query. Adapters of other families are subclasses, and say so in `makes`.
 
     Args:
         module: the network. For decoders and encoders a forward hook on the base model gathers the hidden states of
@@ -54,6 +54,10 @@ class Model:
         default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
     """
 
+    makes: ClassVar[str] = "text"
+    """What it is for, one of `paradec.checks.MODELS`."""
+    gathers: ClassVar[bool] = True
+    """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
 
@@ -81,7 +85,7 @@ class Model:
         self._accepts: frozenset[str] = frozenset()
         if kind == "opaque":
             self._accepts = frozenset(inspect.signature(module.forward).parameters)
-        else:
+        elif self.gathers:
             handle = module.base_model.register_forward_hook(self._gather_wanted)
             self._undo.append(handle.remove)
 
@@ -121,17 +125,34 @@ class Model:
             plain = getattr(config, "sliding_window", None) is None
         return plain and not getattr(self.module, "_is_stateful", False) and config._attn_implementation == "sdpa"
 
-    def token_embeddings(self) -> Tensor:
-        """[vocab_size, d]: the input embeddings of the vocabulary."""
-        return self.module.get_input_embeddings().weight
+    @property
+    def text_config(self) -> Any:
+        """The module's configuration, or of several the one of its language model."""
+        config = self.module.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def token_embeddings(self) -> Tensor | None:
+        """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
+        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
 
     @property
     def hidden_size(self) -> int | None:
         """Width of the hidden states that `Query.keep_hidden` asks for; None for modules that give none."""
-        return None if self.kind == "opaque" else self.module.config.hidden_size
+        return None if self.kind == "opaque" else getattr(self.text_config, "hidden_size", None)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output matrix can be run by itself (`head`)."""
+        return self.kind != "opaque" and _part(self.module, "get_output_embeddings") is not None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [..., d] -> [..., vocab_size]."""
+        """The output matrix alone: hidden states [..., d] -> [..., vocab_size].
+
+        Raises:
+            ValueError: the module names none (`has_head`).
+        """
+        if not self.has_head:
+            raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
         return self.module.get_output_embeddings()(hidden)
 
     @property
@@ -161,10 +182,10 @@ class Model:
         from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
-        needed = store_bytes(self.module.config, rows, length - start, dtype or self.dtype)
+        needed = store_bytes(self.text_config, rows, length - start, dtype or self.dtype)
         what = f"the key/value store of {rows} x {length - start} positions"
         if start:
-            needed += store_bytes(self.module.config, 1, start - 1, dtype or self.dtype)
+            needed += store_bytes(self.text_config, 1, start - 1, dtype or self.dtype)
             what += f" and {start} that all rows share"
         try:
             check_memory(needed, self.device, max_memory, what)
@@ -300,6 +321,14 @@ class Model:
             output.last_hidden_state = take_columns(output.last_hidden_state, asked.columns)
             asked.columns = None
         return output
+
+
+def _part(module: nn.Module, name: str) -> Any:
+    """What transformers' accessor of that name gives; None where the module has none, or none that answers."""
+    try:
+        return getattr(module, name)()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ class DiffusionModel:
         TypeError: another kind of module. ValueError: a module in training mode.
     """
 
+    makes = "latent"
+
     def __init__(self, module: nn.Module):
         from diffusers import DiTTransformer2DModel
 
@@ -39,6 +41,15 @@ class DiffusionModel:
     def device(self) -> torch.device:
         """Where latents go."""
         return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self.module.dtype
+
+    def unwrap(self) -> nn.Module:
+        """The transformer; nothing was put on it."""
+        return self.module
 
     def positions(self, latent: Tensor) -> int:
         """Patches that the transformer evaluates for one row of a latent [B, C, H, W]."""

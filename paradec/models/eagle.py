@@ -28,7 +28,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-from paradec.checks import shown
+from paradec.checks import check_model, shown
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, fetch, listed, positive, read_json
 from paradec.models.llamagen import LlamaGenModel, angles
@@ -102,10 +102,11 @@ class EagleDrafter:
         base: the model that it drafts for, as loaded or wrapped.
 
     Raises:
-        ValueError: a base that gives no hidden states, runs over no store or is not causal, or other sizes than the
-            base's.
+        TypeError: a base of another kind. ValueError: one that gives no hidden states, names no output matrix, runs
+            over no store or is not causal, or other sizes than the base's.
     """
 
+    makes: ClassVar[str] = "drafts"
     reads_features: ClassVar[bool] = True
     """Whether drafts go on from the model's hidden states (`Query.keep_hidden`)."""
     pads = supports_store = supports_visibility = True
@@ -192,14 +193,17 @@ class EagleDrafter:
 
 
 def check_base(base: Any) -> None:
-    """Raise ValueError unless EAGLE can draft for the model."""
+    """Raise TypeError for a model of another kind, ValueError unless EAGLE can draft for it."""
     facts = getattr(base, "facts", None)
     if facts is None:
         raise ValueError(f"base={shown(base)} must be a model from paradec.load or paradec.wrap")
+    check_model("load_drafter(base=...)", base, ("text", "image"))
     if (facts.topology, facts.prediction) != ("causal", "shifted"):
         raise ValueError(f"base {facts.name} must be causal and predict the next token; it is {facts.topology!r}")
     if getattr(base, "hidden_size", None) is None:
         raise ValueError(f"base {facts.name} gives no hidden states, which an EAGLE drafter reads")
+    if not getattr(base, "has_head", True):
+        raise ValueError(f"base {facts.name} names no output matrix, which makes an EAGLE drafter's logits")
     if not (base.supports_store and base.supports_visibility):
         raise ValueError(f"base {facts.name} does not run over a key/value store, which an EAGLE drafter needs")
 
@@ -228,7 +232,7 @@ def load_drafter(
     Raises:
         CheckpointError (a ValueError): missing or corrupt files, weights that are missing, unexpected or of another
             shape (named), another hidden size or vocabulary than the base's, EAGLE-3's format.
-        ValueError: a base that EAGLE cannot draft for.
+        TypeError, ValueError: a base that EAGLE cannot draft for.
     """
     check_base(base)
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):

@@ -18,7 +18,8 @@ class ModelFacts:
         vocab_size: rows of the output matrix.
         mask_token_id: the id that stands for an undecided token; None for autoregressive models.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
-        pad_token_id: what stands after the end of an answer; by default the first end id.
+        pad_token_id: what stands after the end of an answer; by default the first end id, and without one the lowest
+            id that is not the mask.
         max_length: positions the model can take, prompt and answer together; None if unlimited.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
         topology: the attention it was trained with: "bidirectional", "block_causal" or "causal".
@@ -80,7 +81,9 @@ class ModelFacts:
 
     @property
     def fill_token_id(self) -> int:
-        """What is written after the end of an answer."""
+        """What is written after the end of an answer. Never the mask id: padding would count as undecided."""
         if self.pad_token_id is not None:
             return self.pad_token_id
-        return self.eos_token_ids[0] if self.eos_token_ids else 0
+        if self.eos_token_ids:
+            return self.eos_token_ids[0]
+        return 1 if self.mask_token_id == 0 else 0

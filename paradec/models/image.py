@@ -44,6 +44,8 @@ class ImageModel(Model):
         facts: topology "causal", prediction "shifted".
     """
 
+    makes = "image"
+    gathers = False
     family: ClassVar[str] = ""
     conditions: ClassVar[str] = "prompts"
     """What a request gives: "prompts" or "class_labels"."""
@@ -51,17 +53,12 @@ class ImageModel(Model):
     """What the model's authors sample with."""
 
     def __init__(self, module: nn.Module, facts: ModelFacts, tokenizer: Any = None):
-        self.module = module
-        self.facts = facts
-        self.kind = "decoder"
-        self.tokenizer = tokenizer
-        self.default_max_new_tokens = 1
-        self.default_block_length = None
-        self._undo: list[Any] = []
+        super().__init__(module, facts, "decoder", tokenizer, default_max_new_tokens=1)
 
     pads = True
     supports_store = True
     supports_visibility = True
+    has_head = True
 
     # ---- what a family says ---------------------------------------------------------------------------------------
 
@@ -88,11 +85,6 @@ class ImageModel(Model):
     def token_embeddings(self) -> Tensor:
         """[vocab_size, d]: the input embeddings of the ids that samplers see."""
         return self._embed(torch.arange(self.facts.vocab_size, device=self.device).unsqueeze(0), None)[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden states that `Query.keep_hidden` asks for."""
-        return self.module.config.hidden_size
 
     def head(self, hidden: Tensor) -> Tensor:
         """The output matrix alone: hidden states [R, W, d] -> [R, W, vocab_size]."""

@@ -1,8 +1,8 @@
 """MAR: a masked autoencoder over continuous image tokens, with a diffusion head that draws each token.
 
-Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. No library has it; parameter
-names are those of the published checkpoints. Encoder and decoder run over any subset of the positions, with keys and
-values of the rest taken from an earlier evaluation (ReCAP, arXiv 2505.19089).
+Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. Neither transformers nor
+diffusers has it; parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the
+positions, with keys and values of the rest taken from an earlier evaluation (ReCAP, arXiv 2505.19089).
 """
 
 from __future__ import annotations
@@ -351,6 +351,7 @@ class MARModel:
         TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
     """
 
+    makes = "continuous image"
     conditions = "class_labels"
 
     def __init__(
@@ -377,6 +378,15 @@ class MARModel:
     def device(self) -> torch.device:
         """Where tokens live."""
         return self.module.mask_token.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self.module.mask_token.dtype
+
+    def unwrap(self) -> MAR:
+        """The network; nothing was put on it."""
+        return self.module
 
     @torch.no_grad()
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:

@@ -41,6 +41,8 @@ class MaskedImageModel(UViTModel):
         ValueError: another codebook than the network's, or an unknown default.
     """
 
+    makes = "masked image"
+
     def __init__(
         self,
         module: UViT,

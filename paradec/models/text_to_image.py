@@ -39,12 +39,6 @@ class TextToImageModel(ImageModel):
             name=name or type(module).__name__,
         )
         super().__init__(module.eval(), facts, tokenizer)
-        self.text_config = text
-
-    @property
-    def hidden_size(self) -> int:
-        """See `ImageModel.hidden_size`."""
-        return self.text_config.hidden_size
 
     # ---- what a family says ---------------------------------------------------------------------------------------
 
@@ -109,14 +103,6 @@ class TextToImageModel(ImageModel):
                 check_int(f"a token id of {name}", token, low=0, high=self.text_config.vocab_size - 1)
             rows.append([int(token) for token in entry])
         return rows
-
-    def make_store(self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None) -> Any:
-        from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-
-        dtype = None if store_dtype is None else getattr(torch, store_dtype)
-        needed = store_bytes(self.text_config, rows, length, dtype or self.dtype)
-        check_memory(needed, self.device, max_memory, f"the key/value store of {rows} x {length} positions")
-        return KeyValueStore(rows, length, self.device, dtype)
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
         if mask is not None and self._language_model.config._attn_implementation == "eager":

@@ -1,5 +1,6 @@
 """The masked image transformer of the MaskGIT-r checkpoints that AutoNAT and ReCAP publish: a U-ViT (transformer blocks
-with long skips) over a class token and the tokens of an image. No library has it; parameter names are the files'.
+with long skips) over a class token and the tokens of an image. diffusers' `UVit2DModel`, Amused's, is another network;
+parameter names are the files'.
 """
 
 from __future__ import annotations
@@ -94,10 +95,13 @@ class UViT(nn.Module):
         x = self.mid_block(x, attention_mask, past_key_values, len(skips))
         for index, block in enumerate(self.out_blocks, start=len(skips) + 1):
             x = block(x, attention_mask, past_key_values, index, skips.pop())
-        x = self.norm(x).last_hidden_state
+        return SimpleNamespace(logits=self.head(self.norm(x).last_hidden_state))
+
+    def head(self, x: Tensor) -> Tensor:
+        """Last hidden states [R, W, width] -> logits [R, W, vocab_size], as `forward` has them."""
         logits = self.mlm_layer(x, self.token_emb.word_embeddings.weight)[..., : self.codebook_size]
         others = self.vocab_size - self.codebook_size
-        return SimpleNamespace(logits=nn.functional.pad(logits, (0, others), value=torch.finfo(logits.dtype).min))
+        return nn.functional.pad(logits, (0, others), value=torch.finfo(logits.dtype).min)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """[R, Q, width]: class embeddings at position 0, token embeddings elsewhere."""
@@ -190,6 +194,9 @@ class Head(nn.Module):
 class UViTModel(Model):
     """The adapter of a `UViT`: prompts are one class token, answers all image tokens, by default as one block."""
 
+    makes = "codes"
+    has_head = True
+
     def __init__(self, module: UViT):
         facts = ModelFacts(
             vocab_size=module.vocab_size,
@@ -198,6 +205,15 @@ class UViTModel(Model):
             name=type(module).__name__,
         )
         super().__init__(module.eval(), facts, "decoder", default_max_new_tokens=module.size**2)
+
+    def token_embeddings(self) -> Tensor:
+        """[vocab_size, width]: of image tokens, the mask and the classes, before positions are added."""
+        parts = (self.module.token_emb, self.module.context_embed)
+        return torch.cat([part.word_embeddings.weight for part in parts])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [R, W, width] -> [R, W, vocab_size]."""
+        return self.module.head(hidden)
 
     def class_token(self, label: int) -> int:
         """The id that asks for a class.

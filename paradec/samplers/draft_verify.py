@@ -141,12 +141,6 @@ def probability(law: Tensor, tokens: Tensor) -> Tensor:
     return law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def guided(logits: Tensor, scale: float) -> Tensor:
-    """uncond + scale (cond - uncond) of a call's logits [2N, W, V], whose first half is conditional -> [N, W, V]."""
-    conditional, unconditional = logits.chunk(2)
-    return torch.lerp(unconditional, conditional, scale)
-
-
 def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
     """The law that a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from paradec import rng
-from paradec.checks import shown
+from paradec.checks import check_model, shown
 from paradec.protocol import Commit, Cost, Proposal, Query, plain
 from paradec.samplers.draft_verify import draw, probability
-from paradec.samplers.jacobi import DRAFT_STREAM, JacobiSampler, JacobiState, check_model, read_logits
+from paradec.samplers.jacobi import DRAFT_STREAM, JacobiSampler, JacobiState, check_causal, read_logits
 from paradec.samplers.masked_state import put_rows, rows_of
 from paradec.samplers.multi_draft import RULES, DynamicTree, Layout, Naive, Rule, Tree, tree_of, walk
 
@@ -76,7 +76,8 @@ class DraftingSampler(JacobiSampler):
                     f"drafter={shown(self.drafter)} must be a causal model, from paradec.wrap say, or an EAGLE drafter "
                     "from paradec.load_drafter"
                 )
-            check_model(self.name, self.drafter)
+            check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
+            check_causal(self.name, self.drafter)
 
     def node_rule(self, state: JacobiState) -> Rule:
         """How the nodes of a tree are drawn and judged."""
@@ -97,8 +98,8 @@ class DraftingSampler(JacobiSampler):
         """Make the state of one request: see `paradec.samplers.jacobi.JacobiSampler.start`.
 
         Raises:
-            ValueError: no drafter, one with another vocabulary, an EAGLE drafter of another model, or a tree over a
-                model without a store.
+            TypeError: a model of another kind. ValueError: no drafter, one with another vocabulary, an EAGLE drafter of
+                another model, or a tree over a model without a store.
         """
         if self.drafter is None:
             if self.needs_drafter:
@@ -106,7 +107,7 @@ class DraftingSampler(JacobiSampler):
                     f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
                 )
             return super().start(model, prompt, **request)
-        check_model(self.name, model)
+        self.check_model(model)
         own, small = model.facts, self.drafter.facts
         if small.vocab_size != own.vocab_size:
             raise ValueError(

@@ -92,6 +92,7 @@ class ForecastSampler(Sampler):
     """Base of the family. A subclass implements `refreshes`, `memory`, `remember` and `forecast`."""
 
     family: ClassVar[str] = "forecast"
+    models: ClassVar[tuple[str, ...]] = ("latent",)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -151,10 +152,7 @@ class ForecastSampler(Sampler):
         Raises:
             ValueError, TypeError: an argument out of its range, before any work; the message names it.
         """
-        if not hasattr(model, "conditions"):
-            raise TypeError(
-                f"sampler {self.name!r} needs a model from paradec.models.diffusion, not {type(model).__name__}"
-            )
+        self.check_model(model)
         if not isinstance(latent, Tensor) or not latent.is_floating_point():
             raise TypeError(f"latent must be a floating tensor, not {getattr(latent, 'dtype', type(latent).__name__)}")
         if latent.ndim < 2 or latent.numel() == 0 or not latent.isfinite().all():

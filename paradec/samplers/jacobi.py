@@ -27,11 +27,11 @@ from paradec.models.facts import ModelFacts
 from paradec.models.grid import Grid
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Commit, Cost, Memory, MemorySpec, Proposal, Query, Sampler
-from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, guided, judge, laws_at, probability
+from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, judge, laws_at, probability
 from paradec.samplers.jacobi_state import JacobiState
 from paradec.samplers.masked_state import put_rows, rows_of
 from paradec.samplers.request import Request, make_request, randomness
-from paradec.samplers.statistics import argmax
+from paradec.samplers.statistics import argmax, guided
 from paradec.trace import Trace
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
@@ -69,6 +69,7 @@ class JacobiSampler(Sampler):
     random_law: str = "uniform"
 
     family: ClassVar[str] = "draft_verify"
+    models: ClassVar[tuple[str, ...]] = ("text", "image")
     redraws: ClassVar[bool] = True
     """Whether a fallen draft is redrawn from norm(max(0, p - q)); else the fresh token takes its place."""
     reads: ClassVar[str] = ""
@@ -101,6 +102,11 @@ class JacobiSampler(Sampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
+    def check_model(self, model: Any) -> None:
+        """Raise TypeError for a model of another kind, ValueError unless it is causal and predicts the next token."""
+        super().check_model(model)
+        check_causal(self.name, model)
+
     def start(
         self,
         model: Any,
@@ -131,7 +137,8 @@ class JacobiSampler(Sampler):
                 `paradec.generate`.
 
         Raises:
-            ValueError: a model of another kind, or an argument out of its range; the message names it.
+            TypeError: a model of another kind. ValueError: one that is not causal, or an argument out of its range; the
+                message names it.
         """
         return self._begin(
             model, prompt, attention_mask, chat, max_new_tokens, grid, negative_prompt, seed, generator, trace, request
@@ -151,7 +158,7 @@ class JacobiSampler(Sampler):
         trace: bool,
         given: dict[str, Any],
     ) -> JacobiState:
-        check_model(self.name, model)
+        self.check_model(model)
         request = self._request(given)
         facts, device = model.facts, model.device
         prompts = encode(model, prompt, attention_mask, chat).rows
@@ -495,12 +502,14 @@ class Jacobi(JacobiSampler):
         return (drafts.tokens == fresh).to(law.dtype)
 
 
-def check_model(name: str, model: Any) -> None:
+def check_causal(name: str, model: Any) -> None:
     """Raise ValueError unless the model is causal and predicts the next token."""
-    facts = getattr(model, "facts", None)
-    if facts is None or (facts.topology, facts.prediction) != ("causal", "shifted"):
-        kind = type(model).__name__ if facts is None else f"{facts.topology!r}, {facts.prediction!r}"
-        raise ValueError(f"sampler {name!r} needs a model with topology='causal' and prediction='shifted', not {kind}")
+    facts = model.facts
+    if (facts.topology, facts.prediction) != ("causal", "shifted"):
+        raise ValueError(
+            f"sampler {name!r} needs a model with topology='causal' and prediction='shifted'; {facts.name} is "
+            f"{facts.topology!r}, {facts.prediction!r}"
+        )
 
 
 def negative_rows(model: Any, prompts: list[list[int]], given: Any) -> list[list[int]]:

@@ -102,6 +102,7 @@ class MAR(Sampler):
 
     name = "mar"
     family = "continuous"
+    models = ("continuous image",)
     paper = "MAR"
     arxiv = "2406.11838"
     summary = "continuous tokens in random order, in numbers that grow from step to step"
@@ -141,12 +142,9 @@ class MAR(Sampler):
             trace: record every step in `state.trace`; a token is its numbers there, None where undecided.
 
         Raises:
-            ValueError: an argument out of its range; the message names it.
+            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
         """
-        if not hasattr(model, "module") or not hasattr(model.module, "diffloss"):
-            raise TypeError(
-                f"sampler 'mar' needs a model of continuous tokens (paradec.models.mar), not {shown(model)}"
-            )
+        self.check_model(model)
         module = model.module
         size, labels = module.positions, [prompt] if isinstance(prompt, int) else list(prompt)
         if not labels:

@@ -25,7 +25,7 @@ from paradec.kernels.token_stats import Draws, read_stats
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
 from paradec.samplers import reference
 from paradec.samplers.masked_state import MaskedState, part_query, put_rows, rows_of, start_state
-from paradec.samplers.statistics import Raised, filter_logits, token_statistics, top_by_rank
+from paradec.samplers.statistics import Raised, filter_logits, guided, token_statistics, top_by_rank
 from paradec.samplers.stopping import NEVER, WATCHED, first_end
 
 LAST = torch.finfo(torch.float64).min
@@ -141,6 +141,7 @@ class MaskedSampler(Sampler):
     """
 
     family: ClassVar[str] = "masked"
+    models: ClassVar[tuple[str, ...]] = ("text", "codes", "masked image")
     reads: ClassVar[tuple[str, ...]] = ("confidence",)
     score: ClassVar[str] = "confidence"
     score_from: ClassVar[str] = "raw"
@@ -346,12 +347,11 @@ class MaskedSampler(Sampler):
     def _guided(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
         """The logits stage up to `fuse`: guidance, and the words that are never proposed."""
         request = state.request
-        if request.guidance_scale != 1.0 or request.temperature > 0:
+        if request.guidance_scale != 1.0:
+            logits = guided(logits, self.guidance(state, query.rows))
+        elif request.temperature > 0:
             # scaled logits can leave the range of float16
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if request.guidance_scale != 1.0:
-            conditional, unconditional = logits.chunk(2)
-            logits = unconditional + self.guidance(state, query.rows) * (conditional - unconditional)
         # in place: the logits are this step's own, and can be large
         if not self._weighs_mask(state):
             logits.select(-1, state.facts.mask_id).fill_(-torch.inf)

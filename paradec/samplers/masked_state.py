@@ -398,6 +398,7 @@ def start_state(
 ) -> MaskedState:
     """Check every argument, then lay out the canvas: each row's prompt from position 0 (masks in it are holes to fill),
     masks after it."""
+    sampler.check_model(model)
     prefix, share, keep = (request.pop(name, no) for name, no in PREFIX_ARGUMENTS.items())
     attention = request.pop("attention", None)
     settings = make_request(request)

@@ -50,7 +50,8 @@ def top(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tenso
     full = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
     full[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
     taken = torch.zeros_like(full, dtype=torch.bool)
-    for row, number in zip(window.rows.tolist(), count.tolist(), strict=True):
+    # rules may grant more than there is, or less than nothing
+    for row, number in zip(window.rows.tolist(), count.clip(0, full.shape[1]).tolist(), strict=True):
         taken[row, full[row].topk(number).indices] = True
     return taken.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
 

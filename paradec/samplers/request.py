@@ -32,7 +32,8 @@ class Request:
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many words.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
-            cfg_scale w is s - 1).
+            cfg_scale w is s - 1). Words that a branch excludes (-inf) have the formula's limit
+            (`paradec.samplers.statistics.guided`).
         eos_early_stop: end a row once an end token is final and nothing before it is undecided.
         logits_eos_inf: never propose an end token.
         confidence_eos_eot_inf: commit end tokens after everything else. LLaDA's generate.py means this but, at

@@ -98,10 +98,13 @@ class ZipAR(JacobiSampler):
         Raises:
             ValueError: no grid, or a model without a store.
         """
+        self.check_model(model)
         if request.get("grid") is None:
             raise ValueError(f"sampler {self.name!r} decodes the rows of an image: it needs a grid")
-        if not getattr(model, "supports_store", False):
-            raise ValueError(f"sampler {self.name!r} needs a model that runs over a key/value store")
+        if not model.supports_store:
+            raise ValueError(
+                f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
+            )
         state = super().start(model, prompt, **request)
         state.schedule = schedule(state.grid, self.window)
         layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start

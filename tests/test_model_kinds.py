@@ -1,0 +1,303 @@
+"""Every kind of model in every door: it decodes, or one error says what was given and what is allowed.
+
+Also the parts that a module may not have, and what all adapters of image models have in common.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import FAMILIES
+from tiny_models import END, VOCAB, tiny
+from torch import Tensor, nn
+
+import paradec
+import paradec.models
+from paradec import samplers
+from paradec.checks import MODELS
+from paradec.models.adapter import Model
+from paradec.models.image import ImageModel
+from paradec.models.text_to_image import TextToImageModel
+from paradec.protocol import Query
+
+NAMES = samplers.names()
+CAUSAL = [name for name in NAMES if samplers.get(name).family == "draft_verify"]
+
+
+def causal() -> Model:
+    return paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+
+
+def calls_of(module: nn.Module) -> list[int]:
+    """One entry for every call that comes."""
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda *args: calls.append(1))
+    return calls
+
+
+@pytest.fixture(scope="module")
+def given() -> dict[str, Any]:
+    """What somebody may take for a model, by name; and one model of every kind."""
+    from tiny_pipelines import dit_pipeline
+
+    found: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
+    found |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
+    found |= {"module": found["causal text"].module, "name": "digits-ar", "none": None, "class": type(found["mar"])}
+    return found
+
+
+OURS = {
+    "llamagen": "image",
+    "llamagen of captions": "image",
+    "emu3": "image",
+    "chameleon": "image",
+    "janus": "image",
+    "uvit": "codes",
+    "masked image": "masked image",
+    "mar": "continuous image",
+    "diffusion": "latent",
+    "masked text": "text",
+    "causal text": "text",
+}
+OTHERS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "'digits-ar'", "none": "None"}
+OTHERS |= {"class": "<class 'paradec.models.mar.MARModel'>"}
+
+
+def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:
+    """`call` raises one line that names what it was given and every kind that is allowed, and calls no module."""
+    module = getattr(given, "module", None)
+    calls = calls_of(module) if isinstance(module, nn.Module) else []
+    with pytest.raises(TypeError) as raised:
+        call(given)
+    text = str(raised.value)
+    assert "\n" not in text and len(text) < 300
+    for name in allowed:
+        assert MODELS[name][0] in text
+    if kind is None:
+        assert text.endswith(f", not {words}")
+    else:
+        what, home = MODELS[kind]
+        assert text.endswith(f" is {what}: give it to {home}")
+        assert getattr(getattr(given, "facts", None), "name", "DiffusionModel") in text
+    assert not calls
+
+
+def test_every_adapter_says_what_it_is(given: dict[str, Any]) -> None:
+    for name, kind in OURS.items():
+        assert given[name].makes == kind
+    assert {OURS[name] for name in OURS} | {"drafts"} == set(MODELS)
+    found = set()
+    for info in pkgutil.iter_modules(paradec.models.__path__):
+        module = importlib.import_module(f"paradec.models.{info.name}")
+        found |= {each for each in vars(module).values() if isinstance(each, type) and hasattr(each, "makes")}
+    found -= {Model, ImageModel, TextToImageModel}
+    assert found - {type(given[name]) for name in OURS} == {
+        importlib.import_module("paradec.models.eagle").EagleDrafter
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], name: str) -> None:
+    kind = samplers.get(name)
+    assert kind.models and set(kind.models) <= set(MODELS)
+    sampler = samplers.create(name, drafter=causal()) if name == "speculative" else samplers.create(name)
+    prompt: Any = torch.zeros(1, 4, 8, 8) if kind.family == "forecast" else 1 if kind.family == "continuous" else [1]
+    extra = {"scheduler": None} if kind.family == "forecast" else {}
+
+    def begin(model: Any) -> Any:
+        return sampler.start(model, prompt, **extra)
+
+    for entry, its in OURS.items():
+        if its not in kind.models:
+            refused(begin, given[entry], its, "", *kind.models)
+    for entry, words in OTHERS.items():
+        refused(begin, given[entry], None, words, *kind.models)
+
+
+DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
+    "generate": (("text", "codes", "masked image"), lambda model: paradec.generate(model, [1])),
+    "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
+    "infill": (("text", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
+    "generate_images": (
+        ("image", "masked image", "continuous image"),
+        lambda model: paradec.generate_images(model, class_labels=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_with_every_wrong_kind_of_model(given: dict[str, Any], door: str) -> None:
+    allowed, call = DOORS[door]
+    for name, kind in OURS.items():
+        if kind not in allowed:
+            refused(call, given[name], kind, "", *allowed)
+    for name, words in OTHERS.items():
+        refused(call, given[name], None, words, *allowed)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"sampler": "recap"}, {"cache": "block"}])
+def test_models_of_ours_are_no_pipelines(given: dict[str, Any], arguments: dict[str, Any]) -> None:
+    if "sampler" in arguments:
+        arguments = {"sampler": samplers.create("recap")}
+    for name, kind in OURS.items():
+        refused(lambda model: paradec.accelerate(model, **arguments), given[name], kind, "")
+    for name in ("name", "none", "class"):
+        with pytest.raises(TypeError, match="LLaDA2Pipeline|AmusedPipeline|a diffusers pipeline"):
+            paradec.accelerate(given[name], **arguments)
+
+
+def test_drafters_and_their_bases(given: dict[str, Any], tmp_path: Any) -> None:
+    for name, kind in OURS.items():
+        if kind in ("text", "image"):
+            continue
+        if kind != "latent":  # which has no facts: it is not taken for a model at all
+            refused(lambda base: paradec.load_drafter(tmp_path, base=base), given[name], kind, "", "text", "image")
+            refused(
+                lambda drafter: samplers.create("speculative", drafter=drafter), given[name], kind, "", "text", "image"
+            )
+            continue
+        with pytest.raises(ValueError, match="^base="):
+            paradec.load_drafter(tmp_path, base=given[name])
+        with pytest.raises(ValueError, match="^drafter="):
+            samplers.create("speculative", drafter=given[name])
+
+
+def test_models_of_ones_own_are_language_models() -> None:
+    """What can be called and has facts decodes; it need not declare anything."""
+    inner = tiny(1)
+
+    class Own:
+        facts, device, tokenizer, pads, supports_store, supports_visibility = (
+            inner.facts, inner.device, None, True, False, False,
+        )  # fmt: skip
+        default_block_length = None
+
+        def __call__(self, query: Query) -> Tensor:
+            return inner(query)
+
+    out = paradec.generate(Own(), [1, 2], max_new_tokens=3)
+    assert torch.equal(out.sequences, paradec.generate(inner, [1, 2], max_new_tokens=3).sequences)
+
+
+# ---- parts that a module may not have -------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    """A causal module that names none of its parts."""
+
+    def __init__(self, embeddings: Any = "no method") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+        self.table = nn.Parameter(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)).double())
+        if embeddings != "no method":
+            self.get_input_embeddings = embeddings
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table[ids]
+
+
+def raises() -> None:
+    raise NotImplementedError("no embeddings here")
+
+
+@pytest.mark.parametrize("embeddings", ["no method", lambda: None, lambda: object(), raises])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_samplers_on_modules_without_parts(name: str, embeddings: Any) -> None:
+    """They decode, or name themselves, the module and what it lacks before it is called."""
+    module = Bare(embeddings)
+    model = paradec.wrap(module, topology="causal", prediction="shifted")
+    settings = {"drafter": model} if name == "speculative" else {}
+    sampler, calls = samplers.create(name, **settings), calls_of(module)
+    if not sampler.reads and name != "zipar":  # which needs a grid
+        assert paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3, seed=0).tokens == [3]
+        return
+    with pytest.raises(ValueError) as raised:
+        paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3)
+    assert not calls
+    assert repr(name) in str(raised.value)
+    if sampler.reads:
+        assert str(raised.value) == f"sampler {name!r} needs a model with {sampler.reads}; Bare has none"
+
+
+def test_gsd_without_distances_needs_no_embeddings() -> None:
+    model = paradec.wrap(Bare(), topology="causal", prediction="shifted")
+    sampler = samplers.create("gsd", d_threshold=None)
+    assert paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3, seed=0).tokens == [3]
+
+
+def test_a_module_without_an_output_matrix(tmp_path: Any) -> None:
+    model, opaque = causal(), paradec.wrap(Bare(), topology="causal", prediction="shifted")
+    assert model.has_head and not opaque.has_head
+    hidden = torch.zeros(1, 1, model.hidden_size, dtype=torch.float64)
+    assert model.head(hidden).shape == (1, 1, VOCAB)
+    for changed in (lambda: None, raises):
+        model.module.get_output_embeddings = changed
+        assert not model.has_head
+        with pytest.raises(ValueError, match="LlamaForCausalLM names no output matrix"):
+            model.head(hidden)
+        with pytest.raises(ValueError, match="base LlamaForCausalLM names no output matrix"):
+            paradec.load_drafter(tmp_path, base=model)
+    with pytest.raises(ValueError, match="Bare names no output matrix"):
+        opaque.head(hidden)
+    assert opaque.hidden_size is None
+    with pytest.raises(ValueError, match="base Bare gives no hidden states"):
+        paradec.load_drafter(tmp_path, base=opaque)
+
+
+def test_zipar_names_a_model_without_a_store(given: dict[str, Any]) -> None:
+    model = paradec.wrap(Bare(), topology="causal", prediction="shifted")
+    grid = given["llamagen"].grid()
+    with pytest.raises(ValueError, match="'zipar' needs a model that runs over a key/value store; Bare does not"):
+        samplers.create("zipar").start(model, [1], grid=grid)
+
+
+# ---- what adapters of image models share ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
+    model = FAMILIES[name]()
+    assert model.device == torch.device("cpu")
+    assert model.dtype == torch.float64
+    assert type(model).__name__ in repr(model)
+    module = model.module
+    if isinstance(model, Model):
+        assert vars(given["causal text"]).keys() <= vars(model).keys()
+        for sizes in ({"rows": 1, "length": 8, "max_memory": 1}, {"rows": 2**30, "length": 2**30}):
+            with pytest.raises(ValueError, match="the key/value store of .* would take"):
+                model.make_store(**sizes)
+        assert model.make_store(2, 8).rows == 2
+        assert model.make_store(2, 8, start=3).slots == 5
+    else:
+        assert not hasattr(model, "make_store")
+    assert model.unwrap() is module
+    assert model.unwrap() is module
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in ("continuous image", "latent")])
+def test_words_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
+    """Embeddings of the whole vocabulary; the output matrix makes the logits of the hidden states."""
+    model = given[name]
+    words = model.token_embeddings()
+    assert words.shape[0] == model.facts.vocab_size and words.ndim == 2
+    assert len(words.detach().unique(dim=0)) == len(words)
+    if OURS[name] == "image":
+        captions = torch.randn(3, 16, dtype=torch.float64) if "captions" in name else [[1, 2, 3]]
+        side = 32 if name == "emu3" else None  # its own is longer than the small model takes
+        against = {"negative_prompt": [[1]]} if name == "emu3" else {}
+        request = model.request(1 if name == "llamagen" else captions, model.grid(side, side), **against)
+        model, ids = request.model, torch.tensor(request.prompts.rows)
+    else:
+        ids = torch.tensor([[model.class_token(1), *range(16)]])
+    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    query = Query(rows=np.array([0]), tokens=ids, positions=positions, keep_hidden=True)
+    logits = model(query)
+    assert query.hidden.shape == (*ids.shape, model.hidden_size)
+    assert torch.equal(model.head(query.hidden), logits)
