@@ -168,6 +168,9 @@ def test_infill() -> None:
     assert data["fills"] == ["apple fig"] and data["nfe"] == 2 and "new_tokens" not in data
     assert data["text"] == answer
     assert ok("infill", "fox ___ cow", "--mask", "___", "--max-new-tokens", 1).startswith("fox ")
+    # without a question the model has nothing to say, but holes are filled, and the text is as long as it was to be
+    assert len(ok("infill", "kiwi <mask:2> pear").splitlines()[0].split()) == 4
+    assert ok("infill", "kiwi <mask:2> pear", "--no-holes-eos-inf").startswith("kiwi pear\n")
     result = run("infill", "fox cow")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: the prompt of row 0 has nothing to fill") and result.stderr.count("\n") == 1
