@@ -10,6 +10,7 @@ from typing import Any
 
 from paradec import samplers
 from paradec.checks import check_int
+from paradec.decode_command import forwards
 from paradec.images import ImageOutput, contact_sheet, step_pictures
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.image_loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
@@ -72,10 +73,9 @@ class ImageJob:
         """One line."""
         what = f"{count(len(output.row_nfe))} of {output.grid.height} x {output.grid.width} tokens"
         end = f" in {self.out}" if output.images is not None else ", interrupted"
-        most = output.tokens_per_forward
-        drafts = max(output.draft_nfe, default=0)
-        forwards = f"{output.nfe} forwards" + (f" and {drafts} of the drafter" if drafts else "")
-        return f"{what}{end}: {forwards}, {most:.2f} tokens per forward, {output.seconds:.2f} s"
+        drafts = f", {forwards(output.draft_nfe)} of the drafter" if any(output.draft_nfe) else ""
+        took = f"{forwards(output.row_nfe)}{drafts}, {output.tokens_per_forward:.2f} tokens per forward"
+        return f"{what}{end}: {took}, {output.seconds:.2f} s"
 
     def report(self, output: ImageOutput, sampler: Any) -> dict[str, Any]:
         """The same as data."""

@@ -52,8 +52,9 @@ class ImageOutput:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens per forward call, mean over all rows' calls."""
-        return self.tokens.shape[:2].numel() / max(1, sum(self.row_nfe))
+        """Tokens per forward call, mean over all rows' calls; after an interrupt, of those that had become final."""
+        tokens = self.tokens.shape[:2].numel()
+        return min(tokens, int(self.accepted.sum())) / max(1, sum(self.row_nfe))
 
     @property
     def steps(self) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,28 @@ class Prompts:
     starts: list[int]
     """Where the text that a reader wants begins in each row of an infill: behind the turns before the last one."""
 
+    before: list[int] | None = None
+    """How many equal rows stand before each, those of other batches included; None where this is the only batch."""
+
     def repeated(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
         return Prompts(rows, self.single and times == 1, starts)
+
+    def numbered(self) -> Prompts:
+        """The same rows, so that a `part` of them draws what it would draw among all."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        before = []
+        for row in map(tuple, self.rows):
+            before.append(seen[row])
+            seen[row] += 1
+        return replace(self, before=before)
+
+    def part(self, first: int, stop: int) -> Prompts:
+        """The rows from `first` to `stop` (exclusive)."""
+        before = None if self.before is None else self.before[first:stop]
+        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before)
 
 
 def encode(

@@ -183,6 +183,20 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     assert colours(trace) == 4 + 1  # a colour for each step, and the gap
 
 
+@pytest.mark.parametrize("drafter", [(), ("--sampler", "speculative", "--drafter", "digits-ar-drafter")])
+def test_the_summary_of_several_pictures_adds_up(drafter: tuple[str, ...], tmp_path: Path) -> None:
+    given = ["--class", "0-3", *drafter]
+    found, sheet = run(tmp_path, *given)
+    assert len(set(found["row_nfe"])) > 1  # the longest row is not the mean one
+    forwards = [f"{sum(rows)} forwards (longest row {max(rows)})" for rows in (found["row_nfe"], found["draft_nfe"])]
+    rate = 4 * 49 / sum(found["row_nfe"])
+    assert found["tokens_per_forward"] == rate
+    drafts = f", {forwards[1]} of the drafter" if drafter else ""
+    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", *given])
+    expected = f"4 pictures of 7 x 7 tokens in {sheet}: {forwards[0]}{drafts}, {rate:.2f} tokens per forward, "
+    assert done.stdout.startswith(expected) and done.stdout.count("\n") == 1
+
+
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
     given = ["--model", mar, "--class", "1-3", "--set", "head_steps=2"]

@@ -427,7 +427,8 @@ def start_state(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
             f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
         )
-    rows = encode(model, prompt, attention_mask, chat).rows
+    prompts = encode(model, prompt, attention_mask, chat)
+    rows = prompts.rows
     mask = facts.mask_id
     holes = any(mask in row for row in rows)
     new = max_new_tokens
@@ -504,7 +505,7 @@ def start_state(
         length=ends,
         asked=lengths + new,
         max_new_tokens=new,
-        keys=torch.as_tensor(rng.row_keys(seeds, rows), device=device),
+        keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
         generator=generator,
         suppressed=torch.tensor(sorted(suppressed), device=device) if suppressed else None,
         ends=torch.tensor(end_tokens, dtype=torch.int64, device=device),
