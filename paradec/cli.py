@@ -23,7 +23,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paradec.interrupts import EXIT_CODE, debugging, raise_again
+from paradec.checks import check_int, check_text
+from paradec.interrupts import EXIT_CODE, debugging, held_back, raise_again
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
@@ -341,8 +342,18 @@ def image(
     as_json: AsJson = False,
 ) -> None:
     """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
-    from paradec.image_command import ImageJob, check_drafter, load_draft_model, pipeline_index, sampler_for
+    from paradec.image_command import (
+        ImageJob,
+        check_drafter,
+        check_options,
+        check_options_of,
+        load_draft_model,
+        pipeline_index,
+        sampler_for,
+    )
 
+    _check_writable("--out", out)
+    _check_writable("--trace", trace)
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
     settings = _settings(set_ or [])
     for name, value in (("interval", interval), ("order", order)):
@@ -354,6 +365,7 @@ def image(
     common = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
     tokens = {"cache": cache, "top_p": top_p, "top_k": top_k}
+    check_options(common | tokens)
     if index is not None:
         from paradec.pipeline_command import PipelineJob
 
@@ -372,6 +384,7 @@ def image(
     late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
     method = sampler_for(model, sampler, settings)
     check_drafter(method, drafter)
+    check_options_of(method, model, common | tokens)
     options = {name: file for name, file in (("vq", vq), ("vae", vae)) if file is not None}
     loaded = paradec.load(model, dtype=dtype, device=device, **options)
     if drafter is not None:
@@ -418,6 +431,7 @@ def _check_writable(option: str, file: Path | None) -> None:
     """Raise ValueError unless the file can be written, where there is one."""
     if file is None:
         return
+    check_text(option, str(file))  # it is printed as well
     if file.is_dir() or not file.parent.is_dir():
         raise ValueError(f"cannot write {option} {str(file)!r}: not a file in an existing folder")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -449,6 +463,15 @@ def _decode(
     """Load the model, run `paradec.generate` or `paradec.infill`, and print the result."""
     values = _settings(settings or [])
     _check_writable("--trace", trace)
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    texts = [text["content"] if isinstance(text, dict) else text for text in texts]
+    for text in texts:
+        check_text("prompt", text)
+        if not text.strip():
+            raise ValueError(f"prompt={text!r} is empty; give at least one word")
+    for name in ("mask", "stop"):
+        for text in [request.get(name) or ""] if name == "mask" else request.get("stop_strings") or ():
+            check_text(f"--{name}", text)
 
     import torch
 
@@ -461,7 +484,7 @@ def _decode(
     method = paradec.samplers.create(sampler, **values)
     paradec.caches.create(request["cache"])
     request["attention"] = _attention(attention, attention_settings)
-    check_options(function, prompt, request, num_return_sequences)
+    check_options(function, request, num_return_sequences)
     _quiet_loading()
     loaded = paradec.load(source, dtype=dtype, device=device)
     check_model(loaded)
@@ -491,19 +514,19 @@ def _decode(
                 loaded, batch, sampler=method, trace=trace is not None, callback=view.update, **request
             )
 
-    found, code, printed = Answers(asked.single), 0, 0
+    found, code = Answers(asked.single), 0
     raise_again()
     try:
         with bar:
             for batch, output, interrupted in in_batches(decode, asked, size):
                 code = EXIT_CODE if interrupted else 0
                 first, alone = len(found.tokens), len(batch.rows) == len(asked.rows)
-                found.add(output, completed(output) if interrupted and not alone else range(len(batch.rows)))
                 if sys.stdout.isatty():
                     bar.stop()  # what is printed now would go through it
-                while not as_json and printed < len(found.tokens):
-                    typer.echo(found.line(printed))
-                    printed += 1
+                with held_back():
+                    found.add(output, completed(output) if interrupted and not alone else range(len(batch.rows)))
+                    for index in range(first, 0 if as_json else len(found.tokens)):
+                        typer.echo(found.line(index))
                 if not first and not interrupted and request["temperature"] == 0 and repeats(batch, output):
                     bar.stop()
                     warnings.warn(
@@ -513,10 +536,8 @@ def _decode(
                     )
                 if trace is not None and output.trace is not None:
                     output.trace.to_json(trace)
-    except KeyboardInterrupt:  # between two batches, or while one is printed
+    except KeyboardInterrupt:  # between two batches
         code = EXIT_CODE
-    for index in range(printed, 0 if as_json else len(found.tokens)):
-        typer.echo(found.line(index))
     if as_json and found.tokens:
         typer.echo(json.dumps(found.report(method, request["cache"], interrupted=code != 0), ensure_ascii=False))
     elif found.tokens:
@@ -579,6 +600,10 @@ def compare(
     evaluation.configurations(names)
     paradec.caches.create(cache)
     attends = _attention(attention, attention_set)
+    check_int("batch", batch, low=1)
+    check_int("seed", seed, low=0, high=2**63 - 1)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
+        check_int(name, value, low=1, high=2**31 - 1, none=True)
     if prompts is None:
         questions = evaluation.packaged_questions(_names(tasks), limit)
     else:
@@ -681,6 +706,11 @@ def learn2pd_train(
 
     # Everything is checked before the model is loaded, and before the hours of collecting.
     training.check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
+    for name in cache or []:
+        paradec.caches.create(name)
+    check_int("batch", batch, low=1)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
+        check_int(name, value, low=1, high=2**31 - 1, none=True)
 
     texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
     earlier = training.Records.load(records) if records is not None and records.exists() else None
@@ -914,7 +944,7 @@ def _value(text: str) -> Any:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: brackets without end
             continue
     return text
 

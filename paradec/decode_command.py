@@ -14,16 +14,14 @@ import torch
 from paradec.attention.sparsed import AttentionCost
 from paradec.blocks import LONGEST_BLOCK, POLICIES
 from paradec.checks import check_choice, check_int
-from paradec.generate import Output
-from paradec.prompts import Prompts
+from paradec.generate import MOST_ANSWERS, Output
+from paradec.prompts import Prompts, check_placeholder
 from paradec.protocol import Interrupted
 from paradec.samplers.request import make_request
 from paradec.samplers.stopping import check_stop_strings
 
 MOST_ROWS = 256
 """Rows decoded together at most: results are printed batch by batch, and larger ones gain little."""
-MOST_ANSWERS = 10_000_000
-"""Answers per prompt that a command can ask for."""
 CPU_BYTES = 2**30
 """What a batch may take on the CPU, where memory that is free is not known to be ours."""
 LOGIT_BYTES = 24
@@ -32,39 +30,26 @@ ACTIVATIONS = 24
 """Numbers of the hidden size that a position takes at once, about."""
 
 
-def check_options(function: str, prompt: Any, options: dict[str, Any], answers: int) -> None:
+def check_options(function: str, options: dict[str, Any], answers: int) -> None:
     """Check what can be checked without the model, which may take minutes to load.
 
     Args:
-        function: "generate" or "infill". prompt: texts or a chat. options: arguments of the function. answers: per
-            prompt.
+        function: "generate" or "infill". options: arguments of it. answers: per prompt.
 
     Raises:
         ValueError: an argument out of its range; the message names it.
     """
-    for text in [prompt] if isinstance(prompt, str) else prompt:
-        text = text["content"] if isinstance(text, dict) else text
-        check_text("prompt", text)
-        if not text.strip():
-            raise ValueError(f"prompt={text!r} is empty; give at least one word")
-    for text in [options.get("mask"), *(options.get("stop_strings") or ())]:
-        check_text("text", text)
     check_int("num_return_sequences", answers, low=1, high=MOST_ANSWERS)
     names = ("steps", "temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "holes_eos_inf")
     make_request({name: options[name] for name in names if name in options})
     low = 1 if function == "generate" else 0
-    check_int("max_new_tokens", options["max_new_tokens"], low=low, none=function == "generate")
+    check_int("max_new_tokens", options["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
     check_int("block_length", options["block_length"], low=1, high=LONGEST_BLOCK, none=True)
     check_int("seed", options["seed"], low=0, high=2**63 - 1, none=True)
     if options.get("blocks") is not None:
         check_choice("blocks", options["blocks"], POLICIES)
     check_stop_strings(options.get("stop_strings"))
-
-
-def check_text(name: str, text: str | None) -> None:
-    """Raise ValueError for bytes of the command line that are no UTF-8; Python hands them on as surrogates."""
-    if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{name}={text!r} is no UTF-8 text")
+    check_placeholder(options.get("mask"))
 
 
 def rows_that_fit(model: Any, positions: int, branches: int) -> int:

@@ -26,6 +26,9 @@ from paradec.samplers.stopping import EarlyRule, StopRule
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace
 
+MOST_ANSWERS = 1_000_000
+"""Rows that one prompt can become."""
+
 
 @dataclass
 class Output:
@@ -190,7 +193,7 @@ def generate(
     check_bool("compile", compile)
     if compile and model.device.type != "cuda":
         raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
-    check_int("num_return_sequences", num_return_sequences, low=1)
+    check_int("num_return_sequences", num_return_sequences, low=1, high=MOST_ANSWERS)
     prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, chat)
     if race is not None:
         _check_race(race, prompts, num_return_sequences, streamer)
@@ -348,7 +351,7 @@ def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: A
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:
-    check_int("race", race, low=1)
+    check_int("race", race, low=1, high=MOST_ANSWERS)
     if len(prompts.rows) != 1:
         raise ValueError(f"race={race} takes one prompt; this request has {len(prompts.rows)}")
     if answers != 1:

@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,6 +49,22 @@ def raise_again() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, as it does in every other program."""
     if _handler() is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let Ctrl-C wait until the block has been left: what is half printed could not be told from what is missing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
 
 
 def _handler() -> Any:

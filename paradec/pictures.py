@@ -15,6 +15,8 @@ from paradec.models.grid import Grid
 from paradec.trace import Trace
 
 OUTPUT_TYPES = ("pil", "pt", "latent")
+MOST_IMAGES = 100_000
+"""Pictures that one prompt or class can become."""
 
 
 @dataclass

@@ -75,8 +75,7 @@ def encode(
         return prompt
     if chat is not None:
         check_bool("chat", chat)
-    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
-        raise ValueError(f"mask={shown(placeholder)} must be the text that stands for a token to fill, e.g. '<mask>'")
+    check_placeholder(placeholder)
     if isinstance(prompt, (Tensor, np.ndarray)):
         return _from_ids(model, _tensor("input ids", prompt), attention_mask)
     if attention_mask is not None and not _is_rows_of_ids(prompt):
@@ -114,6 +113,12 @@ def encode(
                 "paradec.infill fills masks in text"
             )
     return Prompts(ids, single, starts)
+
+
+def check_placeholder(placeholder: Any) -> None:
+    """Raise ValueError unless it is None or a text that can stand for a mask."""
+    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
+        raise ValueError(f"mask={shown(placeholder)} must be the text that stands for a token to fill, e.g. '<mask>'")
 
 
 def _of_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:
