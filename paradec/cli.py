@@ -285,7 +285,7 @@ def infill(
     )
 
 
-@app.command()
+@app.command(short_help="Make pictures, and say what it took.")
 def image(
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")],
     model: Annotated[
@@ -546,7 +546,7 @@ def _decode(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(short_help="Compare samplers: right answers beside forwards.")
 def compare(
     model: Annotated[
         str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")
@@ -700,6 +700,8 @@ def learn2pd_train(
     _check_writable("--out", out)
     _check_writable("--records", records)
 
+    from safetensors import SafetensorError
+
     import paradec
     from paradec.samplers.learn2pd_filter import save_filter
     from paradec.training import learn2pd as training
@@ -752,7 +754,10 @@ def learn2pd_train(
         kept = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
         print(f"interrupted{kept}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
-    save_filter(out, facts, network)
+    try:
+        save_filter(out, facts, network)
+    except SafetensorError as error:  # of the file system; it is no OSError
+        raise OSError(f"cannot write --out {str(out)!r}: {error}") from error
     found = facts.held_out
     typer.echo(
         f"{out}: precision {found['precision']:.4f}, recall {found['recall']:.4f} at {threshold:g}, over "
@@ -777,7 +782,7 @@ def samplers(
     _list(paradec.samplers, as_json)
 
 
-@app.command()
+@app.command(short_help="List the caches, and what each works with.")
 def caches(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
@@ -826,19 +831,29 @@ def _list(registry: Any, as_json: bool, more: dict[str, dict[str, Any]] | None =
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: ruled on a terminal, tab-separated lines elsewhere."""
+    """Print a table: ruled on a terminal, where it is too narrow entry by entry; tab-separated lines elsewhere."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             typer.echo("\t".join(row))
         return
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
+    console, rows = Console(), list(rows)
     table = Table(*columns)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    if Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width:
+        console.print(table)
+        return
+    for row in rows:  # words would be cut
+        entry = Table.grid(padding=(0, 1))
+        for place, (name, cell) in enumerate(zip(columns, row, strict=True)):
+            style = "bold" if place == 0 else ""
+            entry.add_row(Text(f"{'' if place == 0 else '  '}{name}", style="dim"), Text(cell, style, overflow="fold"))
+        console.print(entry)
 
 
 class _Bar:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import paradec
@@ -303,6 +304,38 @@ def test_listing(kind: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["samplers", "caches"])
+@pytest.mark.parametrize("width", [80, 50, 200])
+def test_listing_on_a_terminal(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word of the lines that a pipe gets, nothing cut and nothing wider than the terminal."""
+    words = set(re.findall(r"[\w.:=+-]+", ok(kind)))
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.app([kind], standalone_mode=False) is None
+    text = re.sub(r"\033\[[0-9;]*m", "", screen.getvalue())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert max(map(len, text.splitlines())) <= width
+    short = {word for word in words if len(word) < 30}  # longer ones may be folded
+    assert short <= set(re.findall(r"[\w.:=+-]+", text))
+
+
+def commands() -> list[list[str]]:
+    group = get_command(cli.app)
+    found = [[], *([name] for name in group.commands)]
+    return found + [[name, sub] for name, each in group.commands.items() for sub in getattr(each, "commands", {})]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_help_at_80_columns(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = ok(*command, "--help")
+    assert max(map(len, text.splitlines())) <= 80
+    listed = text.partition("Commands:")[2]
+    assert "..." not in listed and "Commands:" in text or command  # of a command's help, whole sentences
+
+
 def test_listing_shows_settings_and_papers() -> None:
     (line,) = [line for line in ok("samplers").splitlines() if line.startswith("threshold\t")]
     assert "threshold=0.9" in line and "2505.22618" in line
@@ -349,6 +382,127 @@ def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str) -> No
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert named in result.stderr
+
+
+HUGE = str(10**30)
+REQUESTS = [
+    *(("--steps", value) for value in ("0", "-1", HUGE)),
+    *(("--temperature", value) for value in ("-1", "nan", "inf", "1e400", "1e-9")),
+    *(("--top-p", value) for value in ("0", "-0.5", "1.5", "nan")),
+    *(("--top-k", value) for value in ("0", "-3")),
+    *(("--guidance-scale", value) for value in ("-1", "nan", "inf", "1e9")),
+    *(("--seed", value) for value in ("-1", HUGE)),
+    *(("-n", value) for value in ("0", "-1", HUGE)),
+    *(("--block-length", value) for value in ("0", "-1", HUGE)),
+    ("--max-new-tokens", "-1"),
+    ("--max-new-tokens", HUGE),
+    ("--cache", ""),
+    ("--sampler", ""),
+    ("--sampler", "threshold("),
+    ("--set", "=1"),
+    ("--set", "threshold=1e400"),
+    ("--set", "threshold=" + 9999 * "["),
+    ("--attention", ""),
+    ("--trace", "FOLDER"),
+    ("--trace", "FILE/steps.json"),
+    ("--trace", "caf\udce9.json"),
+]
+IMAGES = [
+    *(("--steps", value) for value in ("0", "-1", HUGE)),
+    *(("--temperature", value) for value in ("-1", "nan", "1e400")),
+    *(("--top-p", value) for value in ("0", "nan")),
+    *(("--guidance-scale", value) for value in ("-1", "nan", "1e9")),
+    *(("--num-images", value) for value in ("0", "-1", HUGE)),
+    *((side, value) for side in ("--height", "--width") for value in ("0", "-8", HUGE)),
+    *(("--class", value) for value in ("", "a", "3-", "5-3", "1,,2", "-1", "0-" + HUGE)),
+    ("--top-k", "-1"),
+    ("--seed", "-1"),
+    ("--cache", "no-such-cache"),
+    ("--steps", "4"),
+    ("--cache", "dual"),
+    ("--columns", "0"),
+    ("--enlarge", "0"),
+    ("--enlarge", HUGE),
+    ("--interval", "0"),
+    ("--out", "FOLDER"),
+    ("--out", "sheet.txt"),
+    ("--out", "caf\udce9.png"),
+    ("--trace", "FILE/trace.png"),
+    ("--prompt", "caf\udce9"),
+    ("--sampler", ""),
+    ("--model", "FOLDER"),
+    ("--model", "FILE"),
+]
+COMPARE = [
+    *((f"--{name}", value) for name in ("limit", "batch", "max-new-tokens", "block-length") for value in ("0", "-1")),
+    ("--max-new-tokens", HUGE),
+    ("--block-length", HUGE),
+    ("--seed", "-1"),
+    ("--seed", HUGE),
+    ("--tasks", "no-such-task"),
+    ("--samplers", "no-such-sampler"),
+    ("--samplers", ""),
+    ("--cache", ""),
+    ("--prompts", "FILE"),
+    ("--prompts", "FOLDER"),
+    ("--prompts", "missing.jsonl"),
+    ("--out", "FOLDER"),
+    ("--plot", "curve.txt"),
+]
+TRAIN = [
+    *((f"--{name}", value) for name in ("per-task", "batch", "epochs", "max-new-tokens") for value in ("0", "-1")),
+    *(("--lr", value) for value in ("0", "-1", "nan", "2")),
+    *(("--threshold", value) for value in ("-1", "2", "nan")),
+    ("--per-task", HUGE),
+    ("--block-length", "0"),
+    ("--false-accept-weight", "0"),
+    ("--kind", "no-such-kind"),
+    ("--cache", "no-such-cache"),
+    ("--seed", "-1"),
+    ("--prompts", "FILE"),
+    ("--prompts", "missing.txt"),
+    ("--records", "FILE"),
+    ("--out", "FOLDER"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((("generate", PROMPT), option) for option in [*REQUESTS, ("--blocks", ""), ("--stop", "")]),
+        *((("infill", "fox <mask>"), option) for option in [*REQUESTS, ("--mask", ""), ("--mask", " ")]),
+        *((("image", "--out", "sheet.png"), option) for option in IMAGES),
+        *((("compare",), option) for option in COMPARE),
+        *((("learn2pd", "train", "--out", "filter.safetensors"), option) for option in TRAIN),
+    ],
+    ids=lambda entry: " ".join(entry)[:40].encode("ascii", "replace").decode(),
+)
+def test_nonsense_is_refused_before_a_model_is_loaded(
+    command: tuple[str, ...], option: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "FILE").write_bytes(b"\xff\x00")
+    monkeypatch.chdir(tmp_path)
+    loads = []
+    monkeypatch.setattr(paradec, "load", lambda *_, **__: loads.append(1))
+    if option[0] in command:
+        command = tuple(entry for entry in command if entry not in ("--out", "sheet.png", "filter.safetensors"))
+    if command[0] == "image" and option[0] not in ("--class", "--prompt"):
+        command = (*command, "--class", "3")
+    result = run(*command, *option)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert not loads or option == ("--model", "FILE")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "FOLDER"]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")
+def test_files_that_may_not_be_written(tmp_path: Path) -> None:
+    closed = tmp_path / "steps.json"
+    closed.write_text("kept")
+    closed.chmod(0o400)
+    result = run("generate", PROMPT, "--trace", closed)
+    assert result.exit_code == 2 and "permission denied" in result.stderr and closed.read_text() == "kept"
 
 
 def test_unknown_command_gives_one_line() -> None:
