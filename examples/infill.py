@@ -34,7 +34,7 @@ def main() -> None:
 
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
     # an end token inside a hole would leave it shorter than asked for
-    out = paradec.infill(model, text if prompt is None else turns, sampler=args.sampler, logits_eos_inf=True)
+    out = paradec.infill(model, text if prompt is None else turns, sampler=args.sampler)
     print(f"{text}\n{out.text}")
     for number, fill in enumerate(out.fills, start=1):
         print(f"hole {number}: {fill!r}")

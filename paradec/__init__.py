@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import paradec.interrupts as _interrupts  # noqa: F401 - first: the other imports take seconds
 from paradec import attention, caches, samplers
 from paradec.attention.sparsed import SparseD
 from paradec.blocks import AdaptiveBlocks, FixedBlocks

@@ -97,6 +97,12 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)} must be True or False")
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError for bytes that are no UTF-8, which Python hands on as surrogates."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name}={shown(text)} is no UTF-8 text")
+
+
 def is_finite(value: Any) -> bool:
     """Whether a real number is neither NaN nor infinite, nor an integer that no tensor can hold."""
     if isinstance(value, numbers.Integral):

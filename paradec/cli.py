@@ -1,7 +1,7 @@
 """The command line: `paradec generate`, `infill`, `image`, `compare`, `samplers`, `caches`.
 
-A wrong argument gives one line on standard error and exit code 2. With `PARADEC_DEBUG=1` in the environment the
-traceback is shown instead.
+A wrong argument gives one line on standard error and exit code 2, Ctrl-C exit code 130. With `PARADEC_DEBUG=1` in the
+environment tracebacks are shown as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import os
 import re
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from paradec.checks import check_int, check_text
+from paradec.interrupts import EXIT_CODE, debugging, held_back, raise_again
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
@@ -37,18 +42,39 @@ class _OneLineErrors(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        if not standalone_mode or os.environ.get("PARADEC_DEBUG", "0") not in ("", "0"):
+        if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             try:
                 # The exit code of a typer.Exit, or what the command returned.
                 code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                if sys.stdout is not None:
+                    sys.stdout.flush()
             except typer.Abort:
-                code = 130
+                code = EXIT_CODE
+            except BrokenPipeError:
+                code = _closed_pipe()
             except Exception as error:
                 code = _fail(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # which typer would report in its own way
+            ctx.exit(_closed_pipe())
+        except KeyboardInterrupt:  # typer makes an exit of it
+            if debugging():
+                traceback.print_exc()
+            raise
+
+
+def _closed_pipe() -> int:
+    """Nobody reads what is printed (`paradec samplers | head -1`): end without a word."""
+    # what is still in the buffer would fail once more when Python ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
@@ -63,6 +89,8 @@ def _fail(error: Exception) -> int:
         text = str(error) or type(error).__name__
     else:
         raise error
+    if debugging():
+        traceback.print_exception(error)
     print("error: " + " ".join(text.split()), file=sys.stderr)
     return 2
 
@@ -213,6 +241,7 @@ def infill(
     block_length: Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")] = None,
     steps: Steps = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to append to the text.")] = 0,
+    holes_eos_inf: Annotated[bool, typer.Option(help="Fill holes without end tokens, which shorten them.")] = True,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -240,6 +269,7 @@ def infill(
         live=live,
         as_json=as_json,
         mask=mask,
+        holes_eos_inf=holes_eos_inf,
         cache=cache,
         attention=attention,
         attention_settings=attention_set,
@@ -255,7 +285,7 @@ def infill(
     )
 
 
-@app.command()
+@app.command(short_help="Make pictures, and say what it took.")
 def image(
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")],
     model: Annotated[
@@ -312,8 +342,18 @@ def image(
     as_json: AsJson = False,
 ) -> None:
     """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
-    from paradec.image_command import ImageJob, check_drafter, load_draft_model, pipeline_index, sampler_for
+    from paradec.image_command import (
+        ImageJob,
+        check_drafter,
+        check_options,
+        check_options_of,
+        load_draft_model,
+        pipeline_index,
+        sampler_for,
+    )
 
+    _check_writable("--out", out)
+    _check_writable("--trace", trace)
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
     settings = _settings(set_ or [])
     for name, value in (("interval", interval), ("order", order)):
@@ -325,6 +365,7 @@ def image(
     common = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
     tokens = {"cache": cache, "top_p": top_p, "top_k": top_k}
+    check_options(common | tokens)
     if index is not None:
         from paradec.pipeline_command import PipelineJob
 
@@ -332,7 +373,7 @@ def image(
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
         work = PipelineJob(job, index, sampler, settings, compare=compare, dtype=dtype, device=device, **common)
-        made = work.run(bars=sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+        made = work.run(bars=_on_terminal(sys.stderr))
         typer.echo(json.dumps(work.report(made)) if as_json else work.summary(made))
         return
     if compare:
@@ -343,6 +384,7 @@ def image(
     late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
     method = sampler_for(model, sampler, settings)
     check_drafter(method, drafter)
+    check_options_of(method, model, common | tokens)
     options = {name: file for name, file in (("vq", vq), ("vae", vae)) if file is not None}
     loaded = paradec.load(model, dtype=dtype, device=device, **options)
     if drafter is not None:
@@ -350,6 +392,7 @@ def image(
             method, drafter=load_draft_model(drafter, loaded, dtype=dtype, device=device), **late
         )
     code = 0
+    raise_again()
     try:
         with _Bar() as bar:
             output = paradec.generate_images(
@@ -362,14 +405,42 @@ def image(
                 callback=bar.update,
             )
     except paradec.Interrupted as interrupt:
-        code, output = 130, interrupt.output
+        code, output = EXIT_CODE, interrupt.output
     job.write(output.images, None if trace is None else output.steps)
     typer.echo(json.dumps(job.report(output, method)) if as_json else job.summary(output))
     raise typer.Exit(code)
 
 
 def _text(argument: str) -> str:
-    return sys.stdin.read().rstrip("\r\n") if argument == "-" else argument
+    """The argument, or what standard input holds, without its last line's end."""
+    if argument != "-":
+        return argument
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; give a prompt")
+    data = sys.stdin.buffer.read()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    if "\0" in text:
+        raise ValueError(f"standard input is no text: it has a zero byte at position {text.index(chr(0))}")
+    return text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
+
+
+def _check_writable(option: str, file: Path | None) -> None:
+    """Raise ValueError unless the file can be written, where there is one."""
+    if file is None:
+        return
+    check_text(option, str(file))  # it is printed as well
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"cannot write {option} {str(file)!r}: not a file in an existing folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"cannot write {option} {str(file)!r}: permission denied")
+
+
+def _on_terminal(stream: Any) -> bool:
+    """Whether lines can be drawn again there; TERM=dumb cannot."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _decode(
@@ -386,63 +457,96 @@ def _decode(
     as_json: bool,
     attention: str | None,
     attention_settings: list[str] | None,
+    num_return_sequences: int,
     **request: Any,
 ) -> None:
     """Load the model, run `paradec.generate` or `paradec.infill`, and print the result."""
     values = _settings(settings or [])
-    if trace is not None and (trace.is_dir() or not trace.parent.is_dir()):
-        raise ValueError(f"cannot write the trace to {str(trace)!r}: not a file in an existing folder")
+    _check_writable("--trace", trace)
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    texts = [text["content"] if isinstance(text, dict) else text for text in texts]
+    for text in texts:
+        check_text("prompt", text)
+        if not text.strip():
+            raise ValueError(f"prompt={text!r} is empty; give at least one word")
+    for name in ("mask", "stop"):
+        for text in [request.get(name) or ""] if name == "mask" else request.get("stop_strings") or ():
+            check_text(f"--{name}", text)
+
+    import torch
 
     import paradec
-    from paradec.blocks import POLICIES
-    from paradec.checks import check_choice
+    from paradec.decode_command import Answers, check_options, completed, in_batches, repeats, rows_that_fit
+    from paradec.generate import check_model
+    from paradec.prompts import encode
 
-    # Settings are checked before the model is loaded, which may take minutes.
+    # Everything that can be is checked before the model is loaded, which may take minutes.
     method = paradec.samplers.create(sampler, **values)
     paradec.caches.create(request["cache"])
     request["attention"] = _attention(attention, attention_settings)
-    if request.get("blocks") is not None:
-        check_choice("blocks", request["blocks"], POLICIES)
+    check_options(function, request, num_return_sequences)
     _quiet_loading()
     loaded = paradec.load(source, dtype=dtype, device=device)
+    check_model(loaded)
 
-    view: Any = _Bar()
-    if live and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        from paradec.live import LiveView
+    asked = encode(loaded, prompt, chat=request.pop("chat", None), placeholder=request.get("mask"))
+    asked = asked.repeated(num_return_sequences).numbered()
+    new = loaded.default_max_new_tokens if request["max_new_tokens"] is None else request["max_new_tokens"]
+    size = rows_that_fit(loaded, max(map(len, asked.rows)) + new, 1 if request["guidance_scale"] == 1 else 2)
+    if trace is not None and len(asked.rows) > size:
+        raise ValueError(f"--trace records one batch, which is {size} answers here, not {len(asked.rows)}")
+    if request["seed"] is None:  # one for all batches
+        request["seed"] = int(torch.randint(2**63 - 1, (1,)))
 
-        view = LiveView(loaded.tokenizer)
-    code = 0
-    try:
-        with view:
-            output = getattr(paradec, function)(
-                loaded, prompt, sampler=method, trace=trace is not None, callback=view.update, **request
+    bar = _Bar()
+    watched = live and _on_terminal(sys.stdout)
+
+    def decode(batch: Any) -> Any:
+        view: Any = bar
+        if watched:
+            from paradec.live import LiveView
+
+            view = LiveView(loaded.tokenizer)
+        else:
+            bar.among(len(found.tokens), len(batch.rows), len(asked.rows))
+        with view if watched else nullcontext():
+            return getattr(paradec, function)(
+                loaded, batch, sampler=method, trace=trace is not None, callback=view.update, **request
             )
-    except paradec.Interrupted as interrupt:
-        code = 130
-        output = interrupt.output
-        if output is None:
-            raise typer.Exit(code) from None
 
-    if trace is not None and output.trace is not None:
-        output.trace.to_json(trace)
-    if as_json:
-        report = _report(output, method, request["cache"], interrupted=code != 0)
-        if output.attention is not None:
-            report["attention"] = dataclasses.asdict(output.attention)
-        typer.echo(json.dumps(report, ensure_ascii=False))
-    else:
-        texts = [output.text] if isinstance(output.text, str) else output.text
-        for index, text in enumerate(texts):
-            typer.echo(text if len(texts) == 1 else f"[{index + 1}] {text}")
-        typer.echo(
-            f"{_count(sum(output.tokens), 'token')}, {_count(output.nfe, 'forward')}, "
-            f"{output.tokens_per_forward:.1f} tokens per forward, {output.seconds:.2f} s"
-            + (", interrupted" if code else "")
-        )
+    found, code = Answers(asked.single), 0
+    raise_again()
+    try:
+        with bar:
+            for batch, output, interrupted in in_batches(decode, asked, size):
+                code = EXIT_CODE if interrupted else 0
+                first, alone = len(found.tokens), len(batch.rows) == len(asked.rows)
+                if sys.stdout.isatty():
+                    bar.stop()  # what is printed now would go through it
+                with held_back():
+                    found.add(output, completed(output) if interrupted and not alone else range(len(batch.rows)))
+                    for index in range(first, 0 if as_json else len(found.tokens)):
+                        typer.echo(found.line(index))
+                if not first and not interrupted and request["temperature"] == 0 and repeats(batch, output):
+                    bar.stop()
+                    warnings.warn(
+                        "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 "
+                        "draws)",
+                        stacklevel=1,
+                    )
+                if trace is not None and output.trace is not None:
+                    output.trace.to_json(trace)
+    except KeyboardInterrupt:  # between two batches
+        code = EXIT_CODE
+    if as_json and found.tokens:
+        typer.echo(json.dumps(found.report(method, request["cache"], interrupted=code != 0), ensure_ascii=False))
+    elif found.tokens:
+        missing = f" after {len(found.tokens)} of {len(asked.rows)} answers" if len(asked.rows) > 1 else ""
+        typer.echo(found.summary() + (f", interrupted{missing}" if code else ""))
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(short_help="Compare samplers: right answers beside forwards.")
 def compare(
     model: Annotated[
         str | None, typer.Option(help="A folder or a hub id; by default the small model inside the package.")
@@ -480,8 +584,8 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")] = False,
 ) -> None:
     """Compare samplers, each with several settings: right answers beside the forwards that they took."""
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ValueError(f"cannot write the results to {str(out)!r}: not a file in an existing folder")
+    _check_writable("--out", out)
+    _check_writable("--plot", plot)
     if resume and out is None:
         raise ValueError("--resume goes on with the results in --out FILE.json; give it")
 
@@ -496,6 +600,10 @@ def compare(
     evaluation.configurations(names)
     paradec.caches.create(cache)
     attends = _attention(attention, attention_set)
+    check_int("batch", batch, low=1)
+    check_int("seed", seed, low=0, high=2**63 - 1)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
+        check_int(name, value, low=1, high=2**31 - 1, none=True)
     if prompts is None:
         questions = evaluation.packaged_questions(_names(tasks), limit)
     else:
@@ -515,6 +623,7 @@ def compare(
 
     bar = _Bar()
     code = 0
+    raise_again()
     try:
         with bar:
             found = evaluation.compare(
@@ -531,7 +640,7 @@ def compare(
                 progress=update,
             )
     except paradec.Interrupted as interrupt:
-        code = 130
+        code = EXIT_CODE
         found = interrupt.output
     if out is not None and found.results:
         found.to_json(out)
@@ -588,9 +697,10 @@ def learn2pd_train(
     device: Device = None,
 ) -> None:
     """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to what was final."""
-    for name, file in (("--out", out), ("--records", records)):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise ValueError(f"cannot write {name} {str(file)!r}: not a file in an existing folder")
+    _check_writable("--out", out)
+    _check_writable("--records", records)
+
+    from safetensors import SafetensorError
 
     import paradec
     from paradec.samplers.learn2pd_filter import save_filter
@@ -598,6 +708,11 @@ def learn2pd_train(
 
     # Everything is checked before the model is loaded, and before the hours of collecting.
     training.check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
+    for name in cache or []:
+        paradec.caches.create(name)
+    check_int("batch", batch, low=1)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
+        check_int(name, value, low=1, high=2**31 - 1, none=True)
 
     texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
     earlier = training.Records.load(records) if records is not None and records.exists() else None
@@ -609,6 +724,7 @@ def learn2pd_train(
             collected.save(records)
 
     bar = _Bar()
+    raise_again()
     try:
         with bar:
             collected = training.collect(
@@ -637,8 +753,11 @@ def learn2pd_train(
         save(interrupt.output)
         kept = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
         print(f"interrupted{kept}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    save_filter(out, facts, network)
+        raise typer.Exit(EXIT_CODE) from None
+    try:
+        save_filter(out, facts, network)
+    except SafetensorError as error:  # of the file system; it is no OSError
+        raise OSError(f"cannot write --out {str(out)!r}: {error}") from error
     found = facts.held_out
     typer.echo(
         f"{out}: precision {found['precision']:.4f}, recall {found['recall']:.4f} at {threshold:g}, over "
@@ -663,7 +782,7 @@ def samplers(
     _list(paradec.samplers, as_json)
 
 
-@app.command()
+@app.command(short_help="List the caches, and what each works with.")
 def caches(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
@@ -712,19 +831,29 @@ def _list(registry: Any, as_json: bool, more: dict[str, dict[str, Any]] | None =
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: ruled on a terminal, tab-separated lines elsewhere."""
+    """Print a table: ruled on a terminal, where it is too narrow entry by entry; tab-separated lines elsewhere."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             typer.echo("\t".join(row))
         return
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
+    console, rows = Console(), list(rows)
     table = Table(*columns)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    if Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width:
+        console.print(table)
+        return
+    for row in rows:  # words would be cut
+        entry = Table.grid(padding=(0, 1))
+        for place, (name, cell) in enumerate(zip(columns, row, strict=True)):
+            style = "bold" if place == 0 else ""
+            entry.add_row(Text(f"{'' if place == 0 else '  '}{name}", style="dim"), Text(cell, style, overflow="fold"))
+        console.print(entry)
 
 
 class _Bar:
@@ -734,25 +863,39 @@ class _Bar:
     interval = 0.1
 
     def __init__(self) -> None:
-        # TERM=dumb cannot redraw a line.
-        self.enabled = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.enabled = _on_terminal(sys.stderr)
         self.progress: Any = None
         self.task: Any = None
         self.due = time.monotonic() + self.delay
+        self.before, self.rows, self.answers = 0, 1, 1
 
     def __enter__(self) -> _Bar:
         self.due = time.monotonic() + self.delay
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take it off the terminal, until the next update that is a while away."""
         if self.progress is not None:
             self.progress.stop()
+            self.progress = None
+            self.due = time.monotonic() + self.delay
+
+    def among(self, before: int, rows: int, answers: int) -> None:
+        """From now on `rows` of so many answers are decoded, with so many before them."""
+        self.before, self.rows, self.answers = before, rows, answers
 
     def update(self, state: Any, commit: Any) -> None:
         """Called by `paradec.generate` after every commit."""
-        if self._is_due():
-            decided, total = state.progress
+        if not self._is_due():
+            return
+        decided, total = state.progress
+        if self.rows == self.answers:
             self._show("decoding", decided, total, 30)
+        else:
+            self._show("answers", self.before + self.rows * decided // max(1, total), self.answers, 600)
 
     def work(self, what: str, share: float) -> None:
         """Called by `paradec compare` after every batch."""
@@ -774,7 +917,9 @@ class _Bar:
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             console = Console(stderr=True)
-            self.progress = Progress(*columns, console=console, transient=True, speed_estimate_period=period)
+            self.progress = Progress(
+                *columns, console=console, transient=True, speed_estimate_period=period, redirect_stdout=False
+            )
             self.task = self.progress.add_task(what, total=total)
             self.progress.start()
         self.progress.update(self.task, description=what, completed=completed, total=total)
@@ -814,7 +959,7 @@ def _value(text: str) -> Any:
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: brackets without end
             continue
     return text
 
@@ -830,34 +975,3 @@ def _quiet_loading() -> None:
     logging.disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()
-
-
-def _report(output: Any, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
-    single = isinstance(output.text, str)
-
-    def rows(values: list[Any]) -> Any:
-        return values[0] if single else values
-
-    filled: dict[str, Any] = {"fills": output.fills}
-    if output.fills is None:
-        # without the padding after the end token
-        answers = zip(output.new_tokens.tolist(), output.tokens, output.finished, strict=True)
-        filled = {"new_tokens": rows([ids[:count] if finished else ids for ids, count, finished in answers])}
-    return {
-        "text": output.text,
-        **filled,
-        "tokens": rows(output.tokens),
-        "finished": rows(output.finished),
-        "nfe": output.nfe,
-        "row_forwards": output.row_forwards,
-        "forwarded_tokens": output.forwarded_tokens,
-        "tokens_per_forward": output.tokens_per_forward,
-        "seconds": output.seconds,
-        "sampler": sampler.to_dict(),
-        "cache": cache,
-        "interrupted": interrupted,
-    }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

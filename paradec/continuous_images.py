@@ -14,7 +14,7 @@ from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_number, shown
 from paradec.models.image import labels_of
 from paradec.models.mar import MARModel
-from paradec.pictures import OUTPUT_TYPES, ImageOutput, pillow, to_pil
+from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, pillow, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 
 NAMES = ("mar", "recap")
@@ -72,7 +72,7 @@ def generate_continuous_images(
     if class_labels is None:
         raise ValueError(f"{model.facts.name} needs class_labels")
     check_choice("output_type", output_type, OUTPUT_TYPES)
-    check_int("num_images", num_images, low=1)
+    check_int("num_images", num_images, low=1, high=MOST_IMAGES)
     check_bool("trace", trace)
     if callback is not None and not callable(callback):
         raise TypeError(f"callback={shown(callback)} must be callable")

@@ -89,6 +89,8 @@ class Layout:
     stops: bool
     """Whether rows end at their end token."""
     suppressed: tuple[int, ...]
+    holes: bool
+    """Whether end tokens are kept out of holes."""
     device: torch.device
     capture: bool
 
@@ -114,6 +116,7 @@ class Layout:
             level=state.level and columns == exact,
             stops=bool(state.stop_rules),
             suppressed=() if state.suppressed is None else tuple(state.suppressed.tolist()),
+            holes=state.guards_holes,
             device=state.canvas.device,
             capture=capture,
         )
@@ -310,14 +313,13 @@ class Engine:
             if self.store is None:
                 self.store = model.make_store(self.batch, self.columns, self.cache.store_dtype)
             self.store.token_at_write.fill_(-1)  # what it holds is another request's
-        exact, rules = state.canvas.shape[1], state.stop_rules
+        exact = state.canvas.shape[1]
         self.canvas.fill_(self.facts.fill_token_id)[:, :exact].copy_(state.canvas)
         self.keys.copy_(state.keys)
         self.blocks.zero_()[:, : blocks.shape[1]].copy_(torch.as_tensor(blocks))
-        none = np.zeros(self.batch, np.int64)
-        first = rules[0].first if rules and rules[0].first is not None else none
-        steps = none if state.steps_per_block is None else state.steps_per_block
-        self._given.copy_(torch.as_tensor(np.stack((count, state.length, state.asked, state.end, first, steps))))
+        steps = np.zeros(self.batch, np.int64) if state.steps_per_block is None else state.steps_per_block
+        given = (count, state.length, state.asked, state.end, state.answer_start, steps)
+        self._given.copy_(torch.as_tensor(np.stack(given)))
         for tensor in (self.counts, self._progress, self.stopped, self.stuck):
             tensor.zero_()
         for at, tensor in enumerate((self.block_start, self.block_end, self.masks_at_open)):
@@ -435,6 +437,8 @@ class Engine:
         logits = self.model(query) if self.store is None else self.model(query, self.store)
         sampler = self.sampler
         logits = sampler._guided(self, logits, query)
+        if self.layout.holes:
+            sampler._keep_ends_out(self, logits, window.positions < self.first[rows].unsqueeze(1))
         tokens, quantities = sampler._read(self, logits, query, None)
         scores = sampler._ranked(self, tokens, quantities)
         view = View(

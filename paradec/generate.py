@@ -28,6 +28,8 @@ from paradec.trace import Trace
 
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.checks.MODELS`) that write ids without being told where a picture ends."""
+MOST_ANSWERS = 1_000_000
+"""Rows that one prompt can become."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ def generate(
     rng: str = "counter",
     eos_early_stop: bool = True,
     logits_eos_inf: bool = False,
+    holes_eos_inf: bool = False,
     confidence_eos_eot_inf: bool = False,
     suppress_tokens: Sequence[int] = (),
     stop_strings: str | Sequence[str] | None = None,
@@ -143,8 +146,8 @@ def generate(
         steps: forwards planned per row, for samplers with a schedule; a multiple of the number of blocks.
         max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold
             masks.
-        temperature, top_p, top_k, guidance_scale, logits_eos_inf, confidence_eos_eot_inf, suppress_tokens: see
-            `paradec.samplers.request.Request`.
+        temperature, top_p, top_k, guidance_scale, logits_eos_inf, holes_eos_inf, confidence_eos_eot_inf,
+            suppress_tokens: see `paradec.samplers.request.Request`.
         seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
             neighbours.
         generator: a torch.Generator instead of a seed.
@@ -192,7 +195,7 @@ def generate(
     check_bool("compile", compile)
     if compile and model.device.type != "cuda":
         raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
-    check_int("num_return_sequences", num_return_sequences, low=1)
+    check_int("num_return_sequences", num_return_sequences, low=1, high=MOST_ANSWERS)
     prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, chat)
     if race is not None:
         _check_race(race, prompts, num_return_sequences, streamer)
@@ -229,6 +232,7 @@ def generate(
         rng=rng,
         eos_early_stop=eos_early_stop,
         logits_eos_inf=logits_eos_inf,
+        holes_eos_inf=holes_eos_inf,
         confidence_eos_eot_inf=confidence_eos_eot_inf,
         suppress_tokens=suppress_tokens,
     )
@@ -268,6 +272,7 @@ def infill(
     attention_mask: Any = None,
     mask: str = "<mask>",
     max_new_tokens: int = 0,
+    holes_eos_inf: bool = True,
     chat: bool | None = None,
     **request: Any,
 ) -> Output:
@@ -277,8 +282,9 @@ def infill(
 
     A bidirectional model sees what stands on both sides of a hole. By default all holes are one block; with
     `block_length` blocks count from the first mask, and those without a mask are passed over (`steps` counts them all
-    the same). An end token inside a hole ends nothing, given text comes after it: it is left out of the text, like
-    every special token. `logits_eos_inf=True` keeps end tokens out of holes.
+    the same). An end token inside a hole would end nothing, given text comes after it, and would be left out of the
+    text, like every special token: holes are filled without end tokens. Masks that nothing given follows, those of
+    `max_new_tokens` among them, are an answer, which may end.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
@@ -289,6 +295,7 @@ def infill(
         mask: the text that stands for one token to fill; "<mask:3>" and "<mask><mask><mask>" stand for three. A space
             before it is left to the model.
         max_new_tokens: masks appended after the text.
+        holes_eos_inf: keep end tokens out of holes; False lets the model leave a part of a hole empty.
         chat: True makes text a user turn of the chat template.
         request: everything else that `generate` takes.
 
@@ -306,7 +313,7 @@ def infill(
     for index, row in enumerate(prompts.rows):
         if model.facts.mask_token_id not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
-    return generate(model, prompts, max_new_tokens=max_new_tokens, **request)
+    return generate(model, prompts, max_new_tokens=max_new_tokens, holes_eos_inf=holes_eos_inf, **request)
 
 
 def check_source(prompt: Any, input_ids: Any) -> None:
@@ -338,7 +345,7 @@ def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: A
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:
-    check_int("race", race, low=1)
+    check_int("race", race, low=1, high=MOST_ANSWERS)
     if len(prompts.rows) != 1:
         raise ValueError(f"race={race} takes one prompt; this request has {len(prompts.rows)}")
     if answers != 1:

@@ -8,12 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paradec import samplers
-from paradec.checks import check_int
+from paradec import caches, samplers
+from paradec.checks import check_int, check_number, check_temperature, check_text
+from paradec.decode_command import forwards
 from paradec.images import ImageOutput, contact_sheet, step_pictures
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.image_loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
+from paradec.pictures import MOST_IMAGES
+from paradec.samplers.request import LARGEST_GUIDANCE
 
+MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
+"""Largest values of options."""
 MOST_CLASSES = 100_000
 """Longest range of classes that is written out."""
 TRACE_SIDE = 160
@@ -49,6 +54,8 @@ class ImageJob:
         check_int("--enlarge", self.enlarge, low=1, high=64)
         if (self.prompts is None) == (self.classes is None):
             raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
+        for prompt in self.prompts or ():
+            check_text("--prompt", prompt)
         if self.prompts is not None:
             self.conditions = {"prompts": self.prompts}
         elif self.classes is not None:
@@ -72,10 +79,9 @@ class ImageJob:
         """One line."""
         what = f"{count(len(output.row_nfe))} of {output.grid.height} x {output.grid.width} tokens"
         end = f" in {self.out}" if output.images is not None else ", interrupted"
-        most = output.tokens_per_forward
-        drafts = max(output.draft_nfe, default=0)
-        forwards = f"{output.nfe} forwards" + (f" and {drafts} of the drafter" if drafts else "")
-        return f"{what}{end}: {forwards}, {most:.2f} tokens per forward, {output.seconds:.2f} s"
+        drafts = f", {forwards(output.draft_nfe)} of the drafter" if any(output.draft_nfe) else ""
+        took = f"{forwards(output.row_nfe)}{drafts}, {output.tokens_per_forward:.2f} tokens per forward"
+        return f"{what}{end}: {took}, {output.seconds:.2f} s"
 
     def report(self, output: ImageOutput, sampler: Any) -> dict[str, Any]:
         """The same as data."""
@@ -94,6 +100,35 @@ class ImageJob:
             "sampler": sampler.to_dict(),
             "interrupted": output.images is None,
         }
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Check what can be checked without the model. options: arguments of the command.
+
+    Raises:
+        ValueError: an option out of its range; the message names it.
+    """
+    check_int("--num-images", options["num_images"], low=1, high=MOST_IMAGES)
+    for name in ("steps", "height", "width"):
+        check_int(f"--{name}", options[name], low=1, high=MOST[name], none=True)
+    check_int("--seed", options["seed"], low=0, high=2**63 - 1, none=True)
+    check_number("--guidance-scale", options["guidance_scale"], low=0, high=LARGEST_GUIDANCE, none=True)
+    check_temperature("--temperature", options["temperature"], none=True)
+    check_number("--top-p", options["top_p"], low=0, high=1, none=True, open_low=True)
+    check_int("--top-k", options["top_k"], low=0, none=True)
+    if options["cache"] is not None:
+        caches.create(options["cache"])
+    if options["negative_prompt"] is not None:
+        check_text("--negative-prompt", options["negative_prompt"])
+
+
+def check_options_of(sampler: Any, source: str, options: dict[str, Any]) -> None:
+    """Raise ValueError for an option that models with samplers of this family do not have."""
+    others = {"draft_verify": ("steps", "cache"), "continuous": ("cache", "top_k", "top_p")}.get(sampler.family, ())
+    for name in others:
+        if options[name] is not None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is not for {source!r}, which has samplers of family {sampler.family!r}")
 
 
 def count(pictures: int) -> str:

@@ -18,7 +18,7 @@ from paradec.models.grid import Grid
 from paradec.models.image import ImageModel
 from paradec.models.mar import MARModel
 from paradec.models.masked_image import MaskedImageModel
-from paradec.pictures import OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
+from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
@@ -140,7 +140,7 @@ def generate_images(
     if given[model.conditions] is None:
         raise ValueError(f"{model.facts.name} needs {model.conditions}")
     check_choice("output_type", output_type, OUTPUT_TYPES)
-    check_int("num_images", num_images, low=1)
+    check_int("num_images", num_images, low=1, high=MOST_IMAGES)
     check_bool("trace", trace)
     if callback is not None and not callable(callback):
         raise TypeError(f"callback={shown(callback)} must be callable")

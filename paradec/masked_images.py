@@ -12,7 +12,7 @@ from paradec.checks import check_bool, check_choice, check_int, check_temperatur
 from paradec.generate import Output, generate
 from paradec.models.grid import Grid
 from paradec.models.masked_image import MaskedImageModel
-from paradec.pictures import OUTPUT_TYPES, ImageOutput, pillow, to_pil
+from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, pillow, to_pil
 from paradec.protocol import Interrupted, Sampler
 from paradec.registry import unknown
 
@@ -50,7 +50,7 @@ def generate_masked_images(
         if name not in (*REQUEST, "seed", "generator", "callback"):
             raise ValueError(unknown("argument for masked image models", name, (*REQUEST, "seed", "generator")))
     check_choice("output_type", output_type, OUTPUT_TYPES)
-    check_int("num_images", num_images, low=1)
+    check_int("num_images", num_images, low=1, high=MOST_IMAGES)
     check_bool("trace", trace)
     if output_type == "pil":
         pillow()

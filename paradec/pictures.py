@@ -15,6 +15,8 @@ from paradec.models.grid import Grid
 from paradec.trace import Trace
 
 OUTPUT_TYPES = ("pil", "pt", "latent")
+MOST_IMAGES = 100_000
+"""Pictures that one prompt or class can become."""
 
 
 @dataclass
@@ -52,8 +54,9 @@ class ImageOutput:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens per forward call, mean over all rows' calls."""
-        return self.tokens.shape[:2].numel() / max(1, sum(self.row_nfe))
+        """Tokens per forward call, mean over all rows' calls; after an interrupt, of those that had become final."""
+        tokens = self.tokens.shape[:2].numel()
+        return min(tokens, int(self.accepted.sum())) / max(1, sum(self.row_nfe))
 
     @property
     def steps(self) -> np.ndarray:

@@ -15,7 +15,7 @@ from PIL.Image import Image
 import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
-from paradec.checks import check_choice, check_int, check_number, check_temperature
+from paradec.checks import check_choice
 from paradec.image_command import ImageJob, count
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.image import labels_of
@@ -110,13 +110,6 @@ class PipelineJob:
                 )
         elif self.compare:
             raise ValueError(f"--compare is for diffusion pipelines; {name} draws other codes with each sampler")
-        check_int("--num-images", self.num_images, low=1)
-        check_int("--steps", self.steps, low=1, none=True)
-        check_int("--seed", self.seed, low=0, high=2**63 - 1, none=True)
-        check_int("--height", self.height, low=1, none=True)
-        check_int("--width", self.width, low=1, none=True)
-        check_number("--guidance-scale", self.guidance_scale, low=0, none=True)
-        check_temperature("--temperature", self.temperature, none=True)
         if self.dtype is not None:
             check_choice("--dtype", self.dtype, DTYPES)
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,28 @@ class Prompts:
     starts: list[int]
     """Where the text that a reader wants begins in each row of an infill: behind the turns before the last one."""
 
+    before: list[int] | None = None
+    """How many equal rows stand before each, those of other batches included; None where this is the only batch."""
+
     def repeated(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
         return Prompts(rows, self.single and times == 1, starts)
+
+    def numbered(self) -> Prompts:
+        """The same rows, so that a `part` of them draws what it would draw among all."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        before = []
+        for row in map(tuple, self.rows):
+            before.append(seen[row])
+            seen[row] += 1
+        return replace(self, before=before)
+
+    def part(self, first: int, stop: int) -> Prompts:
+        """The rows from `first` to `stop` (exclusive)."""
+        before = None if self.before is None else self.before[first:stop]
+        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before)
 
 
 def encode(
@@ -57,8 +75,7 @@ def encode(
         return prompt
     if chat is not None:
         check_bool("chat", chat)
-    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
-        raise ValueError(f"mask={shown(placeholder)} must be the text that stands for a token to fill, e.g. '<mask>'")
+    check_placeholder(placeholder)
     if isinstance(prompt, (Tensor, np.ndarray)):
         return _from_ids(model, _tensor("input ids", prompt), attention_mask)
     if attention_mask is not None and not _is_rows_of_ids(prompt):
@@ -96,6 +113,12 @@ def encode(
                 "paradec.infill fills masks in text"
             )
     return Prompts(ids, single, starts)
+
+
+def check_placeholder(placeholder: Any) -> None:
+    """Raise ValueError unless it is None or a text that can stand for a mask."""
+    if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
+        raise ValueError(f"mask={shown(placeholder)} must be the text that stands for a token to fill, e.g. '<mask>'")
 
 
 def _of_ids(model: Any, rows: list[list[int]], single: bool) -> Prompts:

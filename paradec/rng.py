@@ -45,17 +45,23 @@ def philox(counter: Sequence[Integers], key: Sequence[Integers]) -> tuple[Intege
     return c0, c1 & MASK32, c2, c3 & MASK32
 
 
-def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]]) -> np.ndarray:
+def row_keys(
+    seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None
+) -> np.ndarray:
     """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows stand before it.
+
+    `before` says how many those are, where rows of other batches count as well.
 
     The row's index is left out on purpose: a row keeps its numbers when the batch around it changes, while copies of
     one prompt still differ from each other.
     """
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
-    for seed, prompt in zip(seeds, prompts, strict=True):
+    for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
         identity = (int(seed), tuple(prompt))
         copy = copies[identity] = copies.get(identity, -1) + 1
+        if before is not None:
+            copy = before[row]
         text = np.asarray([seed, copy, *prompt], dtype=np.int64).tobytes()
         keys.append(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u4").astype(np.int64))
     return np.stack(keys)

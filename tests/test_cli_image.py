@@ -183,6 +183,20 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     assert colours(trace) == 4 + 1  # a colour for each step, and the gap
 
 
+@pytest.mark.parametrize("drafter", [(), ("--sampler", "speculative", "--drafter", "digits-ar-drafter")])
+def test_the_summary_of_several_pictures_adds_up(drafter: tuple[str, ...], tmp_path: Path) -> None:
+    given = ["--class", "0-3", *drafter]
+    found, sheet = run(tmp_path, *given)
+    assert len(set(found["row_nfe"])) > 1  # the longest row is not the mean one
+    forwards = [f"{sum(rows)} forwards (longest row {max(rows)})" for rows in (found["row_nfe"], found["draft_nfe"])]
+    rate = 4 * 49 / sum(found["row_nfe"])
+    assert found["tokens_per_forward"] == rate
+    drafts = f", {forwards[1]} of the drafter" if drafter else ""
+    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", *given])
+    expected = f"4 pictures of 7 x 7 tokens in {sheet}: {forwards[0]}{drafts}, {rate:.2f} tokens per forward, "
+    assert done.stdout.startswith(expected) and done.stdout.count("\n") == 1
+
+
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
     given = ["--model", mar, "--class", "1-3", "--set", "head_steps=2"]
@@ -229,14 +243,14 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["digits-dit", "--class", "1", "--temperature", "1"], "--temperature is for models of tokens"),
         (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace draws which step made which token final"),
         (["digits-dit", "--class", "1", "--height", "32"], "--height is no argument of PixelDiTPipeline"),
-        (["digits-dit", "--class", "1", "--steps", "0"], "--steps=0 must be an integer of at least 1"),
+        (["digits-dit", "--class", "1", "--steps", "0"], "--steps=0 must be an integer from 1 to 1000000"),
         (["digits-dit", "--class", "1", "--dtype", "int8"], "unknown --dtype: 'int8'"),
         (["digits-dit", "--class", "1", "--device", "gpu"], "--device 'gpu' cannot be used"),
         (["AMUSED", "--prompt", "a", "--sampler", "taylorseer"], "AmusedPipeline; it takes maskgit, halton, recap"),
         (["AMUSED", "--class", "1"], "AmusedPipeline does not take class_labels; give --prompt"),
         (["AMUSED", "--prompt", "a", "--compare"], "--compare is for diffusion pipelines"),
         (["digits-ar", "--class", "1", "--compare"], "--compare is for diffusion pipelines"),
-        (["digits-ar", "--class", "1", "--steps", "4"], "steps=4 is for masked image models and MAR"),
+        (["digits-ar", "--class", "1", "--steps", "4"], "--steps is not for 'digits-ar', which has samplers of family"),
         (["digits-ar", "--class", "1", "--interval", "4"], "unknown setting of sampler 'sjd': 'interval'"),
         (["digits-ar", "--class", "1", "--sampler", "taylorseer"], "is of family 'forecast'; 'digits-ar' takes the"),
         (["digits-maskgit", "--class", "1", "--sampler", "mar"], "takes the 'masked' family: low_confidence"),

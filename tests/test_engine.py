@@ -103,6 +103,19 @@ def test_same_where_masks_stand_inside_the_prompt(block_length: int | None, cach
     assert_same(MODELS["shifted"], "threshold", **request)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_same_where_end_tokens_are_kept_out_of_holes(cache: str, early: bool) -> None:
+    ends = tuple(range(1, 41, 2))
+    request = {"prompt": HOLES, "max_new_tokens": 8, "cache": cache, "temperature": 1.0, "eos_early_stop": early}
+    state = assert_same(tiny(2, seed=3, ends=ends), "threshold", holes_eos_inf=True, **request)
+    column = np.arange(state.canvas.shape[1])
+    inside = (column < state.answer_start[:, None]) & ~state.given.numpy()
+    assert inside.any() and not np.isin(state.canvas.numpy()[inside], ends).any()
+    free = assert_same(tiny(2, seed=3, ends=ends), "threshold", **request)
+    assert np.isin(free.canvas.numpy()[inside], ends).any()
+
+
 @pytest.mark.parametrize(("cache", "poll_every"), [("none", 5), ("prefix", 3)])
 def test_surplus_steps_change_and_count_nothing(cache: str, poll_every: int) -> None:
     assert_same(MODELS["same"], "threshold", cache=cache, poll_every=poll_every, settings={"threshold": 0.3})
@@ -195,6 +208,7 @@ def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
         {"suppress_tokens": (3,)},
         {"block_length": 6},
         {"eos_early_stop": False},
+        {"holes_eos_inf": True},
         {"prompt": [[1] * 30, [2], [3]]},
         {"prompt": ROWS[:2]},
     ],

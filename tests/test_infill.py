@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
     out = paradec.infill(model, ids, cache=cache, max_new_tokens=new, **request_)
     check_filled(model, out, rows, new)
     assert all(nfe <= row.count(_) + new for nfe, row in zip(out.row_nfe, rows, strict=True))
+    request_ = request_ | {"holes_eos_inf": True}
     again = paradec.generate(model, input_ids=ids, cache=cache, max_new_tokens=new, **request_)
     assert torch.equal(again.sequences, out.sequences)
 
@@ -121,7 +124,8 @@ def by_hand(model: Model, row: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("row", HOLES + [[_] * 6])
 def test_equals_a_loop_by_hand(model: Model, row: list[int]) -> None:
-    out = paradec.infill(model, masked(model, row), sampler="low_confidence", eos_early_stop=False)
+    request = {"eos_early_stop": False, "holes_eos_inf": False}
+    out = paradec.infill(model, masked(model, row), sampler="low_confidence", **request)
     assert out.sequences[0].tolist() == by_hand(model, row)
     assert out.nfe == row.count(_)
 
@@ -166,20 +170,109 @@ def insisting(token: int) -> Model:
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
 def test_an_end_token_ends_nothing_inside(sampler: str) -> None:
     model = insisting(6)
-    out = paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler)
+    inside = {"sampler": sampler, "holes_eos_inf": False}
+    out = paradec.infill(model, [1, 7, 7, 2, 7, 3], **inside)
     assert out.sequences.tolist() == [[1, 6, 6, 2, 6, 3]]
     assert (out.tokens, out.finished) == ([3], [False])
     # given end tokens end nothing either
-    out = paradec.infill(model, [6, 7, 6, 7, 3], sampler=sampler)
+    out = paradec.infill(model, [6, 7, 6, 7, 3], **inside)
     assert out.sequences.tolist() == [[6, 6, 6, 6, 3]]
     # behind the text an end token ends the row
-    out = paradec.infill(model, [1, 7, 2], max_new_tokens=4, sampler=sampler, block_length=2)
+    out = paradec.infill(model, [1, 7, 2], max_new_tokens=4, block_length=2, **inside)
     assert out.sequences.tolist() == [[1, 6, 2, 6, 5, 5, 5]]
     assert (out.tokens, out.finished) == ([2], [True])
     assert out.new_tokens.tolist() == [[6, 5, 5, 5]]
     # and so it does in a hole that nothing follows
     assert paradec.infill(model, [1, 7, 7, 7], sampler=sampler).sequences.tolist() == [[1, 6, 5, 5]]
     assert paradec.infill(model, [1, 7, 2], logits_eos_inf=True).sequences[0, 1] != 6
+
+
+@pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
+def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
+    model = insisting(6)  # every other word is equally good: the first one is taken
+    assert paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler).sequences.tolist() == [[1, 0, 0, 2, 0, 3]]
+    # given end tokens stay, what is appended may end, a row without a hole is untouched
+    rows = [[1, 7, 6, 7, 2], [3, 7]]
+    out = paradec.infill(model, rows, max_new_tokens=2, sampler=sampler, block_length=3)
+    assert out.sequences.tolist() == [[1, 0, 6, 0, 2, 6, 5], [5, 5, 5, 3, 6, 5, 5]]
+    assert (out.tokens, out.finished) == ([3, 1], [True, True])
+    # ids with masks in `generate` are taken as they were
+    assert paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler).sequences.tolist() == [[1, 6, 2]]
+    again = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
+    assert again.sequences.tolist() == [[1, 0, 2]]
+    everything = {"suppress_tokens": range(6), "sampler": sampler}
+    with pytest.raises(ValueError, match="holes_eos_inf=True leaves no word for holes"):
+        paradec.infill(model, [1, 7, 2], **everything)
+    assert paradec.infill(model, [1, 7], **everything).sequences.tolist() == [[1, 6]]
+    with pytest.raises(ValueError, match="holes_eos_inf=None must be True or False"):
+        paradec.infill(model, [1, 7, 2], holes_eos_inf=None)
+
+
+INSIDE = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13, 14, _, _, _, 15]]
+
+
+def with_ends(model: Model) -> Model:
+    """The same model; half of its words, and what ended an answer before, end one."""
+    words = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
+    ends = tuple(sorted(words - {model.facts.mask_token_id}))
+    other = copy.copy(model)
+    other.facts = dataclasses.replace(model.facts, eos_token_ids=ends)
+    return other
+
+
+def check_no_ends_inside(model: Model, **request: Any) -> None:
+    """Holes are filled as if end tokens did not exist."""
+    ending, rows = with_ends(model), [masked(model, row) for row in INSIDE]
+    ends = torch.tensor(ending.facts.eos_token_ids)
+    request = {"seed": 0, "temperature": 0.7, **request}
+    out = paradec.infill(ending, rows, **request)
+    expected = paradec.infill(model, rows, suppress_tokens=ends, **request)
+    assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe
+    assert not torch.isin(out.sequences[out.filled], ends).any()
+    free = paradec.infill(ending, rows, holes_eos_inf=False, **request)
+    assert torch.isin(free.sequences[free.filled], ends).any()
+    # behind the text nothing is kept out
+    request["temperature"] = 4.0
+    out = paradec.infill(ending, rows, max_new_tokens=6, eos_early_stop=False, **request)
+    filled = out.filled[:, :-6]
+    assert not torch.isin(out.sequences[:, :-6][filled], ends).any() and torch.isin(out.new_tokens, ends).any()
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_sampler_keeps_end_tokens_out_of_holes(name: str, llada64: Model, dream64: Model) -> None:
+    models = [model for model in (llada64, dream64) if fits(name, model)]
+    check_no_ends_inside(models[MASKED.index(name) % len(models)], sampler=name)  # they take turns
+
+
+@pytest.mark.filterwarnings("ignore:cache=")
+@pytest.mark.parametrize("cache", paradec.caches.names())
+def test_every_cache_keeps_end_tokens_out_of_holes(cache: str, llada64: Model) -> None:
+    try:
+        check_no_ends_inside(llada64, sampler="low_confidence", cache=cache, block_length=5)
+    except ValueError as error:
+        assert f"cache={cache!r} does not work with" in str(error)
+        pytest.skip("refused by name")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"sampler": paradec.samplers.create("freedave", base="threshold", draft_mode="tree")},
+        {"sampler": "credit+localleap"},
+        {"guidance_scale": 1.5},
+        {"top_p": 0.9, "sampler": "entropy"},
+        {"stop": paradec.Prophet(), "sampler": "low_confidence"},
+    ],
+    ids=str,
+)
+def test_other_requests_keep_end_tokens_out_of_holes(request_: dict[str, Any], dream64: Model) -> None:
+    check_no_ends_inside(dream64, **request_)
+
+
+def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
+    ending = with_ends(model)
+    out = paradec.infill(ending, masked(model, INSIDE[0]), temperature=1.0, seed=0, rng="reference")
+    assert not torch.isin(out.sequences[out.filled], torch.tensor(ending.facts.eos_token_ids)).any()
 
 
 def test_an_interrupt_keeps_what_was_filled(llada64: Model) -> None:
@@ -218,7 +311,6 @@ def test_the_packaged_model_completes_an_answer(packaged: Model) -> None:
         packaged,
         [chat("Reverse: pear fig apple kiwi", "<mask:2> fig <mask>"), chat("Sort: pear fig apple", "<mask> fig pear")],
         sampler="low_confidence",
-        logits_eos_inf=True,
     )
     assert out.text == ["kiwi apple fig pear", "apple fig pear"]
     assert out.fills == [["kiwi apple", "pear"], ["apple"]]

@@ -291,11 +291,14 @@ class FreeDave(MaskedSampler):
         kept = rows_of(state.memory, window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
         every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
+        holes = state.holes_of(None)
         taken: list[Taken] = []
         for ahead, index in zip(drafts, at, strict=True):
             here = logits
             if len(drafts) > 1 or (index != every_row.index).any():
                 here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
+            if holes is not None:
+                base._keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
             if base.fuses:
                 here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory))

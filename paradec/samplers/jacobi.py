@@ -161,7 +161,8 @@ class JacobiSampler(Sampler):
         self.check_model(model)
         request = self._request(given)
         facts, device = model.facts, model.device
-        prompts = encode(model, prompt, attention_mask, chat).rows
+        encoded = encode(model, prompt, attention_mask, chat)
+        prompts = encoded.rows
         lengths = np.array([len(row) for row in prompts], np.int64)
         new = self._new_tokens(model, grid, max_new_tokens)
         contexts, shift = prompts, np.zeros((1, len(prompts)), np.int64)
@@ -206,7 +207,7 @@ class JacobiSampler(Sampler):
             shift=shift,
             prompt_length=lengths,
             length=lengths + new,
-            keys=torch.as_tensor(rng.row_keys(seeds, prompts), device=device),
+            keys=torch.as_tensor(rng.row_keys(seeds, prompts, encoded.before), device=device),
             width=width,
             support=(support / support.sum()).to(dtype),
             support_ids=support.nonzero().squeeze(1),

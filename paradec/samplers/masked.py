@@ -326,6 +326,9 @@ class MaskedSampler(Sampler):
     ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
         """The logits [R, W, V] that tokens are chosen from, and what the shadow, stop rules and `fuse` say."""
         logits = self._guided(state, logits, query)
+        holes = state.holes_of(query.index)
+        if holes is not None:
+            self._keep_ends_out(state, logits, torch.cat((holes, holes), 1) if self.shadows else holes)
         watched: dict[str, Tensor] = {}
         index = torch.as_tensor(query.index, device=available.device) if self.fuses or self.shadows else None
         if self.shadows:
@@ -358,6 +361,11 @@ class MaskedSampler(Sampler):
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         return logits
+
+    def _keep_ends_out(self, state: MaskedState, logits: Tensor, holes: Tensor) -> None:
+        """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place."""
+        ends = logits.index_select(-1, state.ends)
+        logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
 
     def _weighs_mask(self, state: MaskedState) -> bool:
         """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""

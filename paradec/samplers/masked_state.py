@@ -153,6 +153,9 @@ class MaskedState(State):
         self.settled: np.ndarray | None = None
         """[B] int64: on block-causal models, what lies left was evaluated after its blocks were full; None unless it is
         to be kept."""
+        holes = bool((self.answer_start > self.prompt_length).any())
+        self.guards_holes = self.request.holes_eos_inf and holes and len(self.facts.eos_token_ids) > 0
+        """Whether there are holes that end tokens are kept out of."""
         self._took_over: KeptPrefix | None = None
         self._made_for_blocks: dict[Any, Any] = {}
         self._made_for_rows: dict[Any, Any] = {}
@@ -322,6 +325,21 @@ class MaskedState(State):
         rows, device = self.window.rows, self.canvas.device
         return self.while_blocks_stand("ends", lambda: torch.as_tensor(self.block_end[rows, None], device=device))
 
+    def holes_of(self, index: np.ndarray | None) -> Tensor | None:
+        """[N, W] bool: where the windows of the running rows `index` [N] (None: all) lie in holes that end tokens are
+        kept out of; None when they do nowhere."""
+        if not self.guards_holes:
+            return None
+        holes = self.while_blocks_stand("holes", self._holes)
+        if holes is None or index is None or len(index) == len(holes):
+            return holes
+        return holes.index_select(0, torch.as_tensor(index, device=holes.device))
+
+    def _holes(self) -> Tensor | None:
+        # that takes in what was given between them, for which nothing is proposed
+        inside = self.window.host_positions < self.answer_start[self.window.rows, None]
+        return torch.as_tensor(inside, device=self.canvas.device) if inside.any() else None
+
     def while_blocks_stand(self, key: Any, make: Callable[[], Any]) -> Any:
         """A value that holds until a block moves, made on first use."""
         if key not in self._made_for_blocks:
@@ -410,7 +428,8 @@ def start_state(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
             f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
         )
-    rows = encode(model, prompt, attention_mask, chat).rows
+    prompts = encode(model, prompt, attention_mask, chat)
+    rows = prompts.rows
     mask = facts.mask_id
     holes = any(mask in row for row in rows)
     new = max_new_tokens
@@ -463,6 +482,9 @@ def start_state(
     suppressed = {*settings.suppress_tokens, *(end_tokens if settings.logits_eos_inf else ())}
     if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
         raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} words of the vocabulary")
+    if settings.holes_eos_inf and (answers > starts).any():
+        if len(suppressed | {facts.mask_id, *end_tokens}) >= facts.vocab_size:
+            raise ValueError("holes_eos_inf=True leaves no word for holes beside those of suppress_tokens")
     rules: list[StopRule] = [*stop_rules]
     if settings.eos_early_stop and end_tokens:
         rules.append(EndOfText(end_tokens, mask, answers if holes else None))
@@ -484,7 +506,7 @@ def start_state(
         length=ends,
         asked=lengths + new,
         max_new_tokens=new,
-        keys=torch.as_tensor(rng.row_keys(seeds, rows), device=device),
+        keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
         generator=generator,
         suppressed=torch.tensor(sorted(suppressed), device=device) if suppressed else None,
         ends=torch.tensor(end_tokens, dtype=torch.int64, device=device),

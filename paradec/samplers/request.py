@@ -36,6 +36,7 @@ class Request:
             (`paradec.samplers.statistics.guided`).
         eos_early_stop: end a row once an end token is final and nothing before it is undecided.
         logits_eos_inf: never propose an end token.
+        holes_eos_inf: never propose an end token in a hole, which is a mask that something given follows.
         confidence_eos_eot_inf: commit end tokens after everything else. LLaDA's generate.py means this but, at
             temperature > 0, loses the effect for one of the two ids.
         suppress_tokens: ids that are never proposed. The mask id never is.
@@ -49,6 +50,7 @@ class Request:
     guidance_scale: float = 1.0
     eos_early_stop: bool = True
     logits_eos_inf: bool = False
+    holes_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
     suppress_tokens: tuple[int, ...] = ()
     steps: int | None = None
@@ -59,7 +61,7 @@ class Request:
         check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
         check_int("top_k", self.top_k, low=1, none=True)
         check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST_GUIDANCE)
-        for name in ("eos_early_stop", "logits_eos_inf", "confidence_eos_eot_inf"):
+        for name in ("eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf"):
             check_bool(name, getattr(self, name))
         check_int("steps", self.steps, low=1, high=MOST_STEPS, none=True)
         check_choice("rng", self.rng, ("counter", "reference"))

@@ -37,6 +37,8 @@ from paradec.samplers.masked import MaskedSampler, View
 PAPER_EPOCHS = 40_000
 FORMAT = "paradec-learn2pd-records/1"
 READ_BY_FILTERS = ("confidence", "margin", "minus_entropy")
+MOST_PER_TASK = 10_000
+"""Prompts of a packaged task; the smallest has some ten thousands in all."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done."""
 
@@ -44,7 +46,7 @@ Progress = Callable[[str, float], None]
 def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
     """Prompts of the packaged tasks in random order, from the training side of their split: none of the evaluation is
     among them."""
-    check_int("per_task", per_task, low=1)
+    check_int("per_task", per_task, low=1, high=MOST_PER_TASK)
     prompts: dict[str, None] = {}
     for task in TASKS.values():
         rng = Random(f"learn2pd-{task.name}-{seed}")

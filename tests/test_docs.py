@@ -1,0 +1,122 @@
+"""What the README and the documentation show: commands and code that need nothing but the package are run, and what
+they are said to print is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paradec.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ELSEWHERE = re.compile(
+    r"path|folder|cuda|\bpipe\b|pipe\.|\.ckpt|\.pth|\.pt\b|\.safetensors|mar_large|amused/|black-forest|BAAI|mine\.jsonl|"
+    r"custom_generate|logits\)|\.\.\.|questions|generate\(model, (prompt|chat)\b"
+)
+"""Code with one of these needs a checkpoint, a GPU, or something that only the text around it names."""
+LONG = ("compare", "learn2pd")
+"""Commands that take minutes; they have tests of their own."""
+SECONDS = re.compile(r"\d+\.\d+ s$")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def transcripts() -> Iterator[tuple[str, str, str]]:
+    """Every command that is shown with what it prints: page, command, output."""
+    for page in PAGES:
+        for block in blocks(page, "console"):
+            for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, printed = entry.partition("\n")
+                yield page.name, command, printed
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every command that is shown without, and that can be run anywhere: page, command."""
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "bash")).splitlines():
+            if line.startswith("paradec ") and not ELSEWHERE.search(line) and line.split()[1] not in LONG:
+                yield page.name, line
+
+
+def run(command: str) -> str:
+    name, *arguments = shlex.split(command, comments=True)
+    assert name == "paradec"
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize(("page", "command", "printed"), list(transcripts()))
+def test_commands_print_what_they_are_said_to(page: str, command: str, printed: str) -> None:
+    found = [SECONDS.sub("", line) for line in run(command).splitlines()]
+    assert found == [SECONDS.sub("", line) for line in printed.splitlines()]
+
+
+@pytest.mark.parametrize(("page", "command"), list(commands()))
+def test_commands_run(page: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "digits-dit" in command:
+        command = command.replace("0-9", "0,1")  # ten pictures in twenty steps take long
+    assert run(command)
+    files = re.findall(r"--(?:out|trace) (\S+)", command)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_prints_what_it_is_said_to(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Blocks of a page run one after the other, as a reader would run them. "# -> " is what a line prints."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        if ELSEWHERE.search(block):
+            assert "# -> " not in block, "this block is not run"
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, str(page), "exec"), names)
+        said = re.findall(r"# -> (.*)$", block, flags=re.MULTILINE)
+        assert not said or printed.getvalue().splitlines() == said
+
+
+def test_the_examples_are_found() -> None:
+    """A pattern above that matched everything would leave nothing to run."""
+    assert len(list(transcripts())) >= 5 and len(list(commands())) >= 6
+    runnable = [page.name for page in PAGES if any(not ELSEWHERE.search(block) for block in blocks(page, "python"))]
+    assert {"README.md", "index.md", "images.md"} <= set(runnable)
+
+
+def navigation() -> list[str]:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    return re.findall(r"^  - [^:]+: (\S+\.md)$", text.partition("nav:")[2], flags=re.MULTILINE)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    assert sorted(navigation()) == pages and navigation()[0] == "index.md"
+
+
+def test_the_home_page_leads_to_every_page() -> None:
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\((\w+\.md)\)", home)) == set(navigation()) - {"index.md"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs the extra "docs"')
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()
