@@ -8,7 +8,7 @@ adapter, made by `request`.
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -57,7 +57,9 @@ class ImageModel(Model):
         self.tokenizer = tokenizer
         self.default_max_new_tokens = 1
         self.default_block_length = None
-        self._undo: list[Any] = []
+        self.engines = OrderedDict()
+        self.attn_implementation = None
+        self._wrap = None
 
     pads = True
     supports_store = True
@@ -143,8 +145,8 @@ class ImageModel(Model):
 
     def _bound(self, **held: Any) -> Any:
         """A copy of the adapter with these attributes; the module is shared."""
-        bound = copy.copy(self)
-        bound.__dict__.update(held)
+        bound = object.__new__(type(self))
+        bound.__dict__ = self.__dict__ | held
         return bound
 
 

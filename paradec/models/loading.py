@@ -200,6 +200,7 @@ def load(
         default_max_new_tokens=default_new,
         default_block_length=family.default_block_length,
         default_attention=_default_attention(attn_implementation, facts.name, "decoder", facts.topology),
+        attn_implementation=implementation,
     )
 
 
@@ -447,16 +448,18 @@ def wrap(
         name=type(module).__name__,
     )
     sparse = _default_attention(attn_implementation, facts.name, kind, topology)
-    before = getattr(config, "_attn_implementation", None)
-    model = Model(module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse)
-    training = [part for part in module.modules() if part.training]
-    if training:  # dropout would make every evaluation another one
-        module.eval()
-        model._undo.append(lambda: [setattr(part, "training", True) for part in training])
-    if kind == "decoder" and topology != "causal":
-        module.set_attn_implementation(implementation)
-        model._undo.append(lambda: module.set_attn_implementation(before))
-    return model
+    own = None
+    if kind == "decoder":
+        own = implementation if topology != "causal" else _causal_attention(config)
+    return Model(
+        module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own
+    )
+
+
+def _causal_attention(config: Any) -> str | None:
+    """What a causal decoder attends with: its own attention, or sdpa where that is one of ours, without a causal mask
+    (modules that `load` made)."""
+    return "sdpa" if str(config._attn_implementation).startswith("paradec_") else None
 
 
 def _ends(eos_token_id: Any) -> tuple[Any, ...]:
