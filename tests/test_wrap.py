@@ -508,7 +508,7 @@ def test_ids_come_from_the_tokenizer() -> None:
     assert (facts.mask_token_id, facts.eos_token_ids, facts.max_length) == (6, (8, 9), 20)
 
 
-@pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias", "indices"])
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> None:
     from paradec.models import attention

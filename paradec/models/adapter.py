@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.models.calls import Call, Wrap, take_columns
+from paradec.models.calls import Call, Calling, Wrap, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query
 
@@ -89,6 +89,8 @@ class Model:
     def __setstate__(self, state: dict[str, Any]) -> None:
         wrapped = state["_wrap"]
         self.__dict__.update(state | {"_wrap": None})
+        if self._unmasked:
+            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
         if wrapped:
             self._wrap = Wrap(self.module, self.attn_implementation)
 
@@ -199,8 +201,8 @@ class Model:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(query, store)
-        call = Call(self.module, self._wrap, query.wanted, query if query.keep_hidden else None)
-        with call:
+        call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)
+        with Calling(self.module, call):
             if self.kind == "opaque":
                 return self._call_opaque(query)
             if self.kind == "encoder":

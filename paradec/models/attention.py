@@ -94,7 +94,7 @@ def planned(function: Any) -> Any:
 
 def _refuse_extras(kwargs: dict[str, Any], length: int) -> None:
     """Raise ValueError for what some models add to plain attention, where it would change the result."""
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("softcap", "s_aux", "position_bias", "indices"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported without a causal mask")
     window = kwargs.get("sliding_window")

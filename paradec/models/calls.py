@@ -15,7 +15,6 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ from paradec.protocol import Query
 
 
 class _Thread(threading.local):
-    call: Call | None = None
+    def __init__(self) -> None:  # once per thread; torch.compile guards no default of the class
+        self.call: Call | None = None
 
 
 _thread = _Thread()
@@ -45,7 +45,6 @@ class Evaluation:
     with them meanwhile is computed in evaluation mode, too.
     """
 
-    __slots__ = ("_held", "module")
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -75,30 +74,34 @@ class Evaluation:
         self._held = []
 
 
-class Call(Evaluation):
-    """One of our calls, and the context that it runs in.
+class Call:
+    """What one of our calls asks of what was put on the module, and what that answers.
+
+    (No context itself: torch.compile loses what compiled code writes to a context.)
 
     Args:
-        module: what is called.
         wrap: what was put on the module; None for modules that nothing was put on.
         columns: [R, W] int64, the hidden states that the output matrix shall see; None is all.
         keeper: the query that the hidden states are left in.
     """
 
-    __slots__ = ("_before", "attended", "columns", "keeper", "wrap")
-
-    def __init__(
-        self, module: nn.Module, wrap: Wrap | None = None, columns: Tensor | None = None, keeper: Query | None = None
-    ):
-        super().__init__(module)
+    def __init__(self, wrap: Wrap | None = None, columns: Tensor | None = None, keeper: Query | None = None):
         self.wrap, self.columns, self.keeper = wrap, columns, keeper
         self.attended = False
         """Whether an attention of ours has run."""
+
+
+class Calling(Evaluation):
+    """The context that a call of a module runs in."""
+
+    def __init__(self, module: nn.Module, call: Call):
+        super().__init__(module)
+        self.call = call
         self._before: Call | None = None
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> Calling:
         super().__enter__()
-        self._before, _thread.call = _thread.call, self
+        self._before, _thread.call = _thread.call, self.call
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -159,10 +162,6 @@ class CallConfig:
         if call is not None and call.wrap is not None and id(own) in call.wrap.configs:
             return call.wrap.attention
         return own._attn_implementation
-
-    @property
-    def __class__(self) -> Any:  # for isinstance
-        return type(self._own)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -226,7 +225,8 @@ def _chooses(part: nn.Module) -> bool:
     finds no config but his: these pass a mask on, and it is made already."""
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    return isinstance(part.__dict__.get("config"), PreTrainedConfig) and not isinstance(part, PreTrainedModel)
+    config = part.__dict__.get("config")
+    return isinstance(config, (PreTrainedConfig, CallConfig)) and not isinstance(part, PreTrainedModel)
 
 
 def _add_config(part: nn.Module) -> Any:

@@ -450,10 +450,13 @@ def wrap(
     sparse = _default_attention(attn_implementation, facts.name, kind, topology)
     own = None
     if kind == "decoder":
-        own = implementation if topology != "causal" else _causal_attention(config)
-    return Model(
-        module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own
-    )
+        own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, implementation)
+    return Model(module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
+
+
+def _unmasked_attention(module: Any, implementation: str) -> str:
+    """Raises ValueError: the module cannot run with this attention function."""
+    return module.get_correct_attn_implementation(implementation)
 
 
 def _causal_attention(config: Any) -> str | None:
