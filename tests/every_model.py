@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,11 @@ IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "dit"]
 EVERY = [*TEXT, *IMAGES]
 
 
-def make(kind: str, folder: Path) -> Any:
-    """A new model, float64. folder: where a checkpoint may be written."""
+def make(kind: str) -> Any:
+    """A new model, float64."""
     if kind in CONFIGS:
-        return paradec.load(write(folder / kind, kind), dtype="float64")
+        with tempfile.TemporaryDirectory() as folder:
+            return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
     if kind in IMAGE_MODELS:
         return IMAGE_MODELS[kind][0]()
     if kind == "digits-maskgit":
@@ -58,6 +61,18 @@ def make(kind: str, folder: Path) -> Any:
     if kind == "dit":
         return DiffusionModel(tiny_dit(torch.float64))
     return wrapped(kind)
+
+
+@lru_cache
+def shared(kind: str) -> Any:
+    """A model for all tests that leave it as it is."""
+    return make(kind)
+
+
+@lru_cache
+def expected(kind: str, seed: int = 0) -> Tensor:
+    """What `decoded` gives for the shared model."""
+    return decoded(shared(kind), kind, seed)
 
 
 def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
@@ -85,8 +100,6 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     return paradec.generate(model, ROWS, **(given | request)).new_tokens
 
 
-
-
 def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tensor]]:
     """A sampler, the model that its request is made of, a state at its start, and what of the state is decoded."""
     if kind == "dit":
@@ -99,7 +112,8 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
         return sampler, model, sampler.start(model, [1, 2], steps=5, seed=0, trace=True), lambda state: state.tokens
     if kind in IMAGE_MODELS:
         request = IMAGE_MODELS[kind][1]
-        sampler, grid = paradec.samplers.create("sjd", window=4), model.grid(request.get("height"), request.get("width"))
+        sampler = paradec.samplers.create("sjd", window=4)
+        grid = model.grid(request.get("height"), request.get("width"))
         laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
         given = {"grid": grid, "seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
         return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas

@@ -9,12 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from every_model import EVERY, decoded, make
+from every_model import EVERY, decoded, expected, shared
 from test_wrap import IDS, ROWS, Opaque, decoder, encoder, random_ids
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
@@ -76,12 +75,6 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
         if isinstance(error, BaseException):
             raise error
     return found
-
-
-@pytest.fixture(scope="module")
-def every(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return lru_cache(lambda kind: make(kind, folder))
 
 
 # ---- several wraps --------------------------------------------------------------------------------------------------
@@ -229,11 +222,10 @@ def test_what_runs_past_the_attention_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_two_threads_on_one_model(every: Callable[[str], Any], kind: str) -> None:
-    model = every(kind)
-    expected = [decoded(model, kind, seed) for seed in (0, 1)]
+def test_two_threads_on_one_model(kind: str) -> None:
+    model = shared(kind)
     found = in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1))))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -334,15 +326,14 @@ def test_a_call_that_fails_gives_the_modes_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llamagen-t2i", "emu3", "mar", "dit"])
-def test_image_models_put_into_training_mode(every: Callable[[str], Any], kind: str) -> None:
-    model = every(kind)
-    expected = decoded(model, kind)
+def test_image_models_put_into_training_mode(kind: str) -> None:
+    model = shared(kind)
     seen: list[bool] = []
     leaf = [part for part in model.module.modules() if isinstance(part, torch.nn.Linear)][-1]
     handle = leaf.register_forward_hook(lambda *_: seen.append(any(part.training for part in model.module.modules())))
     model.module.train()
     try:
-        assert torch.equal(decoded(model, kind), expected)
+        assert torch.equal(decoded(model, kind), expected(kind))
         assert all(part.training for part in model.module.modules())
         assert seen and not any(seen)
     finally:
@@ -402,14 +393,29 @@ def test_the_config_of_a_wrapped_part_is_a_config() -> None:
     assert module.model.layers[0].self_attn.config is module.config
 
 
-def test_a_compiled_module(tmp_path: Path) -> None:
-    """torch.compile's guards see which thread is inside a call."""
-    module = decoder().eval()
-    own, expected = plain(module), alone("bidirectional", "sdpa")
-    module.compile(backend="eager")
+def test_compiled_attention() -> None:
+    """torch.compile's guards see whether their thread is inside a call."""
+    module = decoder(num_hidden_layers=1).eval()
+    own = plain(module)
+    model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
+    ours = logits(model)
+    model.unwrap()
+    module.model.layers[0].self_attn.compile(backend="eager")
     model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
     for _ in range(2):
-        torch.testing.assert_close(plain(module), own, rtol=0, atol=1e-12)
-        torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-12)
-    found = in_threads(lambda: logits(model), lambda: plain(module))
-    torch.testing.assert_close(found, [expected, own], rtol=0, atol=1e-12)
+        assert torch.equal(plain(module), own)
+        assert torch.equal(logits(model), ours)
+    assert all(map(torch.equal, in_threads(lambda: logits(model), lambda: plain(module)), (ours, own)))
+
+
+@pytest.mark.slow
+def test_a_compiled_module() -> None:
+    """The hook and the counters of a call work from inside compiled code as well."""
+    module = decoder(num_hidden_layers=1).eval()
+    own, model = plain(module), paradec.wrap(module, **TOPOLOGIES["bidirectional"], **IDS)
+    tokens = paradec.generate(model, ROWS, max_new_tokens=4, block_length=2).new_tokens
+    module.compile(backend="eager")
+    for _ in range(2):
+        assert torch.equal(plain(module), own)
+        found = paradec.generate(model, ROWS, max_new_tokens=4, block_length=2).new_tokens
+        assert torch.equal(found, tokens)

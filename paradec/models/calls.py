@@ -45,7 +45,6 @@ class Evaluation:
     with them meanwhile is computed in evaluation mode, too.
     """
 
-
     def __init__(self, module: nn.Module):
         self.module = module
         self._held: list[nn.Module] = []

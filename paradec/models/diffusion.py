@@ -85,7 +85,7 @@ class DiffusionModel:
         Returns:
             [R, C, H, W]: the output in the latent's channels, in the module's dtype; a learned variance is left out.
         """
-        with Evaluation(self.module):
+        with torch.no_grad(), Evaluation(self.module):
             output = self.module(
                 query.latent.to(self.module.dtype),
                 timestep=torch.as_tensor(query.timestep, device=self.device).expand(len(query.latent)),

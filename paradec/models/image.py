@@ -59,8 +59,7 @@ class ImageModel(Model):
         self.default_max_new_tokens = 1
         self.default_block_length = None
         self.engines = OrderedDict()
-        self.attn_implementation = None
-        self._wrap = None
+        self.attn_implementation, self._unmasked, self._wrap = None, False, None
 
     pads = True
     supports_store = True
