@@ -476,8 +476,9 @@ def _decode(
     import torch
 
     import paradec
+    from paradec.checks import check_model
     from paradec.decode_command import Answers, check_options, completed, in_batches, repeats, rows_that_fit
-    from paradec.generate import check_model
+    from paradec.generate import MADE
     from paradec.prompts import encode
 
     # Everything that can be is checked before the model is loaded, which may take minutes.
@@ -487,7 +488,7 @@ def _decode(
     check_options(function, request, num_return_sequences)
     _quiet_loading()
     loaded = paradec.load(source, dtype=dtype, device=device)
-    check_model(loaded)
+    check_model(function, loaded, MADE)
 
     asked = encode(loaded, prompt, chat=request.pop("chat", None), placeholder=request.get("mask"))
     asked = asked.repeated(num_return_sequences).numbered()

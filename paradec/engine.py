@@ -230,7 +230,7 @@ def _fingerprint(model: Any) -> tuple[Any, ...]:
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
-    return id(module), module.training, module.config._attn_implementation, places
+    return id(module), model.attn_implementation, places
 
 
 def _place(tensor: Tensor) -> int:

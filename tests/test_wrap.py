@@ -393,7 +393,7 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
     before = plain()
     attention = getattr(module.config, "_attn_implementation", None)
     model = paradec.wrap(module, **facts, **IDS)
-    assert not module.training
+    assert [part.training for part in module.modules()] == modes
     call(model, ids, wanted=torch.tensor([[1], [2]]))
     if facts.get("topology") != "causal":
         paradec.generate(model, ROWS, max_new_tokens=4)
@@ -412,12 +412,18 @@ def test_dropout_is_off_while_wrapped() -> None:
 
 
 def test_the_module_itself_still_takes_padding_masks() -> None:
-    model, ids = wrapped("Llama bidirectional"), random_ids(2, 9)
-    mask = torch.ones(2, 9, dtype=torch.long)
+    """A module that `load` made sees both ways by itself, a wrapped one as before."""
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
+    model = wrapped("llada")
     with torch.inference_mode():
         logits = model.module(input_ids=ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(logits[1, :6], call(model, ids[1:, :6])[0], rtol=0, atol=1e-6)
+    model = wrapped("Llama bidirectional")
+    with torch.inference_mode():
+        logits = model.module.eval()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    causal = paradec.wrap(decoder(), prediction="shifted", topology="causal", **IDS)
+    torch.testing.assert_close(logits[1, :6], call(causal, ids[1:, :6])[0], rtol=0, atol=1e-6)
 
 
 # ---- facts that are missing or wrong -------------------------------------------------------------------------------
@@ -502,7 +508,7 @@ def test_ids_come_from_the_tokenizer() -> None:
     assert (facts.mask_token_id, facts.eos_token_ids, facts.max_length) == (6, (8, 9), 20)
 
 
-@pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias", "indices"])
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> None:
     from paradec.models import attention

@@ -6,6 +6,7 @@ The attention of many rows over one shared prefix is Juravsky et al., "Hydragen"
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class KeptPrefix:
 
     From `generate(..., keep_prefix=True).prefix`; give it to the next request as `prefix`. Its rows are looked up by
     their tokens: each new row takes over what it has in common with the one that it shares most with. It is good for
-    the module that it was made with, as long as that and its weights stay as they are.
+    the module that it was made with, as long as that and its weights stay as they are. A copy is good for the same
+    module; a pickle holds none, and is good for looking at.
 
     Attributes:
         tokens: one list of ids per row.
@@ -39,9 +41,18 @@ class KeptPrefix:
         self.tokens = tokens
         self.exact = exact
         self._layers = dict(layers)
-        self._module, self._weights = weakref.ref(module), _weights(module)
+        self._module: weakref.ref[torch.nn.Module] | None = weakref.ref(module)
+        self._weights = _weights(module)
         self._ids = [np.array(row, np.int64) for row in tokens]
         self._released = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_module": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptPrefix:
+        other = object.__new__(KeptPrefix)
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
 
     def __repr__(self) -> str:
         state = "released" if self._released else f"{self.nbytes} bytes, {'exact' if self.exact else 'approximate'}"
@@ -83,7 +94,7 @@ class KeptPrefix:
         """Raise ValueError where its keys and values are not what this model and cache would compute and store."""
         if self._released:
             raise ValueError("prefix was released; keep a new one with keep_prefix=True")
-        module = self._module()
+        module = None if self._module is None else self._module()
         if module is None or module is not model.module:
             raise ValueError(f"prefix={self!r} was kept with another model than this {model.facts.name}")
         if self._weights != _weights(module):

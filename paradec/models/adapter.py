@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
 import warnings
 from collections import OrderedDict
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from paradec.models.calls import Call, Calling, Wrap, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.models.saving import Published, save
 from paradec.protocol import Query
@@ -30,18 +30,16 @@ PADDED_ENCODERS = frozenset(
 )
 """Masked language models whose padding changes nothing for the other positions. Others (ConvBERT convolves over it,
 Nystromformer averages it in) are evaluated without: rows of different lengths go in separate calls."""
-
-
-class _Asked(threading.local):
-    """What the call of this thread wants of the base model's output: requests of other threads may be under way."""
-
-    columns: Tensor | None = None
-    keeper: Query | None = None
-    """The query that the hidden states are left in."""
+EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""A mask that hides nothing. transformers hands a mask of four dimensions on as it is; without one it makes its own."""
 
 
 class Model:
     """A language model that samplers can query. Adapters of other families are subclasses, and say so in `makes`.
+
+    The module stays its owner's: calls evaluate it in evaluation mode and with their own attention, and leave its modes
+    and its choice of an attention alone. It may carry several wraps, and be used without them at the same time, in
+    other threads as well (`paradec.models.calls`). Copies and pickles hold a module of their own, and no engines.
 
     Args:
         module: the network. For decoders and encoders a forward hook on the base model gathers the hidden states of
@@ -52,6 +50,8 @@ class Model:
         default_max_new_tokens: the answer length when the request names none.
         default_block_length: the block length when the request names none; None decodes the whole canvas at once.
         default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
+        attn_implementation: the attention function, by the name it is registered with, that calls run with; None is the
+            module's own.
     """
 
     makes: ClassVar[str] = "text"
@@ -70,6 +70,7 @@ class Model:
         default_max_new_tokens: int = 128,
         default_block_length: int | None = None,
         default_attention: Any = None,
+        attn_implementation: str | None = None,
     ):
         self.module = module
         self.facts = facts
@@ -80,14 +81,27 @@ class Model:
         self.default_attention = default_attention
         self.engines: OrderedDict[Any, Any] = OrderedDict()
         """What `paradec.engine` keeps from one request to the next, the one used last at the end."""
-        self._asked = _Asked()
-        self._undo: list[Any] = []
+        self.attn_implementation = attn_implementation
+        self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
+        """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""
         self._accepts: frozenset[str] = frozenset()
+        self._wrap: Wrap | None = None
         if kind == "opaque":
             self._accepts = frozenset(inspect.signature(module.forward).parameters)
         elif self.gathers:
-            handle = module.base_model.register_forward_hook(self._gather_wanted)
-            self._undo.append(handle.remove)
+            self._wrap = Wrap(module, attn_implementation)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # engines hold graphs and stores; what stands in for the wrap says whether there is one
+        return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        wrapped = state["_wrap"]
+        self.__dict__.update(state | {"_wrap": None})
+        if self._unmasked:
+            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
+        if wrapped:
+            self._wrap = Wrap(self.module, self.attn_implementation)
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +137,8 @@ class Model:
         plain = not {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
         if getattr(config, "layer_types", None) is None:
             plain = getattr(config, "sliding_window", None) is None
-        return plain and not getattr(self.module, "_is_stateful", False) and config._attn_implementation == "sdpa"
+        name = self.attn_implementation or config._attn_implementation
+        return plain and not getattr(self.module, "_is_stateful", False) and name == "sdpa"
 
     @property
     def text_config(self) -> Any:
@@ -163,8 +178,7 @@ class Model:
     @property
     def shares_prefix(self) -> bool:
         """Whether the rows of a store may read what they begin with from one place."""
-        name = getattr(getattr(self.module, "config", None), "_attn_implementation", None)
-        return self.supports_store and name in ("paradec_sdpa", "paradec_eager")
+        return self.supports_store and self.attn_implementation in ("paradec_sdpa", "paradec_eager")
 
     def make_store(
         self,
@@ -197,10 +211,11 @@ class Model:
         return KeyValueStore(rows, length, self.device, dtype, start)
 
     def unwrap(self) -> nn.Module:
-        """Take everything off that `wrap` put on the module, and return it."""
+        """Take everything off the module that was put on it for this model, and return it. Other wraps of it go on."""
         self.engines.clear()
-        while self._undo:
-            self._undo.pop()()
+        if self._wrap is not None:
+            self._wrap.release()
+            self._wrap = None
         return self.module
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
@@ -233,11 +248,10 @@ class Model:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(query, store)
-        if self.kind == "opaque":
-            return self._call_opaque(query)
-        asked = self._asked
-        asked.columns, asked.keeper = query.wanted, query if query.keep_hidden else None
-        try:
+        call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)
+        with Calling(self.module, call):
+            if self.kind == "opaque":
+                return self._call_opaque(query)
             if self.kind == "encoder":
                 mask = None if query.valid is None else query.valid.long()
                 logits = self.module(input_ids=query.tokens, attention_mask=mask).logits
@@ -250,6 +264,8 @@ class Model:
                 if plan is not None:
                     extra["attention_plan"] = plan
                 mask = self._visible(query, store)
+                if mask is None and self._unmasked:
+                    mask = EVERYTHING
                 logits = self.module(
                     input_ids=query.tokens,
                     attention_mask=mask,
@@ -257,6 +273,8 @@ class Model:
                     use_cache=store is not None,
                     **extra,
                 ).logits
+                if self._unmasked and not call.attended:
+                    raise RuntimeError(self._unattended())
                 if shared is not None:
                     shared.check_read(self.facts.name)
                 if plan is not None and not plan.attended:
@@ -265,9 +283,15 @@ class Model:
                         "with attention=... needs; leave that out"
                     )
             # the hook was passed by where a module calls a part of its base model
-            return logits if asked.columns is None else take_columns(logits, asked.columns)
-        finally:
-            asked.columns = asked.keeper = None
+            return logits if call.columns is None else take_columns(logits, call.columns)
+
+    def _unattended(self) -> str:
+        if self._wrap is None:
+            return f"{self.facts.name} was unwrapped, and attends as its module does; wrap the module again"
+        return (
+            f"{self.facts.name} does not attend through transformers' AttentionInterface, and cannot be evaluated with "
+            f"topology={self.facts.topology!r}"
+        )
 
     def _attention_plan(self, query: Query) -> Any:
         """What the attention follows: the query's plan, unless the query says which column sees which as well."""
@@ -313,15 +337,6 @@ class Model:
             raise ValueError(f"module {type(self.module).__name__} returned {got}; expected shape {expected}")
         return logits if query.wanted is None else take_columns(logits, query.wanted)
 
-    def _gather_wanted(self, module: nn.Module, args: Any, output: Any) -> Any:
-        asked = self._asked
-        if asked.keeper is not None:
-            asked.keeper.hidden, asked.keeper = output.last_hidden_state, None
-        if asked.columns is not None:
-            output.last_hidden_state = take_columns(output.last_hidden_state, asked.columns)
-            asked.columns = None
-        return output
-
 
 def _part(module: nn.Module, name: str) -> Any:
     """What transformers' accessor of that name gives; None where the module has none, or none that answers."""
@@ -329,12 +344,6 @@ def _part(module: nn.Module, name: str) -> Any:
         return getattr(module, name)()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
-    """tensor [R, Q, D] and columns [R, W] -> [R, W, D]."""
-    index = columns.to(tensor.device).unsqueeze(-1).expand(-1, -1, tensor.shape[-1])
-    return tensor.gather(1, index)
 
 
 def _diagonal(query: Query) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from paradec.checks import shown
+from paradec.models.calls import note_attention
 from paradec.models.shared_prefix import attend
 
 PREFIX = "paradec_"
@@ -75,6 +76,9 @@ def planned(function: Any) -> Any:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        note_attention()
+        if attention_mask is not None and attention_mask.numel() == 1:
+            attention_mask = None  # it hides nothing: every column sees a key
         plan = kwargs.pop("attention_plan", None)
         if plan is None:
             return function(module, query, key, value, attention_mask, **kwargs)
@@ -90,7 +94,7 @@ def planned(function: Any) -> Any:
 
 def _refuse_extras(kwargs: dict[str, Any], length: int) -> None:
     """Raise ValueError for what some models add to plain attention, where it would change the result."""
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("softcap", "s_aux", "position_bias", "indices"):
         if kwargs.get(name) is not None:
             raise ValueError(f"attention with {name} is not supported without a causal mask")
     window = kwargs.get("sliding_window")

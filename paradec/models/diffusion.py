@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.checks import check_int
+from paradec.models.calls import Evaluation
 from paradec.protocol import LatentQuery
 
 
@@ -95,9 +96,10 @@ class DiffusionModel:
         Returns:
             [R, C, H, W]: the output in the latent's channels, in the module's dtype; a learned variance is left out.
         """
-        output = self.module(
-            query.latent.to(self.module.dtype),
-            timestep=torch.as_tensor(query.timestep, device=self.device).expand(len(query.latent)),
-            class_labels=query.conditions["class_labels"],
-        ).sample
+        with torch.no_grad(), Evaluation(self.module):
+            output = self.module(
+                query.latent.to(self.module.dtype),
+                timestep=torch.as_tensor(query.timestep, device=self.device).expand(len(query.latent)),
+                class_labels=query.conditions["class_labels"],
+            ).sample
         return output[:, : self.channels]

@@ -8,7 +8,6 @@ adapter, made by `request`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from paradec.checks import check_int, shown
 from paradec.models.adapter import Model, take_columns
+from paradec.models.calls import Evaluation
 from paradec.models.facts import ModelFacts
 from paradec.models.grid import Grid
 from paradec.prompts import Prompts
@@ -113,13 +113,13 @@ class ImageModel(Model):
 
     def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
-        with torch.no_grad():
+        with torch.no_grad(), Evaluation(self.module):
             images = self._pixels(grid.codes(tokens.to(self.device)))
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query: logits [R, W, V] of the wanted columns ([R, Q, V] when none are named)."""
-        with torch.no_grad():
+        with torch.no_grad(), Evaluation(self.module):
             cache = None if store is None else store.bind(query)
             mask = self._visible(query) if store is None else self._over_store(query, store)
             hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
@@ -135,8 +135,8 @@ class ImageModel(Model):
 
     def _bound(self, **held: Any) -> Any:
         """A copy of the adapter with these attributes; the module is shared."""
-        bound = copy.copy(self)
-        bound.__dict__.update(held)
+        bound = object.__new__(type(self))
+        bound.__dict__ = self.__dict__ | held
         return bound
 
 

@@ -207,6 +207,7 @@ def load(
         default_max_new_tokens=default_new,
         default_block_length=family.default_block_length,
         default_attention=_default_attention(attn_implementation, facts.name, "decoder", facts.topology),
+        attn_implementation=implementation,
     )
     model.published = Published(
         os.path.abspath(source) if os.path.isdir(source) else source, family, config, generation, names
@@ -508,16 +509,21 @@ def wrap(
         name=type(module).__name__,
     )
     sparse = _default_attention(attn_implementation, facts.name, kind, topology)
-    before = getattr(config, "_attn_implementation", None)
-    model = Model(module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse)
-    training = [part for part in module.modules() if part.training]
-    if training:  # dropout would make every evaluation another one
-        module.eval()
-        model._undo.append(lambda: [setattr(part, "training", True) for part in training])
-    if kind == "decoder" and topology != "causal":
-        module.set_attn_implementation(implementation)
-        model._undo.append(lambda: module.set_attn_implementation(before))
-    return model
+    own = None
+    if kind == "decoder":
+        own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, implementation)
+    return Model(module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
+
+
+def _unmasked_attention(module: Any, implementation: str) -> str:
+    """Raises ValueError: the module cannot run with this attention function."""
+    return module.get_correct_attn_implementation(implementation)
+
+
+def _causal_attention(config: Any) -> str | None:
+    """What a causal decoder attends with: its own attention, or sdpa where that is one of ours, without a causal mask
+    (modules that `load` made)."""
+    return "sdpa" if str(config._attn_implementation).startswith("paradec_") else None
 
 
 def _ends(eos_token_id: Any) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from paradec.checks import check_choice, check_int, shown
+from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys
 from paradec.models.grid import Grid
@@ -136,7 +137,8 @@ class MAR(nn.Module):
         x = self.decoder_embed(encoded)
         first = self.buffer if buffer else 0
         image = self.mask_token.expand(len(at), at.shape[1], -1)
-        image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, first:])
+        # autocast makes x another dtype than the parameter's
+        image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, first:].to(image.dtype))
         image = image + position[self.buffer + at]
         if buffer:
             image = torch.cat((x[:, :first] + position[:first], image), 1)
@@ -388,9 +390,12 @@ class MARModel:
         """The network; nothing was put on it."""
         return self.module
 
-    @torch.no_grad()
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
         """Evaluate one query."""
+        with torch.no_grad(), Evaluation(self.module):
+            return self._answer(query)
+
+    def _answer(self, query: ContinuousQuery) -> ContinuousAnswer:
         module = self.module
 
         def both(x: Tensor) -> Tensor:

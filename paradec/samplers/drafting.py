@@ -94,6 +94,8 @@ class DraftingSampler(JacobiSampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
     def start(self, model: Any, prompt: Any, **request: Any) -> JacobiState:
         """Make the state of one request: see `paradec.samplers.jacobi.JacobiSampler.start`.
 

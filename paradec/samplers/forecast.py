@@ -123,6 +123,8 @@ class ForecastSampler(Sampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
     def start(
         self,
         model: Any,

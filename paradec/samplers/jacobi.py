@@ -107,6 +107,8 @@ class JacobiSampler(Sampler):
         super().check_model(model)
         check_causal(self.name, model)
 
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
     def start(
         self,
         model: Any,

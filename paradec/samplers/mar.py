@@ -118,6 +118,8 @@ class MAR(Sampler):
         check_choice("chunk_order", self.chunk_order, ("raster", "order"))
         check_bool("keep_buffer", self.keep_buffer)
 
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
     def start(
         self,
         model: Any,

@@ -224,6 +224,8 @@ class MaskedSampler(Sampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
     def start(
         self,
         model: Any,

@@ -170,6 +170,15 @@ class MaskedState(State):
         self.total = self._masks_before[:, -1]
         self.open_blocks(np.arange(self.batch))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # what is made on first use is made again, and copies of views would be no views
+        left_out: dict[str, Any] = {"_made_for_blocks": {}, "_made_for_rows": {}, "block_step": None, "row_step": None}
+        return self.__dict__ | left_out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.block_step, self.row_step = self._steps
+
     @property
     def branches(self) -> int:
         """Rows of the model per row of the state: 2 under guidance."""

@@ -92,6 +92,8 @@ class ZipAR(JacobiSampler):
                     f"{name}={getattr(self, name)!r} has no meaning where nothing is drafted; leave it out"
                 )
 
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
     def start(self, model: Any, prompt: Any, **request: Any) -> JacobiState:
         """Make the state of one request: see `paradec.samplers.jacobi.JacobiSampler.start`.
 

@@ -1,0 +1,125 @@
+"""One small model of every kind that paradec decodes with, and one short decoding of each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+from test_families import CONFIGS, write
+from test_image_families import MODELS as IMAGE_MODELS
+from test_mar_images import DECODER, SIZES
+from test_taylorseer import noise, tiny_dit
+from test_wrap import ROWS, wrapped
+from torch import Tensor
+
+import paradec
+from paradec.models.diffusion import DiffusionModel
+from paradec.models.kl import KLDecoder
+from paradec.models.mar import MAR, MARModel
+from paradec.models.vq import VQConfig
+from paradec.prompts import encode
+from paradec.protocol import decode
+
+WRAPPED = [
+    "Bert",
+    "ModernBert",
+    "ConvBert",
+    "Llama bidirectional",
+    "Qwen2 block_causal",
+    "Qwen3 bidirectional",
+    "Llama causal",
+    "Qwen2 causal",
+    "Opaque",
+    "OpaqueWithOutput",
+]
+LOADED = ["llada", "dream", *CONFIGS]
+TEXT = [*LOADED, *WRAPPED]
+IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "dit"]
+EVERY = [*TEXT, *IMAGES]
+
+
+def make(kind: str) -> Any:
+    """A new model, float64."""
+    if kind in CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
+    if kind in IMAGE_MODELS:
+        return IMAGE_MODELS[kind][0]()
+    if kind == "digits-maskgit":
+        return paradec.load(kind, dtype="float64")
+    if kind == "mar":
+        torch.manual_seed(0)
+        module = MAR(**SIZES).double()
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        return MARModel(module, KLDecoder(VQConfig(**DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
+    if kind == "dit":
+        return DiffusionModel(tiny_dit(torch.float64))
+    return wrapped(kind)
+
+
+@lru_cache
+def shared(kind: str) -> Any:
+    """A model for all tests that leave it as it is."""
+    return make(kind)
+
+
+@lru_cache
+def expected(kind: str, seed: int = 0) -> Tensor:
+    """What `decoded` gives for the shared model."""
+    return decoded(shared(kind), kind, seed)
+
+
+def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
+    """What a short decoding ends with: tokens, or a latent."""
+    if kind == "dit":
+        sampler = paradec.samplers.create("taylorseer", interval=2)
+        given = {"scheduler": DDIMScheduler(), "num_inference_steps": 6, "guidance_scale": 2.0}
+        state = sampler.start(model, noise(2, torch.float64) + seed, class_labels=[1, 2], **given, **request)
+        return decode(sampler, model, state).latent
+    if kind == "mar":
+        sampler = paradec.samplers.create("mar", head_steps=3)
+        given = {"class_labels": [1, 2], "sampler": sampler, "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).images
+    if kind == "digits-maskgit":
+        given = {"class_labels": [1, 7], "steps": 4, "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).tokens
+    if kind in IMAGE_MODELS:
+        given = {"temperature": 0.8, "output_type": "latent", "sampler": paradec.samplers.create("sjd", window=4)}
+        return paradec.generate_images(model, **IMAGE_MODELS[kind][1], **given, seed=seed, **request).tokens
+    given = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
+    if model.facts.topology == "causal":
+        given |= {"sampler": paradec.samplers.create("sjd", window=4)}
+    elif model.supports_store:
+        given |= {"cache": "dual", "block_length": 4}
+    return paradec.generate(model, ROWS, **(given | request)).new_tokens
+
+
+def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tensor]]:
+    """A sampler, the model that its request is made of, a state at its start, and what of the state is decoded."""
+    if kind == "dit":
+        sampler = paradec.samplers.create("taylorseer", interval=2)
+        given = {"scheduler": DDIMScheduler(), "num_inference_steps": 6, "guidance_scale": 2.0}
+        state = sampler.start(model, noise(2, torch.float64), class_labels=[1, 2], trace=True, **given)
+        return sampler, model, state, lambda state: state.latent
+    if kind == "mar":
+        sampler = paradec.samplers.create("mar", head_steps=3)
+        return sampler, model, sampler.start(model, [1, 2], steps=5, seed=0, trace=True), lambda state: state.tokens
+    if kind in IMAGE_MODELS:
+        request = IMAGE_MODELS[kind][1]
+        sampler = paradec.samplers.create("sjd", window=4)
+        grid = model.grid(request.get("height"), request.get("width"))
+        laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
+        given = {"grid": grid, "seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
+        return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas
+    causal = model.facts.topology == "causal"
+    sampler = paradec.samplers.create("sjd" if causal else "threshold")
+    given = {"max_new_tokens": 8, "seed": 0, "temperature": 0.7, "trace": True}
+    given |= {"cache": "dual", "block_length": 4} if model.supports_store and not causal else {}
+    state = sampler.start(model, encode(model, ROWS, None, None), **given)
+    return sampler, model, state, lambda state: state.canvas
