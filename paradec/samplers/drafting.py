@@ -146,7 +146,7 @@ class DraftingSampler(JacobiSampler):
             return
         if law is None:
             self._open(state)
-        going = np.flatnonzero(state.committed[rows] < state.end[rows])
+        going = np.flatnonzero(_room(state, rows) > 0)
         rows = rows[going]
         if not len(rows) or state.width == 1 or (self._reads_features and law is None):
             return
@@ -235,7 +235,7 @@ class DraftingSampler(JacobiSampler):
         begin, last = self._unread(state, rows)
         made = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
         committed = torch.as_tensor(state.committed[rows, None], device=device)
-        for depth in range(tree.depth):
+        for depth in range(min(tree.depth, _room(state, rows).max())):
             nodes = np.flatnonzero(depths == depth)
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
             query = tree_query(state, state.draft_store, rows, tree.layout, drafts, begin, known, nodes)
@@ -265,15 +265,17 @@ class DraftingSampler(JacobiSampler):
         # what the drafter reads: the root, then `top` nodes of each level; their places are among all that it named
         parents, words, place, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
         made = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
+        room = _room(state, rows)
+        limit = torch.as_tensor(room, device=device).unsqueeze(1)  # what a row names does not depend on its neighbours
         wanted, named = np.arange(1), []
-        for level in range(tree.depth):
+        for level in range(min(tree.depth, room.max())):
             known = words.shape[1] - 1
             layout = Layout(parents, level, top)
             query = tree_query(state, state.draft_store, rows, layout, words, begin, known, wanted)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
             law = soft.laws(logits, rows, (committed + level).expand(-1, len(wanted)))
             best = law.log().topk(top, -1)
-            total = (score.unsqueeze(-1) + best.values).flatten(1)
+            total = (score.unsqueeze(-1) + best.values).flatten(1).masked_fill(limit <= level, -torch.inf)
             first = 1 + sum(part.shape[1] for part, *_ in named)
             named.append((best.indices.flatten(1), total, place[:, wanted].repeat_interleave(top, 1)))
             score, at = total.topk(top, -1)
@@ -423,6 +425,11 @@ class DraftingSampler(JacobiSampler):
         self._draft(state, rows, count, tokens, tokens, proposal.scores)
         state.rows = np.flatnonzero(state.committed < state.end)
         return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
+
+
+def _room(state: JacobiState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: how many drafts one after the other can become final; a step makes one token more than stand."""
+    return state.end[rows] - state.committed[rows] - 1
 
 
 def _softened(state: JacobiState) -> JacobiState:

@@ -390,12 +390,16 @@ class JacobiSampler(Sampler):
         return count, written
 
     def _write(self, state: JacobiState, positions: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
-        """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing."""
+        """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. A row's positions are distinct,
+        those past its end last."""
+        # a tree can be deeper than the canvas is long: columns that come around again would undo what is written
+        columns = state.context.shape[1]
+        positions, tokens = positions[:, :columns], tokens[:, :columns]
         for branch in range(state.branches):
             at = torch.as_tensor(rows + branch * state.batch, device=tokens.device).unsqueeze(1)
             shift = torch.as_tensor(state.shift[branch, rows, None], device=tokens.device)
             # slots past the end wrap around, so that the positions of a row are distinct and can be written to
-            place = (positions + shift) % state.context.shape[1]
+            place = (positions + shift) % columns
             state.context[at, place] = torch.where(tokens >= 0, tokens, state.context[at, place])
 
     def _roll_back(self, state: JacobiState, rows: np.ndarray) -> None:

@@ -44,7 +44,7 @@ class JacobiState(State):
     keys: Tensor
     """[B, 2] int64 random keys."""
     width: int
-    """W: the sampler's window, or the whole answer where that is shorter."""
+    """W: the sampler's window, or the whole answer where that is shorter; of a tree its nodes."""
     support: Tensor
     """[V] float: the uniform law of random guesses."""
     support_ids: Tensor

@@ -96,7 +96,9 @@ class Lantern(DraftingSampler):
         """See `DraftingSampler.node_rule`."""
         assert state.latents is not None  # `reads` has seen to it
         drawn = not isinstance(self.tree, DynamicTree)
-        return NodeRule(state.latents, self.k, *self.bound, drawn, state.allowed)
+        # a law of one word has no neighbours to add, and a draft that falls must not take that word along
+        k = self.k if state.request.temperature else 0
+        return NodeRule(state.latents, k, *self.bound, drawn, state.allowed)
 
     def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
         assert latents is not None  # likewise
