@@ -258,6 +258,14 @@ def test_zipar_names_a_model_without_a_store(given: dict[str, Any]) -> None:
         samplers.create("zipar").start(model, [1], grid=grid)
 
 
+def test_emu3_without_an_end_of_text(given: dict[str, Any]) -> None:
+    model = FAMILIES["emu3"]()
+    for end in (None, []):
+        model.module.config.get_text_config().eos_token_id = end
+        with pytest.raises(ValueError, match="eos_token_id of Emu3ForConditionalGeneration is not known"):
+            type(model)(model.module)
+
+
 # ---- what adapters of image models share ----------------------------------------------------------------------------
 
 

@@ -56,7 +56,10 @@ class Emu3Model(TextToImageModel):
 
     def _end_of_text(self) -> int:
         end = self.text_config.eos_token_id
-        return end[0] if isinstance(end, (list, tuple)) else end
+        end = next(iter(end), None) if isinstance(end, (list, tuple)) else end
+        if end is None:
+            raise ValueError(f"eos_token_id of {self.facts.name} is not known: its text config does not say it")
+        return end
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         sides = [
