@@ -169,7 +169,7 @@ class MaskedState(State):
 
     def __getstate__(self) -> dict[str, Any]:
         # what is made on first use is made again, and copies of views would be no views
-        left_out = {"_made_for_blocks": {}, "_made_for_rows": {}, "block_step": None, "row_step": None}
+        left_out: dict[str, Any] = {"_made_for_blocks": {}, "_made_for_rows": {}, "block_step": None, "row_step": None}
         return self.__dict__ | left_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
