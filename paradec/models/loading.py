@@ -456,9 +456,13 @@ def wrap(
     """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
 
     A masked LM (BERT-like) predicts in place and sees both ways, so only its mask id is asked for. A transformers
-    causal LM must be told its `prediction` and `topology`; unless the topology is "causal", its attention function is
-    replaced by one without a causal mask until `Model.unwrap()`. Any other module is called with ids alone, without
-    padding and without a key/value store.
+    causal LM must be told its `prediction` and `topology`; unless the topology is "causal", calls through the model
+    attend without a causal mask. Any other module is called with ids alone, without padding and without a key/value
+    store.
+
+    The module stays as it is for whoever else uses it, in other threads as well: its own calls attend as before, and
+    its parts stay in training mode where they are (calls through the model are in evaluation mode, with no dropout). It
+    may be wrapped several times; `Model.unwrap()` takes off what the wrap put on it, in any order.
 
     Args:
         mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
