@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.request import Request
-from paradec.samplers.statistics import argmax, filter_logits
+from paradec.samplers.statistics import argmax, filter_logits, tempered
 
 UNIFORM, CERTAIN = -1, -2
 """Instead of a place in `DraftLaws.dense`: drawn uniformly from the support; put there, whatever the model says."""
 BELOW_ONE = 1 - 2.0**-53
 """53 random bits may round to 1, which lies past the last word."""
+UNLIKELY = -80.0
+"""Words of a float32 law as far as this below the best one, over the temperature, have no probability; 1e-35 else."""
 SEGMENT = 128
 """Words summed at once when a number is drawn: one pass that only reads, and a cumulative sum of 1 / 128 of it."""
 
@@ -157,8 +159,10 @@ def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -
         logits = logits.masked_fill(~allowed, -torch.inf)
     if request.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1)
-    if request.temperature != 1:  # no overflow, however low the temperature
-        logits = (logits - logits.amax(-1, keepdim=True)) / request.temperature
+    if request.temperature != 1:
+        logits = tempered(logits, request.temperature)
+        if logits.dtype == torch.float32:  # softmax takes twice as long over what is too small to be drawn
+            logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
     return filter_logits(logits, request.top_p, request.top_k).softmax(-1)
 
 

@@ -31,7 +31,7 @@ from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, gui
 from paradec.samplers.jacobi_state import JacobiState
 from paradec.samplers.masked_state import put_rows, rows_of
 from paradec.samplers.request import Request, make_request, randomness
-from paradec.samplers.statistics import argmax
+from paradec.samplers.statistics import argmax, log_of
 from paradec.trace import Trace
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
@@ -293,7 +293,7 @@ class JacobiSampler(Sampler):
         uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
         if self.refresh == "gumbel":
             noise = laws_at(rows_of(state.memory, rows)["noise"], positions % state.width)
-            fresh = argmax(law.log() + noise)
+            fresh = argmax(log_of(law) + noise)
         else:
             fresh = draw(law, uniform[..., 0])
         return Proposal(
