@@ -66,7 +66,7 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = KINDS[kind](4 * torch.randn(2, 30, 9001, generator=generator), generator).to(dtype)
     logits[0, 0] -= logits[0, 0].topk(50).values[-1].where(logits[0, 0] > -torch.inf, 0)
-    for top_p, top_k in ((None, 50), (0.95, None), (0.95, 50), (0.3, 3000), (None, 9000)):
+    for top_p, top_k in ((None, 50), (0.95, None), (0.3, 3000)):
         found = filter_logits(logits, top_p, top_k)
         assert found.dtype == dtype and torch.equal(found, plain(logits, top_p, top_k)), (top_p, top_k)
         assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), found[1, 2])

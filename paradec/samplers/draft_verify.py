@@ -152,13 +152,16 @@ def guided(logits: Tensor, scale: float) -> Tensor:
 def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
     """The law that a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
 
-    Temperature 0 is certain of the best word. `allowed` [V] bool: the others get nothing.
+    Temperature 0 is certain of the best word. `allowed` [V] bool: the others get nothing. Rows without a finite logit
+    that is allowed are NaN.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if request.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1)
+        best = argmax(logits).unsqueeze(-1)
+        law = torch.zeros_like(logits).scatter_(-1, best, 1)
+        return law.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
     if request.temperature != 1:
         logits = tempered(logits, request.temperature)
         if logits.dtype == torch.float32:  # softmax takes twice as long over what is too small to be drawn
@@ -192,7 +195,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     else:
         part = weights.gather(-1, column)
     total = part.cumsum(-1, dtype=torch.float64)
-    return (segment * SEGMENT + _first_beyond(total, share * total[..., -1:])).squeeze(-1)
+    found = segment * SEGMENT + _first_beyond(total, share * total[..., -1:])
+    return found.squeeze(-1).clamp_(max=size - 1)  # as in `_first_beyond`
 
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:

@@ -364,7 +364,9 @@ class JacobiSampler(Sampler):
             is_end = torch.isin(tokens, state.ends) & (slot < count)
             ended = is_end.any(1, keepdim=True)
             count = torch.where(ended, is_end.int().argmax(1, keepdim=True) + 1, count)
-        broken = ~proposal.quantities["top_logit"].isfinite().all(1, keepdim=True)
+        # a law without an allowed word is NaN, whatever the others' logits
+        healthy = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
+        broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
         # the one transfer of the step
         written, ends, failed = torch.cat((count, ended.long(), broken.long()), 1).T.cpu().numpy()
         if failed.any():
