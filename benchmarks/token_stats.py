@@ -1,13 +1,18 @@
-"""Token statistics on the CPU: the chunked path against float64, in time and in memory.
+"""Token statistics on the CPU: the chunked path against float64, in time and memory, and for sharp and filtered logits.
 
-    python benchmarks/token_stats.py [--repeats 5]
+    python benchmarks/token_stats.py [--repeats 15]
 
 One thread, one run. For float32 logits [32, V] of the vocabularies of LLaDA (126,464) and Dream (152,064) each path
 gives the same outputs: the best token, its probability, the probability of a given token, and the entropy. "float64" is
-what the references of the threshold rules write: softmax in float64, argmax, gather, entropy, all rows at once. Both
-run in turns. The extra memory is the highest resident size during one call in a fresh process, less that before it,
-the least of three (Linux; pages of libraries that are read for the first time count too). Prints a table and writes
-benchmarks/results/token_stats.json.
+what the references of the threshold rules write: softmax in float64, argmax, gather, entropy, all rows at once. The
+chunked path also reads the same logits over temperature 0.2, after top-k 50 and after top-p 0.95: no exponential is
+slow, so that none may take more than 1.5 times as long as "as is". What filtering itself takes is measured apart.
+
+All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
+(`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
+of ratios within a turn, of the process's own times. The extra memory is the highest resident size during one call in a
+fresh process, less that before it, the least of three (Linux; pages of libraries that are read for the first time count
+too). Prints tables and writes benchmarks/results/token_stats.json, with the commit that was measured.
 """
 
 from __future__ import annotations
@@ -19,16 +24,27 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradec.kernels.token_stats import token_stats
+from paradec.samplers.statistics import filter_logits
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, VOCABULARIES = 32, (126_464, 152_064)
 FIELDS = ("token", "prob", "entropy")
+LAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as is": lambda logits: logits,
+    "temperature 0.2": lambda logits: logits / 0.2,
+    "top-k 50": lambda logits: filter_logits(logits, None, 50),
+    "top-p 0.95": lambda logits: filter_logits(logits, 0.95, None),
+}
+MOST = 1.5
+"""Times "as is" that any of them may take."""
 
 
 def plain(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -49,6 +65,13 @@ def inputs(vocabulary: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(rows, vocabulary, generator=generator)
     return logits, torch.randint(vocabulary, (rows,), generator=generator)
+
+
+def difference(logits: Tensor, ids: Tensor) -> float:
+    """The largest difference of the two paths, relative, or absolute below 1."""
+    expected, found = plain(logits, ids), chunked(logits, ids)
+    assert torch.equal(expected[0], found[0]), "the two paths take different tokens"
+    return max(float(((a - b).abs() / a.clamp(min=1)).max()) for a, b in zip(expected[1:], found[1:]))
 
 
 def peak_memory(name: str, vocabulary: int) -> int:
@@ -75,32 +98,71 @@ def resident_peak() -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
-def measure(vocabulary: int, repeats: int) -> dict[str, float]:
+def in_turns(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of every function in every turn, the process's own and on the wall; odd turns go backwards."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
+    for turn in range(-1, repeats):  # the first one warms up
+        for name in list(functions)[:: -1 if turn % 2 else 1]:
+            wall, own = time.perf_counter(), time.process_time()
+            functions[name]()
+            own, wall = time.process_time() - own, time.perf_counter() - wall
+            if turn >= 0:
+                times[name].append((1e3 * own, 1e3 * wall))
+    return times
+
+
+def summary(times: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians and quartiles, and the ratio to the base's turns."""
+    own, wall = (sorted(each) for each in zip(*times, strict=True))
+    ratios = sorted(a / b for (a, _), (b, _) in zip(times, base, strict=True))
+    found: dict[str, Any] = {}
+    for name, values in (("cpu_ms", own), ("wall_ms", wall), ("times_base", ratios)):
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        found |= {name: middle, f"{name}_quartiles": [low, high]}
+    return found
+
+
+def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
     logits, ids = inputs(vocabulary)
-    expected, found = plain(logits, ids), chunked(logits, ids)
-    worst = max(float(((a - b).abs() / a).max()) for a, b in zip(expected[1:], found[1:]))
-    assert torch.equal(expected[0], found[0]) and worst < 1e-5, "the two paths differ"
-    seconds: dict[str, list[float]] = {"plain": [], "chunked": []}
-    for _ in range(repeats):
-        for name, function in (("plain", plain), ("chunked", chunked)):
-            begin = time.perf_counter()
-            function(logits, ids)
-            seconds[name].append(time.perf_counter() - begin)
+    laws = {name: law(logits) for name, law in LAWS.items()}
+    differences = {name: difference(each, ids) for name, each in laws.items()}
+    worst = max(differences.values())
+    assert worst < 1e-5, "the two paths differ"
+    functions: dict[str, Callable[[], Any]] = {
+        name: lambda each=each: chunked(each, ids)  # type: ignore[misc]
+        for name, each in laws.items()
+    }
+    functions["float64"] = lambda: plain(logits, ids)
+    functions["filtering, top-k 50"] = lambda: LAWS["top-k 50"](logits)
+    functions["filtering, top-p 0.95"] = lambda: LAWS["top-p 0.95"](logits)
+    times = in_turns(functions, repeats)
+    found = {name: summary(each, times["as is"]) for name, each in times.items()}
     return {
         "vocabulary": vocabulary,
         "rows": ROWS,
-        "float64_ms": 1e3 * statistics.median(seconds["plain"]),
-        "chunked_ms": 1e3 * statistics.median(seconds["chunked"]),
-        "speed_up": statistics.median(a / b for a, b in zip(seconds["plain"], seconds["chunked"])),
-        "largest_relative_difference": worst,
+        "float64_ms": found["float64"]["cpu_ms"],
+        "chunked_ms": found["as is"]["cpu_ms"],
+        "speed_up": found["float64"]["times_base"],
+        "largest_difference": worst,
+        "laws": found,
         "float64_extra_mb": peak_memory("plain", vocabulary) / 1e6,
         "chunked_extra_mb": peak_memory("chunked", vocabulary) / 1e6,
     }
 
 
+def commit() -> str:
+    """What was measured: the commit, "-dirty" where files other than results differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    dirty = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
         "--memory-of", nargs=2, metavar=("PATH", "VOCABULARY"), help="print what one call adds, in bytes"
     )
@@ -109,6 +171,7 @@ def main() -> None:
     if arguments.memory_of:
         report(*arguments.memory_of)
         return
+    measured = commit()
     rows = [measure(vocabulary, arguments.repeats) for vocabulary in VOCABULARIES]
     print(f"{'vocabulary':>10} {'float64':>10} {'chunked':>10} {'speed-up':>9} {'extra memory':>24}")
     for row in rows:
@@ -116,11 +179,23 @@ def main() -> None:
             f"{row['vocabulary']:10,d} {row['float64_ms']:7.1f} ms {row['chunked_ms']:7.1f} ms {row['speed_up']:8.1f}x "
             f"{row['float64_extra_mb']:8.1f} / {row['chunked_extra_mb']:4.1f} MB"
         )
+    print(f"\n{'vocabulary':>10} {'logits':22} {'cpu':>10} {'quartiles':>15} {'wall':>10} {'x as is':>8}")
+    for row in rows:
+        for name, found in row["laws"].items():
+            low, high = found["cpu_ms_quartiles"]
+            print(
+                f"{row['vocabulary']:10,d} {name:22} {found['cpu_ms']:7.1f} ms {low:7.1f} {high:7.1f} "
+                f"{found['wall_ms']:7.1f} ms {found['times_base']:7.2f}x"
+            )
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     path.parent.mkdir(exist_ok=True)
     device = f"cpu ({platform.machine()}), 1 thread"
-    path.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    result = {"device": device, "torch": torch.__version__, "commit": measured, "repeats": arguments.repeats}
+    path.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
     print(f"written to {path.relative_to(ROOT)}")
+    slow = [name for row in rows for name in LAWS if row["laws"][name]["times_base"] > MOST]
+    if slow:
+        sys.exit(f"more than {MOST} times as long as logits as they are: {', '.join(slow)}")
 
 
 if __name__ == "__main__":

@@ -454,7 +454,7 @@ class Engine:
             editable=torch.zeros_like(undecided),
             top=top_by_rank,
             draw=lambda: sampler._position_noise(self, None),
-            choose=lambda weights, number: sampler._choose(self, weights, number, None),
+            choose=lambda scores, number: sampler._choose(self, scores, number, None),
             ends=self.ends,
         )
         selected = sampler.select(view) & undecided

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.gsd import around
-from paradec.samplers.statistics import argmax, ascending, filter_logits
+from paradec.samplers.statistics import Raised, argmax, ascending, divergence, divided, filter_logits, log_of, tempered
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
@@ -58,6 +59,20 @@ def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) 
                 assert torch.equal(logits, given)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
+    """In pieces that fit into the caches, where nuclei end early and late, and where the least kept logit is 0."""
+    generator = torch.Generator().manual_seed(5)
+    logits = KINDS[kind](4 * torch.randn(2, 30, 9001, generator=generator), generator).to(dtype)
+    logits[0, 0] -= logits[0, 0].topk(50).values[-1].where(logits[0, 0] > -torch.inf, 0)
+    for top_p, top_k in ((None, 50), (0.95, None), (0.3, 3000)):
+        found = filter_logits(logits, top_p, top_k)
+        assert found.dtype == dtype and torch.equal(found, plain(logits, top_p, top_k)), (top_p, top_k)
+        assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), found[1, 2])
+        assert torch.equal(filter_logits(logits[:, ::2], top_p, top_k), found[:, ::2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_word_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
     """Masses that are exactly what lies before some word, and the numbers next to them."""
@@ -66,6 +81,66 @@ def test_the_word_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: tor
     for mass in (law.cumsum(-1) - law)[0, 1:200:9]:
         for top_p in (mass, mass.nextafter(mass + 1), mass.nextafter(mass - 1)):
             assert torch.equal(filter_logits(logits, float(top_p), None), plain(logits, float(top_p), None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-6, 0.05, 0.7, 2.0])
+def test_temperatures_divide_what_stays_finite(temperature: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    large = torch.finfo(dtype).max
+    logits = (4 * torch.randn(5, 30, generator=generator)).to(dtype)
+    logits[1, 3:] = -torch.inf
+    logits[2], logits[2, [4, 9]] = -large, large
+    logits[3] = -large / 2
+    logits[4] = large / 3
+    wide = logits.double() / temperature
+    expected = (wide - wide.amax(-1, keepdim=True)).softmax(-1)
+    expected[2:] = (logits[2:] == logits[2:].amax(-1, keepdim=True)).double()
+    expected[2:] /= expected[2:].sum(-1, keepdim=True)
+    for found in (tempered(logits, temperature), divided(logits, temperature)):
+        assert found.dtype == dtype and not found.isnan().any() and (found[1, 3:] == -torch.inf).all()
+        rel = 30 * torch.finfo(dtype).eps / min(temperature, 1)
+        torch.testing.assert_close(found.double().softmax(-1), expected, rtol=0, atol=min(rel, 1e-3))
+    if dtype != torch.float16 or temperature > 1e-3:  # nothing of the first row overflows: as the public codes have it
+        assert torch.equal(divided(logits, temperature)[:2], logits[:2] / temperature)
+    broken = torch.zeros(3, 4, dtype=dtype)
+    broken[0, 1], broken[1, 1], broken[2] = torch.inf, torch.nan, -torch.inf
+    for function in (tempered, divided):
+        assert function(broken, temperature).softmax(-1).isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_logarithms_of_laws(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny
+    law = torch.tensor([0.5, 0.0, 1e-30, 8 * tiny, tiny, tiny / 1024, 1.0, torch.nan], dtype=dtype)
+    found = log_of(law.clone())
+    expected = law.log()
+    expected[[1, 4, 5]] = -torch.inf
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found[6] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by", [0.0, 3.0, 200.0, 2e4])
+def test_words_may_be_raised_by_any_amount(by: float, dtype: torch.dtype) -> None:
+    """Unwritten, as in large vocabularies, they have the probabilities that they have written."""
+    logits = 4 * torch.randn(3, 60, generator=torch.Generator().manual_seed(7), dtype=dtype)
+    logits[1, 5] = -torch.inf
+    prob, best = logits.double().softmax(-1).max(-1)
+    ids = torch.tensor([[3, 5, -1], [5, 20, 21], [-1, -1, -1]])
+    ids[2, 0] = best[2]
+    raised = Raised(logits, best, prob, ids, by * torch.tensor([1.0, 0.5, 1.0], dtype=dtype).expand(3, -1))
+    written = raised.written().double().softmax(-1)
+    token, found = raised.statistics()
+    assert torch.equal(token, written.argmax(-1))
+    torch.testing.assert_close(found, written.amax(-1), rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0)
+
+
+def test_divergence_of_logits_beyond_float32() -> None:
+    logits = torch.tensor([[1e300, -1e300, 1e300], [2.0, 1.0, 0.0]], dtype=torch.float64)
+    p, kl = divergence(logits, torch.tensor([[0.5, 0.0, 0.5], [1 / 3, 1 / 3, 1 / 3]]))
+    assert p.dtype == torch.float32 and torch.equal(p[0], torch.tensor([0.5, 0.0, 0.5]))
+    torch.testing.assert_close(kl, torch.tensor([0.0, math.log(3) - float(torch.special.entr(p[1]).sum())]))
 
 
 def test_searches() -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -18,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paradec import rng
 from paradec.kernels import token_stats as module
 from paradec.kernels.token_stats import FIELDS, IN_ONE_READ, Draws, TokenStats, path_for, token_stats
-from paradec.samplers.statistics import QUANTITIES, best_with_probability, token_statistics
+from paradec.samplers.statistics import QUANTITIES, best_with_probability, filter_logits, token_statistics
 
 VOCABULARY = 9001
 """Beyond SMALL_VOCABULARY, and no multiple of any tile."""
+ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITHOUT_TRITON = pytest.mark.skipif(
@@ -218,6 +220,155 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
     assert 0 < largest.nbytes <= 4 * module.CPU_CHUNK < logits.nbytes
 
 
+# ---- sharp, filtered and extreme distributions ----------------------------------------------------------------------
+
+TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
+
+
+def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
+    """The fields by their definitions, row by row in float64; the largest logit is subtracted before anything else."""
+    rows = []
+    for row in logits.double().reshape(-1, logits.shape[-1]):
+        z = (row - row.max()) / temperature
+        p = z.exp() / z.exp().sum()
+        first, second = p.sort(descending=True).values[:2]
+        best, following = row.sort(descending=True).values[:2]
+        rows.append(
+            {
+                "token": p.argmax(),
+                "prob": first,
+                "second_prob": second,
+                "margin": first - second,
+                "entropy": -(p[p > 0] * p[p > 0].log()).sum(),
+                "smoothed_entropy": -(p * (p + 1e-10).log()).sum(),
+                "logsumexp": row.max() / temperature + z.exp().sum().log(),
+                "gap": best - following,
+                "nonfinite": torch.tensor(False),
+            }
+        )
+    return {name: torch.stack([row[name] for row in rows]).view(logits.shape[:-1]) for name in rows[0]}
+
+
+def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """[10, V]: flat and sharp rows; rows that exclude different words, all words but one, all but two that tie; rows
+    after top-k and top-p."""
+    logits = logits_of(10, vocabulary=vocabulary, dtype=torch.float64, seed=vocabulary)
+    logits = logits.to(dtype).where(logits > -torch.inf, logits_of(10, vocabulary=vocabulary, seed=9)[:, :1].to(dtype))
+    logits[2, ::3] = -torch.inf
+    logits[3, 1 : vocabulary // 2] = -torch.inf
+    logits[4] = -torch.inf
+    logits[4, 5] = -7.0
+    logits[5] = -torch.inf
+    logits[5, [8, 2]] = 30.0
+    logits[6:8] = filter_logits(logits[6:8], None, 50)
+    logits[8:] = filter_logits(logits[8:], 0.95, None)
+    return logits
+
+
+def assert_exact_zeros(found: TokenStats, logits: Tensor) -> None:
+    """What is excluded has no probability at all, and a word that is left alone all of it."""
+    excluded = logits == -torch.inf
+    assert (found.ids_prob[excluded[..., : found.ids_prob.shape[-1]]] == 0).all()
+    assert found.prob[4] == 1 and found.second_prob[4] == 0 and found.margin[4] == 1 and found.gap[4] == torch.inf
+    assert found.entropy[4] == 0 and found.token[4] == 5
+    assert found.token[5] == 2 and found.prob[5] == found.second_prob[5] == 0.5 and found.margin[5] == 0
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    [
+        (size, dtype)
+        for size in (300, VOCABULARY)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    ],
+)
+def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = shapes_of_rows(vocabulary, dtype)
+    ids = torch.arange(40).expand(10, -1)
+    small = path_for(logits) == "float64"
+    for temperature in TEMPERATURES:
+        found = token_stats(logits, temperature=temperature, ids=ids)
+        assert_close(found, plain(logits, temperature), FIELDS, 1e-11 if small else 1e-6)
+        assert_exact_zeros(found, logits)
+        # sharp logits of their own accord
+        sharp = (logits.double() / temperature).to(dtype)
+        assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
+
+
+@pytest.mark.parametrize("path", ["float64", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
+    """Finite logits that overflow where a temperature divides them, or where they are subtracted."""
+    large = torch.finfo(dtype).max
+    logits = torch.zeros(3, VOCABULARY, dtype=dtype)
+    logits[0], logits[0, 70] = -large, large
+    logits[1], logits[1, [90, 30]] = -large / 2, -large / 3
+    logits[2] = large / 4
+    for temperature in (1e-6, 1.0, 1e6):
+        draws = draws_for(3, 1, temperature)
+        draws = Draws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
+        found = token_stats(logits, temperature=temperature, path=path, draws=draws)
+        assert found.token.tolist() == [70, 30, 0] and not found.nonfinite.any()
+        expected = torch.tensor([1, 1 / 2, 1 / VOCABULARY], dtype=torch.float64)
+        torch.testing.assert_close(found.prob, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.entropy, -expected.log().to(found.entropy), rtol=1e-6, atol=1e-30)
+        torch.testing.assert_close(found.sample_prob, expected, rtol=1e-6, atol=0)
+        assert found.sample[0] == 70 and found.sample[1] in (30, 90)
+    # noise is as large beside huge logits as beside others: equal words are drawn alike
+    many = Draws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
+    counts = token_stats(logits[1].expand(1, 100, -1), draws=many, path=path).sample.view(-1).bincount()
+    assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
+
+
+@runs_kernel
+@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 1), (torch.float16, 2), (torch.bfloat16, 2)])
+def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
+    logits = shapes_of_rows(200, dtype)
+    ids = torch.arange(40).expand(10, -1)
+    for temperature in TEMPERATURES if splits == 1 else TEMPERATURES[::3]:
+        found = kernel(logits, temperature, ids, block=128, splits=splits)
+        assert_close(found, plain(logits, temperature), ONE_READ, 1e-6)
+        assert_exact_zeros(found, logits)
+
+
+@runs_kernel
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("splits", [1, 2])
+def test_kernel_with_extreme_logits(splits: int) -> None:
+    large = torch.finfo(torch.float32).max
+    logits = torch.zeros(3, 100)
+    logits[0], logits[0, 70] = -large, large
+    logits[1], logits[1, [90, 30]] = -large / 2, -large / 3
+    logits[2] = large / 4
+    for temperature in (1e-6, 1.0):
+        found = kernel(logits, temperature, splits=splits)
+        exact = token_stats(logits, temperature=temperature, fields=ONE_READ, path="float64")
+        assert_close(found, exact._asdict(), ONE_READ, 1e-6)
+    alike = logits[1:].unsqueeze(1).expand(2, 5, -1).contiguous()
+    draws = draws_for(2, 5, 1e-6)
+    sample = kernel(alike, draws=draws, splits=splits).sample
+    assert torch.equal(sample, token_stats(alike, draws=draws, path="float64").sample)
+    assert sample[0].unique().tolist() == [30, 90] and len(sample[1].unique()) > 3
+
+
+def test_sharp_and_filtered_logits_take_no_longer() -> None:
+    """An exp that leaves float32's normal numbers takes ten times as long: such logits took 5 to 15 times as long."""
+    flat = 4 * torch.randn(4, 2**16, generator=torch.Generator().manual_seed(0))
+    cases = {
+        "flat": flat,
+        "sharp": flat / 0.2,
+        "filtered": filter_logits(flat, None, 50),
+        "excluded": flat.masked_fill(torch.arange(2**16) % 2 == 0, -torch.inf),
+    }
+    least = dict.fromkeys(cases, math.inf)
+    for _ in range(9):  # in turns; the least of the process's own times is next to undisturbed by other work
+        for name, logits in cases.items():
+            begin = time.process_time()
+            token_stats(logits, fields=("entropy",), path="chunked")
+            least[name] = min(least[name], time.process_time() - begin)
+    assert all(seconds < 2.5 * least["flat"] for seconds in least.values()), least
+
+
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
@@ -323,8 +474,6 @@ print(before, "triton" in sys.modules)
 
 
 # ---- the Triton kernel, interpreted ---------------------------------------------------------------------------------
-
-ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
 
 
 @runs_kernel

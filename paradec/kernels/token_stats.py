@@ -12,7 +12,10 @@ Trained models are so sure of many positions that float32 probabilities tie at 1
 go by position. So the float32 paths never add the best word's share to that of the others: with m the largest logit,
 they sum `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over all other words, and the probability
 1 / (1 + rest), the entropy ln(1 + rest) - weight / (1 + rest) and all else follow in float64. The entropy keeps
-float32's relative precision however small it is, and 1 - p as far down as float64 goes.
+float32's relative precision as far down as float32 has numbers (1e-36), and 1 - p as far down as float64 goes.
+
+A temperature divides differences to the largest logit only: these never overflow, whatever the logits, and what is far
+below the best word comes to nothing, as it should.
 
 Two such sums merge exactly (online softmax: Milakov and Gimelshein, arXiv 1805.02867), also where one is empty.
 """
@@ -47,8 +50,10 @@ NOISE_CHUNK = 2**22
 """The same where noise is drawn, which takes some 100 bytes a word while it is made."""
 BLOCK = 2048
 """Words that a Triton program works on at a time: eight a thread, which leaves registers for four programs."""
-FLOOR = -200.0
-"""Differences of logits from here on count nothing in float32: exp(-104) is 0."""
+FLOOR, LEAST = -87.0, 2e-38
+"""Where a word's difference to the best one, over the temperature, is cut off in float32; and the share up to which a
+word then counts as one without any. exp(-87) is 1.6e-38, and processors take ten times as long over an exp whose result
+is no normal number, as at low temperatures and of excluded words."""
 EPSILON = 1e-10
 """What Dream adds to probabilities within the logarithm."""
 
@@ -247,8 +252,9 @@ def float64_stats(
     # what follows works in place where it can: these passes over the vocabulary are most of a small model's step
     wide = None
     if temperature != 1:
-        wide = logits.double() / temperature
-        p = wide.softmax(dim=-1)
+        # what is divided are differences, which stay finite, or -inf, at every temperature
+        wide = logits.to(torch.float64, copy=True)
+        p = wide.sub_(wide.amax(-1, keepdim=True)).div_(temperature).softmax(dim=-1)
     elif "entropy" in wanted or "smoothed_entropy" in wanted:
         wide = logits.to(torch.float64, copy=True)
         p = wide.softmax(dim=-1)
@@ -260,9 +266,6 @@ def float64_stats(
     ids_prob = second = margin = entropy = smoothed = gap = logsumexp = nonfinite = None
     if ids is not None:
         ids_prob = p.gather(-1, ids) if ids.dim() == p.dim() else p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    if "logsumexp" in wanted:
-        logsumexp = (logits.double() if wide is None else wide).logsumexp(-1)
-        logsumexp = torch.where(logsumexp.isinf(), torch.nan, logsumexp)
     if "gap" in wanted:
         highest = logits.topk(min(2, logits.shape[-1]), dim=-1).values.double()
         gap = highest[..., 0] - highest[..., 1] if logits.shape[-1] > 1 else torch.full_like(best, torch.inf)
@@ -270,14 +273,18 @@ def float64_stats(
         # `wide` is free to be overwritten where the other entropy does not need it
         logarithm = (p + EPSILON).log_() if "entropy" in wanted else torch.add(p, EPSILON, out=wide).log_()
         smoothed = -logarithm.mul_(p).sum(-1)
-    if not wanted.isdisjoint(("second_prob", "margin", "entropy")):
+    if not wanted.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
         at = first.unsqueeze(-1)
         if "entropy" in wanted:
             # sum p (z - z_best) + ln p_best needs no logarithm per word; both terms are negative, so nothing cancels
             spread = wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
         p.scatter_(-1, at, 0)
+        if "entropy" in wanted or "logsumexp" in wanted:
+            beyond = (p.sum(-1) / best).log1p()  # -ln p_best
         if "entropy" in wanted:
-            entropy = (p.sum(-1) / best).log1p() - spread
+            entropy = beyond - spread
+        if "logsumexp" in wanted:
+            logsumexp = logits.gather(-1, at).squeeze(-1).double() / temperature + beyond
         if "second_prob" in wanted or "margin" in wanted:
             second = p.amax(-1)
             margin = best - second
@@ -291,7 +298,7 @@ class _Sums(NamedTuple):
 
     token: Tensor
     top: Tensor
-    """Float64, as all that follows: the largest logit over the temperature."""
+    """Float64, as all that follows: the largest logit."""
     second: Tensor
     rest: Tensor
     weight: Tensor | None
@@ -304,35 +311,22 @@ def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Su
     pieces = list(_pieces(logits.detach(), CPU_CHUNK, CHUNK))
     shape = max(map(len, pieces)), logits.shape[-1]
     scratch = [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(2)]
-    excluded = None
-    if logits.is_cpu and logits.numel() and not wanted.isdisjoint(("entropy", "smoothed_entropy")):
-        # most often every row excludes what the first one does
-        excluded = logits[(0,) * (logits.dim() - 1)].isneginf().nonzero().squeeze(1)
-    sums = _Sums(*_joined(_sums(rows, wanted, temperature, scratch, excluded) for rows in pieces))
-    if excluded is not None and sums.weight is not None and sums.weight.isnan().any():
-        sums = _Sums(*_joined(_sums(rows, wanted, temperature, scratch, None) for rows in pieces))
-    return sums
+    return _Sums(*_joined(_sums(rows, wanted, temperature, scratch) for rows in pieces))
 
 
-def _sums(
-    logits: Tensor, wanted: frozenset[str], temperature: float, scratch: list[Tensor], excluded: Tensor | None
-) -> _Sums:
-    """Of as many rows as fit into the caches.
-
-    Args:
-        scratch: two of [at least n, V] float32, overwritten.
-        excluded: [E] int64, all words that are -inf in these rows, where they are known; `weight` is NaN in rows that
-            have others.
-    """
-    if temperature != 1 or logits.dtype != torch.float32:
-        logits = logits.to(torch.float32, copy=True).mul_(1 / temperature)
+def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, scratch: list[Tensor]) -> _Sums:
+    """Of as many rows as fit into the caches. scratch: two of [at least n, V] float32, overwritten."""
+    apart, share = (buffer[: len(logits)] for buffer in scratch)
+    if logits.dtype.itemsize < 4:  # differences would be rounded to it
+        logits = apart.copy_(logits)
     at, top, second = _two_best(logits)
-    apart = torch.sub(logits, top, out=scratch[0][: len(logits)]).scatter_(-1, at, FLOOR)
-    share = torch.exp(apart, out=scratch[1][: len(logits)])
-    rest = share.sum(-1).double()
+    torch.sub(logits, top, out=apart)
+    if temperature != 1:
+        apart.mul_(1 / temperature)
+    torch.exp(apart.clamp_(min=FLOOR).scatter_(-1, at, FLOOR), out=share)
+    rest = torch.threshold_(share, LEAST, 0.0).sum(-1).double()  # NaN stays
     weight = others = None
     if "entropy" in wanted or "smoothed_entropy" in wanted:
-        apart = apart.clamp_(min=FLOOR) if excluded is None else apart.index_fill_(-1, excluded, FLOOR)
         weight = apart.mul_(share).sum(-1).double()
     if "smoothed_entropy" in wanted:
         # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h); the best word's share stands at 0
@@ -350,9 +344,9 @@ def _from_sums(sums: Sequence[Tensor | None], logits: Tensor, temperature: float
     best = torch.where(nonfinite, torch.nan, 1 / total)
     ids_prob = entropy = smoothed = None
     if ids is not None:
-        chosen = logits.gather(-1, ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)).float() * (1 / temperature)
-        ids_prob = ((chosen.double() - top.unsqueeze(-1)).exp() * best.unsqueeze(-1)).view(ids.shape)
-    second_prob = (second - top).exp() * best
+        chosen = logits.gather(-1, ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)).double()
+        ids_prob = (((chosen - top.unsqueeze(-1)) / temperature).exp() * best.unsqueeze(-1)).view(ids.shape)
+    second_prob = ((second - top) / temperature).exp() * best
     if weight is not None:
         entropy = torch.where(nonfinite, torch.nan, rest.log1p() - weight / total)
     if others is not None:
@@ -365,8 +359,8 @@ def _from_sums(sums: Sequence[Tensor | None], logits: Tensor, temperature: float
         margin=best - second_prob,
         entropy=entropy,
         smoothed_entropy=smoothed,
-        logsumexp=torch.where(nonfinite, torch.nan, top + rest.log1p()),
-        gap=torch.where(nonfinite, torch.nan, (top - second) * temperature),
+        logsumexp=torch.where(nonfinite, torch.nan, top / temperature + rest.log1p()),
+        gap=torch.where(nonfinite, torch.nan, top - second),
         nonfinite=nonfinite,
         ids_prob=ids_prob,
     )
@@ -409,7 +403,9 @@ def _samples(logits: Tensor, draws: Draws) -> Tensor:
         here = slice(at, at + len(rows))
         keys, steps, positions = (own[here] for own in noise)
         uniform = rng.uniform(keys, steps, positions.unsqueeze(1), rows.shape[-1], rng.TOKEN_STREAM).squeeze(1)
-        found.append((rows.double() / draws.temperature + rng.gumbel(uniform)).argmax(-1))
+        # less the largest, which would take the noise's digits
+        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(draws.temperature)
+        found.append(wide.add_(rng.gumbel(uniform)).argmax(-1))
         at = here.stop
     return torch.cat(found).view(logits.shape[:-1])
 
@@ -504,8 +500,8 @@ def _triton_stats(
         )  # fmt: skip
         many = 0 if flat_ids is None else flat_ids.shape[1]
         _finish_kernel[(count,)](
-            grid, partial, floats, tokens, nonfinite, flat_ids, ids_prob,
-            count, splits, width, grid.stride(0), grid.stride(1), 1 / temperature, temperature, many,
+            grid, partial, floats, tokens, nonfinite, flat_ids, ids_prob, sharpness,
+            count, splits, width, grid.stride(0), grid.stride(1), temperature, many,
             SAMPLE=draws is not None, IDS=triton.next_power_of_2(many) if many else 0, num_warps=1,
         )  # fmt: skip
     numbers = dict(zip(FLOATS, floats.view(len(FLOATS), *lead).unbind(0), strict=True))
@@ -529,7 +525,7 @@ def _programs(device: torch.device) -> int:
 FLOATS = ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "sample_prob")
 """Rows of `floats` in the kernel, in order."""
 PARTIAL = 7
-"""Numbers per part of a row: m, second, best, rest, weight; best perturbed logit and its word."""
+"""Numbers per part of a row: m, second, best, rest, weight; best perturbed logit, less m, and its word."""
 
 
 @_on_device
@@ -558,10 +554,9 @@ def _partial_kernel(
     for at in range(begin, stop, BLOCK):
         word = at + lane
         # float32 at once: the interpreter computes nothing in bfloat16
-        raw = ahead.to(tl.float32)
+        x = ahead.to(tl.float32)
         # the next tile is on its way while this one is worked on
         ahead = tl.load(source + word + BLOCK, mask=word + BLOCK < stop, other=float("-inf"))
-        x = raw * scale
         top = tl.max(x, 0)
         if top > second:  # few tiles hold one of the two best so far
             where = tl.min(tl.where(x == top, word, words), 0)
@@ -569,17 +564,21 @@ def _partial_kernel(
             if top > m:
                 second = tl.maximum(m, other)
                 if m > float("-inf"):
-                    shift = m - top
+                    # finite, so that 0 times it is 0
+                    shift = tl.maximum((m - top) * scale, -200.0)
                     factor = tl.exp(shift)
                     weight = factor * (weight + rest * shift)
                     rest = factor * rest
                     weight_of_best = factor * (weight_of_best + (rest_of_best + 1) * shift)
                     rest_of_best = factor * (rest_of_best + 1)
+                    if SAMPLE:
+                        drawn += (m.to(tl.float64) - top.to(tl.float64)) / tl.load(sharpness)
                 m = top
                 best = where
             else:
                 second = top
-        apart = x - tl.where(m == float("-inf"), 0.0, m)
+        reference = tl.where(m == float("-inf"), 0.0, m)
+        apart = (x - reference) * scale
         share = tl.where(word == best, 0.0, tl.exp(apart))
         rest += share
         weight += share * tl.maximum(apart, -200.0)
@@ -594,7 +593,9 @@ def _partial_kernel(
             low = tl.where(word % 2 == 0, b, d).to(tl.int64)
             uniform = (((high << 21) | (low >> 11)).to(tl.float64) + 0.5) * 1.1102230246251565e-16
             gumbel = -tl.log(-tl.log(uniform))
-            z = tl.where(word < stop, raw.to(tl.float64) / tl.load(sharpness) + gumbel, float("-inf"))
+            # less the largest logit so far, which would take the noise's digits
+            below = (x.to(tl.float64) - reference.to(tl.float64)) / tl.load(sharpness)
+            z = tl.where(word < stop, below + gumbel, float("-inf"))
             highest = tl.max(z, 0)
             if highest > drawn:
                 drawn = highest
@@ -611,8 +612,8 @@ def _partial_kernel(
 
 @_on_device
 def _finish_kernel(
-    logits, partial, floats, tokens, nonfinite, ids, ids_prob,
-    count, splits, width, row_stride, column_stride, scale, temperature, many,
+    logits, partial, floats, tokens, nonfinite, ids, ids_prob, sharpness,
+    count, splits, width, row_stride, column_stride, temperature, many,
     SAMPLE: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, and write what follows from them. Grid (N,)."""
@@ -635,8 +636,8 @@ def _finish_kernel(
         weight2 = tl.load(part + 4)
         top = tl.maximum(m, m2)
         # how far each side is below the larger maximum; a side without words weighs nothing
-        down = tl.where(m == none, 0.0, m - top)
-        down2 = tl.where(m2 == none, 0.0, m2 - top)
+        down = tl.where(m == none, 0.0, (m - top) / temperature)
+        down2 = tl.where(m2 == none, 0.0, (m2 - top) / temperature)
         factor = tl.where(m == none, 0.0, tl.exp(down))
         factor2 = tl.where(m2 == none, 0.0, tl.exp(down2))
         stays = m >= m2  # equal maxima: the lower words stay
@@ -647,31 +648,32 @@ def _finish_kernel(
         rest = factor * mass + factor2 * mass2
         second = tl.maximum(tl.minimum(m, m2), tl.maximum(second, second2))
         best = tl.where(stays, best, best2)
-        m = top
         if SAMPLE:
-            drawn2 = tl.load(part + 5)
+            drawn += tl.where(m == none, 0.0, (m - top) / tl.load(sharpness))
+            drawn2 = tl.load(part + 5) + tl.where(m2 == none, 0.0, (m2 - top) / tl.load(sharpness))
             sample = tl.where(drawn2 > drawn, tl.load(part + 6), sample)
             drawn = tl.maximum(drawn, drawn2)
+        m = top
     bad = (m == none) | (m == float("inf")) | (rest != rest)
     safe = tl.where(bad, 0.0, m)
     total = tl.where(bad, float("nan"), 1.0 + rest)
     # ln(1 + rest) where 1 + rest rounds most of it away
     logarithm = tl.where(rest < 1e-5, rest - 0.5 * rest * rest, tl.log(total))
-    ratio = tl.where(second == none, 0.0, tl.exp(second - safe))
+    ratio = tl.where(second == none, 0.0, tl.exp((second - safe) / temperature))
     tl.store(floats + row, 1.0 / total)
     tl.store(floats + count + row, ratio / total)
     tl.store(floats + 2 * count + row, (1.0 - ratio) / total)
     tl.store(floats + 3 * count + row, logarithm - weight / total)
-    tl.store(floats + 4 * count + row, tl.where(bad, float("nan"), safe + logarithm))
-    tl.store(floats + 5 * count + row, tl.where(bad, float("nan"), (safe - second) * temperature))
+    tl.store(floats + 4 * count + row, tl.where(bad, float("nan"), safe / temperature + logarithm))
+    tl.store(floats + 5 * count + row, tl.where(bad, float("nan"), safe - second))
     tl.store(tokens + row, tl.maximum(best, 0.0).to(tl.int64))
     tl.store(nonfinite + row, bad)
     if SAMPLE:
-        x = tl.load(source + sample.to(tl.int64)).to(tl.float32) * scale
+        x = tl.load(source + sample.to(tl.int64)).to(tl.float32).to(tl.float64)
         tl.store(tokens + count + row, sample.to(tl.int64))
-        tl.store(floats + 6 * count + row, tl.exp(x.to(tl.float64) - safe) / total)
+        tl.store(floats + 6 * count + row, tl.exp((x - safe) / temperature) / total)
     if IDS:
         k = tl.arange(0, IDS)
         word = tl.load(ids + row * many + k, mask=k < many, other=0)
-        x = tl.load(source + word, mask=k < many, other=none).to(tl.float32) * scale
-        tl.store(ids_prob + row * many + k, tl.exp(x.to(tl.float64) - safe) / total, mask=k < many)
+        x = tl.load(source + word, mask=k < many, other=none).to(tl.float32).to(tl.float64)
+        tl.store(ids_prob + row * many + k, tl.exp((x - safe) / temperature) / total, mask=k < many)

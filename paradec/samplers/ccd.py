@@ -17,7 +17,7 @@ from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.low_confidence import LowConfidence
 from paradec.samplers.masked import MaskedState, Stage, View
-from paradec.samplers.statistics import best_with_probability
+from paradec.samplers.statistics import best_with_probability, log_of
 
 MOST_HISTORY = 64
 
@@ -87,7 +87,8 @@ class CCD(LowConfidence):
         if self.history == 1:
             return logits, {"buffered": buffered}
         missing = self.buffer - columns.shape[1]
-        kept = rows_at(logits, columns).softmax(-1, dtype=torch.float32)
+        kept = rows_at(logits, columns)
+        kept = kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)).float()
         kept, columns = pad(kept, (0, 0, 0, missing)), pad(columns.masked_fill(~there, -1), (0, missing), value=-1)
         return self.averaged(logits, stage), {
             "distributions": torch.cat((kept.unsqueeze(1), stage.memory["distributions"][:, :-1]), 1),
@@ -108,7 +109,7 @@ class CCD(LowConfidence):
         now = now.to(torch.promote_types(now.dtype, torch.float32))
         same = (columns.unsqueeze(-1) == at.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
         mean = (now.softmax(-1) + same @ earlier) / (1 + count)
-        now = torch.where(count > 0, mean.log(), now)
+        now = torch.where(count > 0, log_of(mean), now)
         index = columns.unsqueeze(-1).expand_as(now)
         return logits.to(now.dtype).scatter(1, index, now)
 

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.request import Request
-from paradec.samplers.statistics import argmax, filter_logits
+from paradec.samplers.statistics import argmax, filter_logits, tempered
 
 UNIFORM, CERTAIN = -1, -2
 """Instead of a place in `DraftLaws.dense`: drawn uniformly from the support; put there, whatever the model says."""
 BELOW_ONE = 1 - 2.0**-53
 """53 random bits may round to 1, which lies past the last word."""
+UNLIKELY = -80.0
+"""Words of a float32 law as far as this below the best one, over the temperature, have no probability; 1e-35 else."""
 SEGMENT = 128
 """Words summed at once when a number is drawn: one pass that only reads, and a cumulative sum of 1 / 128 of it."""
 
@@ -144,15 +146,20 @@ def probability(law: Tensor, tokens: Tensor) -> Tensor:
 def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
     """The law that a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
 
-    Temperature 0 is certain of the best word. `allowed` [V] bool: the others get nothing.
+    Temperature 0 is certain of the best word. `allowed` [V] bool: the others get nothing. Rows without a finite logit
+    that is allowed are NaN.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if request.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1)
-    if request.temperature != 1:  # no overflow, however low the temperature
-        logits = (logits - logits.amax(-1, keepdim=True)) / request.temperature
+        best = argmax(logits).unsqueeze(-1)
+        law = torch.zeros_like(logits).scatter_(-1, best, 1)
+        return law.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
+    if request.temperature != 1:
+        logits = tempered(logits, request.temperature)
+        if logits.dtype == torch.float32:  # softmax takes twice as long over what is too small to be drawn
+            logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
     return filter_logits(logits, request.top_p, request.top_k).softmax(-1)
 
 
@@ -182,7 +189,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     else:
         part = weights.gather(-1, column)
     total = part.cumsum(-1, dtype=torch.float64)
-    return (segment * SEGMENT + _first_beyond(total, share * total[..., -1:])).squeeze(-1)
+    found = segment * SEGMENT + _first_beyond(total, share * total[..., -1:])
+    return found.squeeze(-1).clamp_(max=size - 1)  # as in `_first_beyond`
 
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_number, check_temperature
-from paradec.samplers.masked import MaskedSampler, MaskedState, View
+from paradec.samplers.masked import LAST, MaskedSampler, MaskedState, View
 from paradec.samplers.schedules import time_grid
+from paradec.samplers.statistics import tempered
 
 
 @dataclass(frozen=True)
@@ -49,5 +50,5 @@ class DreamSampler(MaskedSampler):
     def select(self, view: View) -> Tensor:
         if not self.alg_temp:
             return view.top(view.scores, view.quota)
-        weights = torch.softmax(view.scores / self.alg_temp, dim=-1).nan_to_num()
-        return view.choose(weights, view.quota)
+        scores = tempered(view.scores, self.alg_temp).clamp(min=LAST)
+        return view.choose(scores.masked_fill(~view.candidates, -torch.inf), view.quota)

@@ -31,7 +31,7 @@ from paradec.samplers.draft_verify import CERTAIN, UNIFORM, DraftLaws, draw, jud
 from paradec.samplers.jacobi_state import JacobiState
 from paradec.samplers.masked_state import put_rows, rows_of
 from paradec.samplers.request import Request, make_request, randomness
-from paradec.samplers.statistics import argmax, guided
+from paradec.samplers.statistics import argmax, guided, log_of
 from paradec.trace import Trace
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
@@ -303,7 +303,7 @@ class JacobiSampler(Sampler):
         uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
         if self.refresh == "gumbel":
             noise = laws_at(rows_of(state.memory, rows)["noise"], positions % state.width)
-            fresh = argmax(law.log() + noise)
+            fresh = argmax(log_of(law) + noise)
         else:
             fresh = draw(law, uniform[..., 0])
         return Proposal(
@@ -374,7 +374,9 @@ class JacobiSampler(Sampler):
             is_end = torch.isin(tokens, state.ends) & (slot < count)
             ended = is_end.any(1, keepdim=True)
             count = torch.where(ended, is_end.int().argmax(1, keepdim=True) + 1, count)
-        broken = ~proposal.quantities["top_logit"].isfinite().all(1, keepdim=True)
+        # a law without an allowed word is NaN, whatever the others' logits
+        healthy = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
+        broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
         # the one transfer of the step
         written, ends, failed = torch.cat((count, ended.long(), broken.long()), 1).T.cpu().numpy()
         if failed.any():

@@ -25,7 +25,7 @@ from paradec.kernels.token_stats import Draws, read_stats
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
 from paradec.samplers import reference
 from paradec.samplers.masked_state import MaskedState, part_query, put_rows, rows_of, start_state
-from paradec.samplers.statistics import Raised, filter_logits, guided, token_statistics, top_by_rank
+from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics, top_by_rank
 from paradec.samplers.stopping import NEVER, WATCHED, first_end
 
 LAST = torch.finfo(torch.float64).min
@@ -85,7 +85,8 @@ class View:
     draw: Callable[[], Tensor]
     """Uniform numbers [R, W] in (0, 1), one per position."""
     choose: Callable[[Tensor, np.ndarray], Tensor]
-    """Draw count [R] positions without replacement with the probabilities [R, W] -> [R, W] bool."""
+    """Draw count [R] positions without replacement with the probabilities softmax([R, W]), -inf where there is none ->
+    [R, W] bool."""
     ends: Tensor
     """[E] int64: ids that end an answer."""
 
@@ -396,7 +397,7 @@ class MaskedSampler(Sampler):
             return reference.read(self, state, logits, query, generator)
         if request.temperature == 0 and not (filtered and self.score_from == "sampled"):
             return statistics(logits, self.reads)
-        drawn_from = logits if request.temperature == 0 else logits / request.temperature
+        drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
         drawn_from = filter_logits(drawn_from, request.top_p, request.top_k)
         drawn = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
         return statistics(drawn_from if self.score_from == "sampled" else logits, self.reads, drawn)
@@ -525,7 +526,7 @@ class MaskedSampler(Sampler):
             editable=_editable(state, proposal) if self.revises else torch.zeros_like(proposal.available),
             top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
             draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
-            choose=lambda weights, count: self._choose(state, weights, count, generator),
+            choose=lambda scores, count: self._choose(state, scores, count, generator),
             ends=state.ends,
         )
 
@@ -596,13 +597,13 @@ class MaskedSampler(Sampler):
         return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
     def _choose(
-        self, state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator | None
+        self, state: MaskedState, scores: Tensor, count: np.ndarray, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw `count` positions of each row without replacement, with probabilities proportional to `weights`."""
+        """Draw `count` positions of each row without replacement, with the probabilities softmax(scores)."""
         if generator is not None:
-            return reference.choose(state, weights, count, generator)
-        # Gumbel-top-k draws the same law
-        return top_by_rank(weights.log() + rng.gumbel(self._position_noise(state, None)), count)
+            return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
+        # Gumbel-top-k draws the same law, also of positions whose probability is too small for a number
+        return top_by_rank(scores + rng.gumbel(self._position_noise(state, None)), count)
 
 
 def _to_host(*tensors: Tensor) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from paradec.checks import check_choice, check_number
 from paradec.protocol import Query
 from paradec.samplers import reference
 from paradec.samplers.masked import LAST, MaskedProposal, MaskedSampler, MaskedState, View
-from paradec.samplers.statistics import Raised, written
+from paradec.samplers.statistics import Raised, tempered, written
 
 REDRAW_STREAM = 2
 """Of `paradec.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
@@ -126,8 +126,8 @@ class MaskGIT(MaskedSampler):
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
         tau = self.temperature_at(*self.progress(state, query.rows))
-        tempered = written(logits).double() / torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1)
-        return self._redraw(state, tempered, query, generator), quantities
+        cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
+        return self._redraw(state, cooler, query, generator), quantities
 
     def _redraw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paradec.protocol import Query
 from paradec.samplers.masked_state import MaskedState
-from paradec.samplers.statistics import filter_logits
+from paradec.samplers.statistics import divided, filter_logits
 
 
 def copy_generator(generator: torch.Generator) -> torch.Generator:
@@ -97,10 +97,10 @@ def read(
     words = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = words.argmax(-1)
     if request.temperature > 0:
-        drawn_from = filter_logits(words / request.temperature, request.top_p, request.top_k)
+        drawn_from = filter_logits(divided(words, request.temperature), request.top_p, request.top_k)
         tokens = sampler._draw(state, drawn_from, query, generator)
     if sampler.score_from == "sampled":
-        logits = logits if request.temperature == 0 else logits / request.temperature
+        logits = logits if request.temperature == 0 else divided(logits, request.temperature)
         logits = filter_logits(logits, request.top_p, request.top_k)
     tokens, found = statistics(logits, sampler.reads, tokens)
     return tokens, {**found, "best_token": best} if "best_token" in found else found

@@ -6,6 +6,7 @@ are so sure of many positions that float32 probabilities tie at 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.kernels.token_stats import path_for, read_stats
+from paradec.kernels.token_stats import SMALL_VOCABULARY, path_for, read_stats
 
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
 FIELDS = {
@@ -30,6 +31,29 @@ CHUNK = 2**25
 CPU_CHUNK = 2**19
 """The same on the CPU: what stays in its caches is twice as fast."""
 TINY = 1e-12
+HEAD = 2**12
+"""Words that a nucleus is looked for in before all others are."""
+
+
+def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Logits [..., V] less the largest of their row, over a temperature (a number, or broadcastable): no finite row
+    overflows, however low the temperature. Softmax is that of logits / temperature. Rows of -inf alone are NaN, and so
+    is what is +inf or NaN."""
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
+
+
+def log_of(law: Tensor) -> Tensor:
+    """ln of laws [..., V], -inf where a probability is 0 or no normal number of its type: a processor's logarithm takes
+    ten times as long over these."""
+    least = torch.finfo(law.dtype).tiny
+    return torch.threshold_(law.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
+
+
+def divided(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature [..., V] to the bit, as public codes have them; `tempered` in rows where that overflows."""
+    top = logits.amax(-1, keepdim=True)
+    beyond = (top / temperature).isinf() & top.isfinite()
+    return (logits - top.where(beyond, 0)).div_(temperature)
 
 
 def token_statistics(
@@ -115,13 +139,15 @@ class Raised:
         best = self.best.unsqueeze(-1)
         words = torch.cat((best, self.ids.clamp(min=0)), -1)
         z = self.logits.gather(-1, words).double()
-        share = (z - z[..., :1]).exp()  # of what the best word had
+        z = z - z[..., :1]
         by = torch.cat((self.by.where(self.ids == best, 0).sum(-1, keepdim=True), self.by), -1).double()
-        raised = share * by.exp()
         # the best word is counted once, and words that are not there not at all
         counted = torch.cat((torch.ones_like(best, dtype=torch.bool), (self.ids >= 0) & (self.ids != best)), -1)
-        raised, share = raised.where(counted, 0), share.where(counted, 0)
-        total = 1 / self.prob + (raised - share).sum(-1)
+        higher = (z + by).where(counted, -torch.inf)
+        top = higher.amax(-1, keepdim=True)
+        # all shares are of what the best word has now, so that no credit is too high for them
+        raised, share = (higher - top).exp(), (z - top).exp().where(counted, 0)
+        total = (-top.squeeze(-1)).exp() / self.prob + (raised - share).sum(-1)
         most = raised.amax(-1)
         first = words.where(counted & (raised == most.unsqueeze(-1)), torch.iinfo(torch.int64).max).amin(-1)
         # where a logit is NaN no word is the first one
@@ -143,7 +169,7 @@ def raise_words(logits: Tensor, best: Tensor, prob: Tensor, ids: Tensor, by: Ten
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     """p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with 1e-12 added to both within
     the logarithm: words that `previous` excludes count finitely."""
-    p = logits.softmax(-1, dtype=torch.float32)
+    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
     pairs = zip(_chunks(p), _chunks(previous), strict=True)
     kl = [torch.linalg.vecdot(now, ((now + TINY) / (before + TINY)).log_()) for now, before in pairs]
     return p, torch.cat(kl).view(p.shape[:-1])
@@ -188,7 +214,7 @@ def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Ten
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64):
         return _filter_by_rank(logits, top_p, top_k)
     least, known = _least_kept(logits.detach(), top_p if nucleus else None, top_k)
-    filtered = torch.where(logits < least.unsqueeze(-1), -torch.inf, logits)
+    filtered = _without_less(logits.detach(), least)
     if not known.all():
         filtered[~known] = _filter_by_rank(logits[~known], top_p, top_k)
     return filtered
@@ -210,18 +236,43 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
     """The least logit [...] that `filter_logits` keeps, and whether that says it all [...]: not where it keeps some of
     several equal words. On the CPU."""
+    if logits.numel() > CPU_CHUNK and len(parts := _chunks(logits)) > 1:
+        found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
+        least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
+        return least, known
     size = logits.shape[-1]
     top_k = size if top_k is None else min(top_k, size)
     if top_p is None:
-        kth = torch.from_numpy(np.partition(logits.numpy(), size - top_k)[..., size - top_k])
+        # numpy's search takes ten times as long over rows that are mostly -inf; from the other end it does not
+        negated = -logits.numpy()
+        negated.partition(top_k - 1)
+        kth = torch.from_numpy(negated)[..., top_k - 1].neg()
         return kth, torch.ones_like(kth, dtype=torch.bool)
     ordered = ascending(logits).flip(-1)
     law = ordered.softmax(-1)[..., :top_k]
-    out = law.cumsum(-1) - law > top_p  # from some word on all: sums grow, shares fall, and rounding keeps their order
-    kept = top_k - out.sum(-1, keepdim=True)
+    # from some word on all are out: sums grow, shares fall, and rounding keeps their order
+    part = law[..., :HEAD]
+    out = part.cumsum(-1) - part > top_p
+    if top_k > HEAD and not out[..., -1].all():
+        part = law
+        out = part.cumsum(-1) - part > top_p
+    kept = part.shape[-1] - out.sum(-1, keepdim=True)
     least, following = ordered.gather(-1, kept - 1), ordered.gather(-1, kept.clamp(max=size - 1))
     known = (least > following) | (kept == size) | (least == -torch.inf)
     return least.squeeze(-1), known.squeeze(-1)
+
+
+def _without_less(logits: Tensor, least: Tensor) -> Tensor:
+    """Logits [..., V] with -inf for what is less than `least` [...]. On the CPU."""
+    size = logits.shape[-1]
+    if size <= SMALL_VOCABULARY:
+        return torch.where(logits < least.unsqueeze(-1), -torch.inf, logits)
+    filtered = torch.empty(logits.shape, dtype=logits.dtype)
+    # row by row with one number each: a comparison with a tensor takes six times as long
+    bounds = least.nextafter(torch.full_like(least, -torch.inf)).flatten().tolist()
+    for row, out, bound in zip(logits.reshape(-1, size), filtered.view(-1, size), bounds, strict=True):
+        torch.threshold(row, bound, -torch.inf, out=out)
+    return filtered
 
 
 def ascending(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from paradec import samplers
 from paradec.blocks import FixedBlocks
 from paradec.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.models.facts import ModelFacts
-from paradec.samplers.statistics import token_statistics
+from paradec.samplers.statistics import divided, token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}
@@ -410,7 +410,8 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         accepted = block != vocab
         noise = torch.randint(vocab, sample.shape, generator=generator, device=_device_of(generator, sample))
         block = torch.where(accepted, block, noise.to(sample.device))
-        return block, accepted, torch.zeros_like(accepted), tokens, probabilities, model_output / annealed
+        pred_logits = divided(model_output, annealed)
+        return block, accepted, torch.zeros_like(accepted), tokens, probabilities, pred_logits
 
 
 def _device_of(generator: torch.Generator | None, sample: Tensor) -> torch.device:
