@@ -13,7 +13,6 @@ benchmarks/results/token_stats.json.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from provenance import write_result
 from torch import Tensor
 
 from paradec.kernels.token_stats import token_stats
@@ -119,7 +119,7 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     path.parent.mkdir(exist_ok=True)
     device = f"cpu ({platform.machine()}), 1 thread"
-    path.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    write_result(path, {"device": device, "torch": torch.__version__, "rows": rows})
     print(f"written to {path.relative_to(ROOT)}")
 
 
