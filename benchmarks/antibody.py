@@ -225,7 +225,9 @@ class Benchmark:
             for record in self.records
             if record.done
         ]
-        data = {"schema": SCHEMA, "complete": self.complete, "setup": self.setup}
+        from provenance import COMMIT
+
+        data = {"schema": SCHEMA, "commit": COMMIT, "complete": self.complete, "setup": self.setup}
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(file.name + ".part")
         head = json.dumps(data | {"aup": self.aup()}, indent=1)[:-2]
@@ -349,7 +351,8 @@ def units(chains: list[Chain], seeds: int) -> Iterable[tuple[int, list[Chain]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="mask patterns per sequence")
-    parser.add_argument("--limit", type=int, help="antibodies, from the start of the file; by default all")
+    parser.add_argument("--skip", type=int, default=0, help="antibodies to leave out at the start of the file")
+    parser.add_argument("--limit", type=int, help="antibodies, from there on; by default all")
     parser.add_argument(
         "--minutes", type=float, default=40, help="begin no unit that would likely end later; 0: no limit"
     )
@@ -359,7 +362,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "figures" / "antibody.png")
     parser.add_argument("--resume", action="store_true", help="go on with what --out holds")
     arguments = parser.parse_args()
-    for name, low in (("seeds", 1), ("limit", 1), ("minutes", 0)):
+    for name, low in (("seeds", 1), ("skip", 0), ("limit", 1), ("minutes", 0)):
         value = getattr(arguments, name)
         if value is not None and value < low:
             parser.error(f"--{name} {value} must be at least {low}")
@@ -372,10 +375,13 @@ def main() -> None:
     torch.set_num_threads(1)
     names = arguments.samplers.split(",") if arguments.samplers else None
     chains = read_chains()
-    if arguments.limit is not None:
-        kept = list(dict.fromkeys(chain.antibody for chain in chains))[: arguments.limit]
-        chains = [chain for chain in chains if chain.antibody in kept]
+    kept = list(dict.fromkeys(chain.antibody for chain in chains))[arguments.skip :][: arguments.limit]
+    if not kept:
+        parser.error(f"--skip {arguments.skip} leaves no antibody")
+    chains = [chain for chain in chains if chain.antibody in kept]
     setup = {"model": "antiberty 0.1.3", "masked": SHARE, "seeds": arguments.seeds, "chains": len(chains)}
+    if arguments.skip:
+        setup["skipped"] = arguments.skip
     work = list(units(chains, arguments.seeds))
     masked = {(chain.name, seed): len(chain.masked(seed)) for seed, group in work for chain in group}
     model = load_antiberty()

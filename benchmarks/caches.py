@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import write_result
 
 import paradec
 from paradec.caches.cost import CacheCost
@@ -187,7 +188,7 @@ def speed(chosen: list[int]) -> None:
                 flush=True,
             )
             result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(path, result)
     print(f"written to {path.name}")
 
 
@@ -242,7 +243,7 @@ def prefix() -> None:
         note(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
         kept, row = after.prefix, after.sequences[0].tolist() + ids(32)
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": found}
-    (RESULTS / "caches_prefix.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULTS / "caches_prefix.json", result)
 
 
 def accuracy(limit: int, chosen: list[str] | None) -> None:
@@ -305,7 +306,7 @@ def accuracy(limit: int, chosen: list[str] | None) -> None:
             print(
                 f"{label:12} {right / count:7.1%} {forwarded / count:17.0f} {forwards / count:9.1f} {same / count:8.1%}"
             )
-            path.write_text(json.dumps({"model": "packaged", "block_length": 16, "rows": rows}, indent=1) + "\n")
+            write_result(path, {"model": "packaged", "block_length": 16, "rows": rows})
     print(f"written to {path.name}")
 
 

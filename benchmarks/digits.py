@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import write_result
 from tables import digits_table
 from torch import Tensor
 
@@ -179,7 +180,7 @@ def save(args: argparse.Namespace, classifier: Any, results: dict[str, Any]) -> 
     )
     found = {"images": args.images, "guidance_scale": args.guidance_scale, "distance_of_training_digits": real}
     found["settings"] = report(results)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(args.out, found)
     return found
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from digits import BATCH, judged
+from provenance import write_result
 from torch import Tensor
 
 import paradec
@@ -241,7 +242,7 @@ def save(classifier: Any) -> dict[str, Any]:
             }
             row["evaluations"] = row.pop("forwards")
             found[part].append({"label": label, **row})
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(RESULTS, found)
     return found
 
 

@@ -310,6 +310,8 @@ def summary(exact: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the grid and write what was found."""
+    from provenance import write_result
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=100_000, help="answers per prompt and case")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exactness.json")
@@ -324,11 +326,11 @@ def main() -> None:
         same = found.get(name, {}).get("answers_per_test") == options.rows
         return options.only in name and not (options.resume and same)
 
-    def note(name: str, found: dict[str, Any], case: dict[str, Any]) -> None:
-        found[name] = case | {"answers_per_test": options.rows}
-        print(name, found[name], flush=True)
-        text = json.dumps({"summary": summary(exact), "exact": exact, "lossy": biased}, indent=1)
-        options.out.write_text(text + "\n")  # after every case: a run may be cut short
+    def note(name: str, group: dict[str, Any], case: dict[str, Any]) -> None:
+        group[name] = case | {"answers_per_test": options.rows}
+        print(name, group[name], flush=True)
+        # after every case: a run may be cut short
+        write_result(options.out, {"summary": summary(exact), "exact": exact, "lossy": biased})
 
     for number, (name, sampler, model, request) in enumerate(cases()):
         if wanted(name, exact):

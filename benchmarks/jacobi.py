@@ -16,7 +16,6 @@ within a turn. About half a minute of processor time.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import write_result
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -202,7 +202,7 @@ def main() -> None:
     found["parameters"] = sum(parameter.numel() for parameter in module.parameters())
     found["setup"] = {"window": WINDOW, "vocabulary": VOCAB, "threads": 1, "torch": torch.__version__}
     found["setup"]["machine"] = platform.processor() or platform.machine()
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(options.out, found)
 
 
 if __name__ == "__main__":

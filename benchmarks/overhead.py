@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import platform
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from provenance import write_result
 
 import paradec
 from paradec.models.adapter import Model
@@ -144,7 +144,7 @@ def main() -> None:
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": rows}
     path = ROOT / "benchmarks" / "results" / "overhead.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
 
 

@@ -13,13 +13,13 @@ trained filter) are left out. Prints a table and writes benchmarks/results/rules
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
+from provenance import write_result
 
 from paradec import samplers
 from paradec.models.facts import ModelFacts
@@ -127,7 +127,7 @@ def main() -> None:
     }
     path = ROOT / "benchmarks" / "results" / "rules.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(path, report)
     print(f"written to {path.relative_to(ROOT)}")
 
 

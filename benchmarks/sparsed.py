@@ -13,7 +13,6 @@ that takes to pay back. Prints a table and writes benchmarks/results/sparsed.jso
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from provenance import write_result
 
 from paradec.kernels.sparsed import block_means, generation_block, select_blocks, sparse_attention
 
@@ -91,9 +91,7 @@ def main() -> None:
         rows = [row for length in options.lengths for row in measure(length, options.repeats)]
     device = f"cpu ({platform.machine()}), 1 thread"
     shape = {"heads": HEADS, "head_dim": WIDTH, "new": NEW, "block_size": SIZE, "dtype": "float32"}
-    RESULTS.write_text(
-        json.dumps({"device": device, "torch": torch.__version__, **shape, "rows": rows}, indent=1) + "\n"
-    )
+    write_result(RESULTS, {"device": device, "torch": torch.__version__, **shape, "rows": rows})
     print("| positions | select | blocks read | speed-up | ideal | estimation, dense attentions | steps to gain |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:

@@ -43,6 +43,7 @@ from diffusers import (
 )
 from diffusers.hooks import HookRegistry, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
+from provenance import write_result
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -398,7 +399,7 @@ def main() -> None:
                 print(f"{label:<52} {row['error']:>8.4f} {row['calls']:>6} {row['flops']:>7.1%} {memory}", flush=True)
         results[name]["summary"] = summary(results[name], latents)
         print(json.dumps(results[name]["summary"], indent=1))
-    RESULTS.write_text(json.dumps({"facts": facts, "results": results}, indent=1) + "\n", encoding="utf-8")
+    write_result(RESULTS, {"facts": facts, "results": results})
     print(tables(results))
 
 

@@ -18,7 +18,6 @@ too). Prints tables and writes benchmarks/results/token_stats.json, with the com
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import write_result
 from torch import Tensor
 
 from paradec.kernels.token_stats import token_stats
@@ -150,16 +150,6 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """What was measured: the commit, "-dirty" where files other than results differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    dirty = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return git("rev-parse", "--short", "HEAD") + ("-dirty" if dirty else "")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
@@ -171,7 +161,6 @@ def main() -> None:
     if arguments.memory_of:
         report(*arguments.memory_of)
         return
-    measured = commit()
     rows = [measure(vocabulary, arguments.repeats) for vocabulary in VOCABULARIES]
     print(f"{'vocabulary':>10} {'float64':>10} {'chunked':>10} {'speed-up':>9} {'extra memory':>24}")
     for row in rows:
@@ -190,8 +179,8 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     path.parent.mkdir(exist_ok=True)
     device = f"cpu ({platform.machine()}), 1 thread"
-    result = {"device": device, "torch": torch.__version__, "commit": measured, "repeats": arguments.repeats}
-    path.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    result = {"device": device, "torch": torch.__version__, "repeats": arguments.repeats, "rows": rows}
+    write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
     slow = [name for row in rows for name in LAWS if row["laws"][name]["times_base"] > MOST]
     if slow:

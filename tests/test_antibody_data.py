@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def load_benchmark() -> ModuleType:
+    sys.path.append(str(ROOT / "benchmarks"))  # scripts import what stands beside them
     spec = importlib.util.spec_from_file_location("antibody_benchmark", ROOT / "benchmarks" / "antibody.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -584,5 +585,18 @@ def _machine(model: Model, batch: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "batch": batch,
         "paradec": paradec.__version__,
+        "commit": _commit(),
         "torch": torch.__version__,
     }
+
+
+def _commit() -> str | None:
+    """The commit that paradec runs from; None where it was installed otherwise than from a checkout."""
+    root = Path(paradec.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return done.stdout.strip() or None
