@@ -33,7 +33,6 @@ def main() -> None:
         prompt, text = args.prompt, args.text or "The cat <mask> on the <mask:2>, which was still warm."
 
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-    # an end token inside a hole would leave it shorter than asked for
     out = paradec.infill(model, text if prompt is None else turns, sampler=args.sampler)
     print(f"{text}\n{out.text}")
     for number, fill in enumerate(out.fills, start=1):

@@ -125,6 +125,8 @@ def test_an_interrupt_keeps_what_there_is(tiny: LlamaGenModel) -> None:
         make(tiny, callback=callback)
     out, whole = caught.value.output, make(tiny)
     assert out.images is None and len(out.accepted) == 3
+    assert out.tokens_per_forward == out.accepted.sum() / sum(out.row_nfe)  # not of what is still to come
+    assert whole.tokens_per_forward == whole.tokens.numel() / sum(whole.row_nfe)
     for row, count in enumerate(out.accepted.sum(0)):
         assert torch.equal(out.tokens[row, :count], whole.tokens[row, :count])
 
@@ -154,7 +156,7 @@ def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) ->
         ({"temperature": -1}, ValueError, "temperature=-1"),
         ({"top_k": -1}, ValueError, "top_k=-1 must be an integer of at least 0"),
         ({"top_p": 0}, ValueError, r"top_p=0 must be a number in \(0, 1\]"),
-        ({"num_images": 0}, ValueError, "num_images=0 must be an integer of at least 1"),
+        ({"num_images": 0}, ValueError, "num_images=0 must be an integer from 1 to 100000"),
         ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
         ({"negative_prompt": "x"}, ValueError, "negative_prompt: LlamaGen was trained with an unconditional input"),
         ({"seed": [1, 2]}, ValueError, "seed has 2 entries for 3 rows"),
