@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -276,6 +279,154 @@ def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedP
         paradec.accelerate(pipe, cache="block")
 
 
+def test_block_cache_serves_the_pipelines_calls_alone(pipe: Any, ids: Tensor) -> None:
+    """Not a direct call of the model with the same arguments, nor a second pipeline's; threads keep their own."""
+    plain = [run(pipe, row) for row in (ids, ids.flip(0))]
+    beside = LLaDA2Pipeline(pipe.model, BlockRefinementScheduler(block_length=BLOCK))
+    beside.set_progress_bar_config(disable=True)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    positions = torch.arange(6).expand(2, 6)
+    direct = pipe.model(ids, attention_mask=mask, position_ids=positions).logits
+    results: list[Any] = []
+
+    def nested() -> None:
+        found = pipe.model(ids, attention_mask=mask, position_ids=positions).logits
+        results.append(torch.equal(found, direct) and torch.equal(run(beside, ids.flip(0)), plain[1]))
+
+    with paradec.accelerate(pipe, cache="block") as session:
+        assert torch.equal(pipe.model(ids, attention_mask=mask, position_ids=positions).logits, direct)
+        assert torch.equal(run(beside, ids), plain[0]) and session.report().calls == 0
+        assert torch.equal(run(pipe, ids, callback_on_step_end=after(3, nested)), plain[0])
+        assert results == [True]
+        alone, calls = session.report().evaluated, session.report().calls
+        assert torch.equal(run(pipe, ids), plain[0])
+        assert session.report().evaluated == 2 * alone and session.report().calls == 2 * calls
+        # diffusers' scheduler remembers nothing from step to step: two runs of one pipeline are right
+        assert all(map(torch.equal, together(lambda: run(pipe, ids), lambda: run(pipe, ids.flip(0))), plain))
+        assert len(session._kept) <= 3
+        run(pipe, ids[:1])
+        assert set(session._kept) == {threading.get_ident()}  # what dead threads kept is gone
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_a_copy_of_a_model_with_a_block_cache_is_plain(how: Any, ids: Tensor) -> None:
+    named = tiny(2, "block_causal")
+    pipe = LLaDA2Pipeline(BlockCausal(named), BlockRefinementScheduler(block_length=BLOCK))
+    named.unwrap()
+    plain = run(pipe, ids)
+    with paradec.accelerate(pipe, cache="block") as session:
+        run(pipe, ids)
+        other, calls = LLaDA2Pipeline(how(pipe.model), BlockRefinementScheduler(block_length=BLOCK)), 0
+        calls = session.report().calls
+        assert torch.equal(run(other, ids), plain) and session.report().calls == calls
+        with paradec.accelerate(other, cache="block"):
+            assert torch.equal(run(other, ids), plain) and session.report().calls == calls
+        assert torch.equal(run(pipe, ids), plain)
+    assert not {"__getstate__", "_paradec_block_cache", "_call_impl"} & (set(vars(pipe.model)) | set(vars(other.model)))
+
+
+# ---- runs at the same time ------------------------------------------------------------------------------------------
+
+
+def after(step: int, function: Any) -> Any:
+    """A callback of LLaDA2Pipeline that calls a function after this step."""
+
+    def callback(_: Any, index: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if index == step:
+            function()
+        return {"block_x": found["block_x"]}
+
+    return callback
+
+
+def together(*functions: Any) -> list[Any]:
+    """What functions give in threads of their own: results, or exceptions."""
+    found: list[Any] = [None] * len(functions)
+
+    def start(i: int) -> None:
+        try:
+            found[i] = functions[i]()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=start, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
+def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
+    """A second one is refused, in a callback and in another thread; beside it, one with its own scheduler is right."""
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    request = {"gen_length": 6}
+    plain = [run(pipe, row, **request) for row in (ids, ids.flip(0))]
+    beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
+    beside.set_progress_bar_config(disable=True)
+    refused: list[Any] = []
+
+    def second() -> None:
+        refused.extend(together(lambda: run(pipe, ids.flip(0), **request)))
+        with pytest.raises(RuntimeError, match=f"{cls.__name__} is in the middle of a run, and this call comes from"):
+            run(pipe, ids.flip(0), **request)
+        assert torch.equal(run(beside, ids.flip(0), **request), plain[1])
+
+    assert torch.equal(run(pipe, ids, **request, callback_on_step_end=after(1, second)), plain[0])
+    assert f"{cls.__name__} is in the middle of a run, in another thread" in str(refused[0])
+    found = together(lambda: run(pipe, ids, **request), lambda: run(beside, ids.flip(0), **request))
+    assert all(map(torch.equal, found, plain))
+
+
+def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
+    plain = run(pipe, ids)
+
+    def fail() -> None:
+        raise RuntimeError("mid-run")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="mid-run"):
+            run(pipe, ids.flip(0), callback_on_step_end=after(1, fail))
+        assert torch.equal(together(lambda: run(pipe, ids))[0], plain)
+        (error,) = together(lambda: run(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
+        assert str(error) == "mid-run" and torch.equal(run(pipe, ids), plain)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_a_copied_scheduler_has_no_run(how: Any, pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
+    plain, copies = run(pipe, ids), []
+
+    def second() -> None:
+        copies.append(how(pipe.scheduler))
+        assert torch.equal(run(LLaDA2Pipeline(pipe.model, copies[0]), ids), plain)
+
+    pipe.scheduler.set_timesteps(2, block_length=BLOCK)
+    copies.append(how(pipe.scheduler))
+    assert "driver" not in vars(copies.pop())
+    if how is not copy.copy:  # which shares what the run remembers
+        assert torch.equal(run(pipe, ids, callback_on_step_end=after(1, second)), plain)
+
+
+def test_loops_over_schedulers_in_threads() -> None:
+    """Steps of a thread that did not begin the run are refused while that goes on, and taken if it was only begun."""
+    scheduler = schedulers.ThresholdScheduler(block_length=4)
+    logits, sample = torch.randn(1, 4, 9), torch.full((1, 4), 8)
+    step = lambda index: scheduler.step(logits, index, sample, mask_token_id=8)  # noqa: E731
+    scheduler.set_timesteps(4)
+    (found,) = together(lambda: step(0))
+    assert not isinstance(found, Exception)
+    scheduler.set_timesteps(4)
+    step(0)
+    for refused in together(lambda: step(1), lambda: scheduler.set_timesteps(2)):
+        assert "ThresholdScheduler is in the middle of a run, in another thread" in str(refused)
+    scheduler.set_timesteps(4)
+    assert scheduler.num_inference_steps == 4
+
+
 # ---- AmusedPipeline -------------------------------------------------------------------------------------------------
 
 CODES, IMAGE_MASK = 32, 31
@@ -396,6 +547,79 @@ def test_recap_session_evaluates_the_targets_cells(amused: AmusedPipeline) -> No
         assert torch.equal(latents(amused), first) and not (first == IMAGE_MASK).any()
         with pytest.raises(ValueError, match="ReCAP session already"):
             paradec.accelerate(amused, paradec.samplers.create("recap"))
+
+
+def test_recap_session_serves_its_schedulers_run_alone(amused: AmusedPipeline) -> None:
+    """Direct calls, a second pipeline with the same transformer, a second run, a broken one, copies."""
+    amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    beside = AmusedPipeline(**amused.components | {"scheduler": AmusedScheduler(mask_token_id=IMAGE_MASK)})
+    beside.set_progress_bar_config(disable=True)
+    plain = latents(beside, 5)
+    tokens = torch.full((2, 8, 8), IMAGE_MASK)
+    given = {
+        "micro_conds": torch.ones(2, 5),
+        "pooled_text_emb": torch.ones(2, 8),
+        "encoder_hidden_states": torch.ones(2, 8, 8),
+    }
+    direct = amused.transformer(tokens, **given).detach()
+    checked: list[Any] = []
+
+    def nested(step: int, timestep: Tensor, found: Tensor) -> None:
+        if step == 3:
+            checked.append(torch.equal(amused.transformer(tokens, **given), direct))
+            checked.append(torch.equal(latents(beside, 5), plain))
+            checked.extend(torch.equal(result, plain) for result in together(lambda: latents(beside, 5)))
+            (error,) = together(lambda: latents(amused))
+            checked.append("RecapScheduler is in the middle of a run, in another thread" in str(error))
+            with pytest.raises(RuntimeError, match="is in the middle of a run, and this call comes from inside of it"):
+                latents(amused)
+            checked.append(torch.equal(latents(AmusedPipeline(**beside.components), 5), plain))
+
+    with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
+        first, calls = latents(amused), len(session.report().cells)
+        assert torch.equal(latents(amused, callback=nested), first) and checked == [True] * 5
+        assert session.report().cells[:calls] == session.report().cells[calls:]
+        with pytest.raises(RuntimeError, match="mid-run"):
+            latents(amused, seed=9, callback=_raise)
+        assert torch.equal(amused.transformer(tokens, **given), direct)
+        assert torch.equal(together(lambda: latents(amused))[0], first)
+        beside.transformer = copy.deepcopy(amused.transformer)
+        assert torch.equal(latents(beside, 5), plain)
+        beside.transformer = pickle.loads(pickle.dumps(amused.transformer))
+        assert torch.equal(latents(beside, 5), plain)
+        copied = copy.deepcopy(amused)
+        assert isinstance(copied.scheduler, schedulers.RecapScheduler)
+        calls = len(session.report().cells)
+        assert latents(copied).shape == first.shape and len(session.report().cells) == calls
+        with pytest.raises(ValueError, match="transformer is accelerated already; detach that session first"):
+            paradec.accelerate(amused, paradec.TaylorSeer())
+    with paradec.accelerate(amused, paradec.TaylorSeer()):
+        with pytest.raises(ValueError, match="transformer is accelerated already; detach that session first"):
+            paradec.accelerate(amused, paradec.samplers.create("recap"))
+
+
+@pytest.mark.parametrize("cls", [AmusedScheduler, *IMAGE], ids=lambda cls: cls.__name__)
+def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
+    """With every scheduler; a second run is refused, and one of a pipeline beside it is right."""
+    config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
+    amused.scheduler = cls.from_config(config)
+    beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
+    beside.set_progress_bar_config(disable=True)
+    plain = latents(amused)
+    found: list[Any] = []
+
+    def nested(step: int, timestep: Tensor, codes: Tensor) -> None:
+        if step == 3:
+            found.extend(together(lambda: latents(beside), lambda: latents(amused)))
+
+    with paradec.accelerate(amused, paradec.TaylorSeer(interval=3, first_enhance=1)) as session:
+        fast = latents(amused)
+        assert session.report().full_steps == [0, 3]
+        assert torch.equal(latents(amused, callback=nested), fast)
+        assert torch.equal(found[0], plain)
+        assert "AmusedPipeline is in the middle of a run, in another thread" in str(found[1])
+        assert torch.equal(latents(copy.deepcopy(amused)), plain)
+    assert torch.equal(latents(amused), plain)
 
 
 def _raise(step: int, timestep: Tensor, found: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    DiffusionPipeline,
     DiTPipeline,
     DiTTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
@@ -235,3 +236,43 @@ def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
     call = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": steps, "output_type": "latent"}
     call |= {"guidance_scale": 3.0, "generator": torch.Generator("cpu").manual_seed(42)}
     return pipe(**texts | call | options).frames
+
+
+class LoopPipeline(DiffusionPipeline):
+    """Any of the transformers with a flow-matching scheduler: Euler steps, callbacks, guidance in two calls."""
+
+    def __init__(self, transformer: Any, scheduler: Any):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+        self.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        inputs: dict[str, Any],
+        steps: int = 6,
+        calls: int = 1,
+        callback_on_step_end: Callable[..., Any] | None = None,
+    ) -> Tensor:
+        latent = inputs["hidden_states"].to(self.transformer.dtype)
+        self.scheduler.set_timesteps(steps)
+        for i, t in enumerate(self.progress_bar(self.scheduler.timesteps)):
+            time = t.expand(len(latent))
+            time = time.long() if isinstance(self.transformer, DiTTransformer2DModel) else time.to(latent.dtype)
+            total = torch.zeros_like(latent)
+            for call in range(calls):
+                given = inputs | {"hidden_states": latent, "timestep": time}
+                if call:
+                    given["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
+                output = self.transformer(**given, return_dict=False)[0]
+                total = total + output[:, : latent.shape[1]] / calls
+            latent = self.scheduler.step(total, t, latent, return_dict=False)[0]
+            if callback_on_step_end is not None:
+                callback_on_step_end(self, i, t, {"latents": latent})
+        return latent
+
+
+def loop_pipeline(name: str) -> tuple[LoopPipeline, dict[str, Any]]:
+    """One of `MODELS` in a pipeline, and the inputs of its calls."""
+    module, inputs = model(name)
+    return LoopPipeline(module, FlowMatchEulerDiscreteScheduler()), inputs

@@ -6,6 +6,8 @@ goes into `paradec.TaylorSeer(schedule=..., basis="reuse")`, and is a JSON file 
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +99,9 @@ class _Recorder:
     def __init__(self, pipe: Any, module: nn.Module, names: list[str], samples: int):
         self.features: dict[str, dict[int, list[Tensor]]] = {}
         self.samples = samples
+        self.step = 0
+        self.inside: int | None = None
+        """The thread in which the run's call of the transformer is made."""
         self.clock = Clock(None if isinstance(pipe, nn.Module) else pipe)
         self.parameters = parameters_of(module)
         modules = dict(module.named_modules())
@@ -104,17 +109,25 @@ class _Recorder:
         self.patches = {name: Patch(modules[name], self._around(name)) for name in names}
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        self.clock.see(timestep_of(args, kwargs, self.parameters))
-        return self.root.inner(*args, **kwargs)
+        run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
+        if run is None:
+            return self.root.inner(*args, **kwargs)
+        self.step, self.inside = run.index, threading.get_ident()
+        try:
+            return self.root.inner(*args, **kwargs)
+        finally:
+            self.inside = None
 
     def _around(self, name: str) -> Callable[..., Any]:
         def around(*args: Any, **kwargs: Any) -> Any:
             output = self.patches[name].inner(*args, **kwargs)
+            if self.inside != threading.get_ident():
+                return output
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     flat = leaf.detach().flatten()
                     flat = flat[:: max(-(-len(flat) // self.samples), 1)].float().cpu()
-                    self.features[name].setdefault(self.clock.index, []).append(flat)
+                    self.features[name].setdefault(self.step, []).append(flat)
             return output
 
         return around

@@ -8,6 +8,8 @@ exact there, and refused for other models. It is Fast-dLLM v2's (arXiv 2509.2632
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from paradec.checks import check_int
+from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Patch
 from paradec.models.adapter import Model
+from paradec.runs import called_by
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Of the probe, as a share of the largest logit; narrower types get 0.1."""
@@ -51,6 +55,8 @@ class BlockCache:
     been finished), a transformers `DynamicCache` of what lies left of them, the whole attention mask and their position
     ids; it must do with that what it does with all positions. What is kept is checked against every call's tokens and
     mask, so that nothing outlives its run: other prompts, an exception in mid-run or an exchanged scheduler are safe.
+    Every thread keeps its own. Calls of the model that do not come from the pipeline itself are left alone; copies of
+    the model and the pipeline are plain.
 
     Args:
         pipe: a pipeline with a `model` and a `scheduler`, as LLaDA2Pipeline has them.
@@ -73,14 +79,15 @@ class BlockCache:
                 f"cache='block' needs a model that takes past_key_values; {type(model).__name__} does not. A model "
                 "that paradec loaded or wrapped does as paradec.hooks.block_cache.BlockCausalModule(model)"
             )
-        if getattr(model, "_paradec_block_cache", False):
+        if hasattr(model, "_paradec_block_cache"):
             raise ValueError(f"{type(model).__name__} has a block cache already; detach that session first")
         self.pipe, self.model = pipe, model
         self._report = BlockCacheReport()
-        self.reset()
+        self._kept: dict[int, _Kept] = {}
+        """By thread."""
         self._probe(int(scheduler.config.block_length))
         self.patch = Patch(model, self._call)
-        model._paradec_block_cache = True
+        self.mark = StandIn(model, "_paradec_block_cache", self)
 
     # ---- for the user -----------------------------------------------------------------------------------------------
 
@@ -90,14 +97,13 @@ class BlockCache:
 
     def reset(self) -> None:
         """Forget what is kept, and free its memory."""
-        self._kept: _Kept | None = None
+        self._kept = {}
 
     def detach(self) -> None:
         """Leave the pipeline as it was."""
+        self.patch.remove()
+        self.mark.remove()
         self.reset()
-        if "_paradec_block_cache" in vars(self.model):
-            del self.model._paradec_block_cache
-            self.patch.remove()
 
     def __enter__(self) -> BlockCache:
         return self
@@ -107,14 +113,23 @@ class BlockCache:
 
     # ---- the model's call -------------------------------------------------------------------------------------------
 
-    def _call(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **other: Any
-    ) -> Any:
-        """Stand for the model's call: evaluate what is not kept, and answer with the open block's logits."""
-        if other or attention_mask is None or position_ids is None or attention_mask.shape != input_ids.shape:
-            return self.patch.inner(input_ids, attention_mask=attention_mask, position_ids=position_ids, **other)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for the model's call."""
+        if (
+            len(args) == 1
+            and kwargs.keys() == {"attention_mask", "position_ids"}
+            and all(isinstance(tensor, Tensor) for tensor in (*args, *kwargs.values()))
+            and args[0].shape == kwargs["attention_mask"].shape
+            and called_by(sys._getframe(), self.pipe)
+        ):
+            return self._answer(*args, **kwargs)
+        return self.patch.inner(*args, **kwargs)
+
+    def _answer(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
+        """Evaluate what is not kept, and answer the pipeline with the open block's logits."""
         width, block = input_ids.shape[1], block_length_of(self.pipe.scheduler)
-        kept, self._kept = self._kept, None  # an exception in the call leaves nothing behind
+        thread = threading.get_ident()
+        kept = self._kept.pop(thread, None)  # an exception in the call leaves nothing behind
         if kept is None or not kept.serves(input_ids, attention_mask, width - block):
             kept = _Kept(_new_cache(), input_ids[:, :0], attention_mask[:, :0])
         start = kept.tokens.shape[1]
@@ -129,11 +144,20 @@ class BlockCache:
         _drop(kept.cache, block)
         # copies: the pipeline writes into its block
         kept.tokens, kept.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
-        self._kept = kept
+        self._keep(thread, kept)
         self._report.calls += 1
         self._report.whole += input_ids.numel()
         self._report.evaluated += input_ids[:, start:].numel()
         return SimpleNamespace(logits=found.logits[:, -block:])
+
+    def _keep(self, thread: int, kept: _Kept) -> None:
+        """For this thread's next call; what dead threads kept is dropped."""
+        if self._kept:
+            living = sys._current_frames()
+            for other in list(self._kept):
+                if other not in living:
+                    self._kept.pop(other, None)
+        self._kept[thread] = kept
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:

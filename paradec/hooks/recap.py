@@ -6,12 +6,15 @@ the transformer's layers see the targets' cells only, and attend to them and to 
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Patch
 from paradec.samplers.recap import Recap
 
@@ -41,14 +44,16 @@ class RecapSession:
 
     Amused's convolutions before and after the layers run on the whole image; with `downsample`, layers work on cells of
     2 x 2 tokens, and those that hold a target are evaluated. Exact where all cells are targets; else approximate, as
-    the method is.
+    the method is. Calls that are not of the scheduler's run (another pipeline's, a callback's) are left alone. A copy
+    of the pipeline has a plain transformer, and a `RecapScheduler`.
 
     Args:
         pipe: a diffusers AmusedPipeline (or its variants), whose transformer is a `UVit2DModel`.
         sampler: `paradec.samplers.create("recap", ...)`.
 
     Raises:
-        TypeError: another pipeline. ValueError: hooked already, or an attention processor that is not diffusers' own.
+        TypeError: another pipeline. ValueError: hooked or accelerated already, or an attention processor that is not
+            diffusers' own.
     """
 
     def __init__(self, pipe: Any, sampler: Recap):
@@ -70,6 +75,8 @@ class RecapSession:
             if type(layer.attn1.processor) not in (AttnProcessor, AttnProcessor2_0):
                 name = type(layer.attn1.processor).__name__
                 raise ValueError(f"attention processor {name} cannot be exchanged; call set_default_attn_processor()")
+        if hasattr(transformer, "_paradec_session"):
+            raise ValueError("transformer is accelerated already; detach that session first")
         settings = {name: getattr(sampler, name) for name in sampler.settings()}
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
         self.pipe, self.scheduler, self.before = pipe, scheduler, pipe.scheduler
@@ -78,11 +85,16 @@ class RecapSession:
         """[R, M] int64: the cells of a local step."""
         self.hidden: Tensor | None = None
         """[R, N, D]: what the last layer made of all cells."""
+        self.inside: int | None = None
+        """The thread in which the transformer is being called for the scheduler's run."""
+        self.run: Any = None
+        """The driver of the run that is remembered."""
         pipe.scheduler = scheduler
-        self.processors = [(layer.attn1, layer.attn1.processor) for layer in layers]
-        self.keeping = [_Keeping(self) for _ in layers]
-        for (attention, _), keeping in zip(self.processors, self.keeping, strict=True):
-            attention.processor = keeping
+        self.keeping = [_Keeping(self, layer.attn1.processor) for layer in layers]
+        self.processors = [
+            StandIn(layer.attn1, "processor", keeping) for layer, keeping in zip(layers, self.keeping, strict=True)
+        ]
+        self.mark = StandIn(transformer, "_paradec_session", self)
         self.call = Patch(transformer, self._call)
         self.first = Patch(layers[0], self._first)
         self.last = Patch(layers[-1], self._last)  # around the first, where there is one layer
@@ -95,13 +107,16 @@ class RecapSession:
         """Leave the pipeline as it was."""
         for patch in (self.last, self.first, self.call):
             patch.remove()
-        for (attention, processor), keeping in zip(self.processors, self.keeping, strict=True):
-            if attention.processor is keeping:
-                attention.processor = processor
-            keeping.key = keeping.value = None
+        for stand_in in (*self.processors, self.mark):
+            stand_in.remove()
+        self._forget()
         if self.pipe.scheduler is self.scheduler:
             self.pipe.scheduler = self.before
+
+    def _forget(self) -> None:
         self.hidden = self.local = None
+        for keeping in self.keeping:
+            keeping.key = keeping.value = None
 
     def __enter__(self) -> RecapSession:
         return self
@@ -111,7 +126,13 @@ class RecapSession:
 
     def _call(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Around the transformer: the cells that this call's layers evaluate."""
-        targets = self.scheduler.targets() if self.pipe.scheduler is self.scheduler else None
+        driver = self.scheduler.driver
+        if driver is None or not driver.calls(sys._getframe()):
+            return self.call.inner(input_ids, *args, **kwargs)
+        if self.run is not driver:
+            self._forget()
+            self.run = driver
+        targets = self.scheduler.targets()
         self.local = None
         height, width = input_ids.shape[1:]
         size = 2 if self.call.module.down_block.downsample is not None else 1
@@ -122,20 +143,26 @@ class RecapSession:
             # rows with fewer cells evaluate some more: it makes them no worse
             most = int(held.sum(1).max())
             self.local = (~held).int().argsort(dim=1, stable=True)[:, :most]
-        found = self.call.inner(input_ids, *args, **kwargs)
+        self.inside = threading.get_ident()
+        try:
+            found = self.call.inner(input_ids, *args, **kwargs)
+        finally:
+            self.inside = None
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
         kept = [tensor for keeping in self.keeping for tensor in (keeping.key, keeping.value)] + [self.hidden]
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in kept if tensor is not None))
         return found
 
     def _first(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.local is not None:
+        if self.local is not None and self.inside == threading.get_ident():
             index = self.local.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
             hidden_states = hidden_states.gather(1, index)
         return self.first.inner(hidden_states, *args, **kwargs)
 
     def _last(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = self.last.inner(hidden_states, *args, **kwargs)
+        if self.inside != threading.get_ident():
+            return found
         if self.local is not None:
             index = self.local.unsqueeze(-1).expand(-1, -1, found.shape[-1])
             found = self.hidden.scatter(1, index, found)
@@ -146,13 +173,15 @@ class RecapSession:
 class _Keeping:
     """diffusers' attention processor that also keeps keys and values of all cells; a local step renews some."""
 
-    def __init__(self, session: RecapSession):
-        self.session = session
+    def __init__(self, session: RecapSession, plain: Any):
+        self.session, self.plain = session, plain
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """hidden_states: [R, M, D] -> [R, M, D]."""
+        if self.session.inside != threading.get_ident():
+            return self.plain(attn, hidden_states, *args, **kwargs)
 
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)

@@ -6,6 +6,8 @@ Kept free of diffusers' own hook system: it needs no `CacheMixin` and no `cache_
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from paradec.checks import check_choice, shown
 from paradec.hooks.blocks import Place, matched, places
-from paradec.hooks.clock import Clock, timestep_of
+from paradec.hooks.clock import Clock, Run, timestep_of
+from paradec.hooks.guard import Guard
+from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Kept, Patch, Tap, parameters_of
 from paradec.samplers.refresh import AccumulatedChange, Course, Verification, relative_change
 from paradec.samplers.taylorseer import TARGETS, TaylorSeer
@@ -113,18 +117,47 @@ class Report:
         return "\n".join(lines)
 
 
+@dataclass(eq=False)
+class Memory:
+    """What one transformer remembers of one run."""
+
+    settings: TaylorSeer
+    """As used in this run: `max_memory` may have chosen another target or order than was asked for."""
+    course: Course
+    branches: dict[str, dict[str, Kept]] = field(default_factory=dict)
+    signatures: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str | None, int] = field(default_factory=dict)
+    """Calls in this step, by the pipeline's name for them."""
+    decision: bool | None = None
+    """Whether this step evaluates."""
+    watched: Tensor | None = None
+    records: list[CallRecord] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Drop everything but the records."""
+        self.branches, self.signatures, self.watched = {}, {}, None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all histories."""
+        return sum(kept.nbytes for branch in self.branches.values() for kept in branch.values())
+
+
 class Transformer:
-    """One transformer of a session: its taps, and what they remember."""
+    """One transformer of a session: its taps, and the run that they serve."""
 
     def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock):
         self.name, self.module, self.asked, self.clock = name, module, settings, clock
-        self.records: list[CallRecord] = []
         self.notes: dict[str, str] = {}
         self.sizes: dict[Any, int] = {}
         self.said: set[str] = set()
-        self.inside = False
-        self.branches: dict[str, dict[str, Kept]] = {}
-        self.signatures: dict[str, Any] = {}
+        self.lock = threading.RLock()
+        """Held during a run's call: the taps serve one at a time, and do not come off in the middle of it."""
+        self.inside: int | None = None
+        self.index = 0
+        self.course = Course()
+        self.memory = Memory(settings, self.course)
+        """Of the run that was served last."""
         self.histories: dict[str, Kept] = {}
         """Of the branch that is being called."""
         self.evaluated: list[str] = []
@@ -132,17 +165,17 @@ class Transformer:
         self.called: dict[str, int] = {}
         self.taps: list[Tap] = []
         self.set_aside: list[tuple[nn.Module, Any]] = []
-        self.context: str | None = None
-        self.run = -1
+        self.contexts: dict[int, str] = {}
+        """What the pipeline calls the branch that it is about to call, by thread."""
         base = getattr(module, "_orig_mod", module)
         self.parameters = parameters_of(base)
         self._check(base)
         self._tap(settings)
         self.patch = Patch(module, self.call)
-        self.had_context = "cache_context" in vars(base)
         self.old_context = getattr(base, "cache_context", None)
+        self.stand_ins = [StandIn(base, "_paradec_session", self)]
         if self.old_context is not None:
-            base.cache_context = self._cache_context
+            self.stand_ins.append(StandIn(base, "cache_context", self._cache_context))
 
     # ---- attaching --------------------------------------------------------------------------------------------------
 
@@ -217,75 +250,83 @@ class Transformer:
         self.set_aside = []
 
     def remove(self) -> None:
-        """Leave the transformer as it was."""
-        base = getattr(self.module, "_orig_mod", self.module)
-        self.patch.remove()
-        self._untap()
-        self.forget()
-        if self.old_context is not None and vars(base).get("cache_context") == self._cache_context:
-            if self.had_context:
-                base.cache_context = self.old_context
-            else:
-                del base.cache_context
+        """Leave the transformer as it was, once a call in another thread is over."""
+        with self.lock:
+            self.patch.remove()
+            self._untap()
+            for stand_in in self.stand_ins:
+                stand_in.remove()
+            self.histories = {}
 
     @contextmanager
     def _cache_context(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The transformer's own `cache_context`, which also tells us the branch's name."""
         assert self.old_context is not None
-        before, self.context = self.context, name
+        thread = threading.get_ident()
+        before, self.contexts[thread] = self.contexts.get(thread), name
         try:
             with self.old_context(name, *args, **kwargs):
                 yield
         finally:
-            self.context = before
+            if before is None:
+                del self.contexts[thread]
+            else:
+                self.contexts[thread] = before
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Drop everything that is remembered of a run."""
-        self.branches, self.signatures, self.histories, self.watched = {}, {}, {}, None
-
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for the transformer's call."""
-        self.clock.see(timestep_of(args, kwargs, self.parameters))
-        if self.run != self.clock.run:
-            self._begin()
-        if self.course.index != self.clock.index or self.decision is None:
+        run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
+        if run is not None:
+            with self.lock:
+                if self.patch.active:  # not detached while we waited
+                    return self._serve(run, args, kwargs)
+        return self.patch.inner(*args, **kwargs)
+
+    def _serve(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call that is a run's."""
+        memory = run.states.get(self.name) or self._begin(run)
+        if self.settings is not memory.settings:  # another thread's run has others
+            self._tap(memory.settings)
+        self.memory, self.index, self.course = memory, run.index, memory.course
+        if memory.course.index != run.index or memory.decision is None:
             self._next_step()
-        count = self.counts[self.context] = self.counts.get(self.context, -1) + 1
-        branch = f"{self.context or 'call'} {count}"
+        context = self.contexts.get(threading.get_ident())
+        count = memory.counts[context] = memory.counts.get(context, -1) + 1
+        branch = f"{context or 'call'} {count}"
         signature = [_signature(leaf) for leaf in tree_leaves((args, kwargs))]
-        if self.signatures.get(branch) != signature:
-            self.branches.pop(branch, None)
-        self.signatures[branch] = signature
-        if branch not in self.branches:
+        if memory.signatures.get(branch) != signature:
+            memory.branches.pop(branch, None)
+        memory.signatures[branch] = signature
+        if branch not in memory.branches:
             self._fit(signature, args, kwargs)
-        self.histories = self.branches.setdefault(branch, {})
+        self.histories = memory.branches.setdefault(branch, {})
         self.evaluated, self.forecast, self.called = [], [], {}
-        stamp, self.inside = _Stamp(args, kwargs), True
+        stamp, self.inside = _Stamp(args, kwargs), threading.get_ident()
         try:
             if self.settings.target == "output":
                 output = self.taps[0].answer(self.patch.inner, args, kwargs)
             else:
                 output = self.patch.inner(*args, **kwargs)
         except BaseException:
-            self.clock.begin()  # what was remembered belongs to a run that did not end
+            self.clock.end(run)  # what was remembered belongs to a run that did not end
             raise
         finally:
-            self.inside = False
+            self.inside = None
         if not self.evaluated and not self.forecast:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
-        self._probe(output)
+        self._probe(output, run)
         kind = "full" if not self.forecast else "mixed" if self.evaluated else "forecast"
-        self.records.append(
+        memory.records.append(
             CallRecord(
                 self.name,
-                self.clock.index,
+                run.index,
                 branch,
                 kind,
                 len(self.evaluated),
                 len(self.forecast),
-                self.nbytes,
+                memory.nbytes,
                 stamp.stop(),
             )
         )
@@ -297,20 +338,20 @@ class Transformer:
         return f"#{count}" if count else ""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all histories."""
-        return sum(kept.nbytes for branch in self.branches.values() for kept in branch.values())
+    def branches(self) -> dict[str, dict[str, Kept]]:
+        """Histories of the run that was served last, by branch."""
+        return self.memory.branches
 
-    def _begin(self) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these histories."""
+        return self.memory.nbytes
+
+    def _begin(self, run: Run) -> Memory:
         """A run starts: nothing of the one before is left."""
-        schedule = self.asked.schedule
-        if schedule is not None and self.clock.total not in (None, schedule.steps):
-            raise ValueError(f"schedule was made for runs of {schedule.steps} steps; this one has {self.clock.total}")
-        self.forget()
-        self.run, self.records = self.clock.run, []
-        self.course = Course(total=self.clock.total, index=self.clock.index)
-        self.decision: bool | None = None
-        self.counts: dict[str | None, int] = {}
+        schedule, total = self.asked.schedule, self.clock.total
+        if schedule is not None and total not in (None, schedule.steps):
+            raise ValueError(f"schedule was made for runs of {schedule.steps} steps; this one has {total}")
         if self.settings is not self.asked:
             self.notes.pop("memory", None)
             self._tap(self.asked)
@@ -318,32 +359,34 @@ class Transformer:
             tap.patch is not None and tap.patch.overtaken for tap in self.taps
         ):  # blocks were compiled after we attached
             self._tap(self.settings)
+        memory = run.states[self.name] = Memory(self.settings, Course(total=total, index=run.index))
+        return memory
 
     def _next_step(self) -> None:
-        if self.decision is not None:
-            self.course.finished(self.decision)
-        self.course.index = self.clock.index
-        self.decision, self.counts = None, {}
+        if self.memory.decision is not None:
+            self.course.finished(self.memory.decision)
+        self.course.index = self.index
+        self.memory.decision, self.memory.counts = None, {}
 
     def decide(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a module is evaluated in this call. The first module of a step decides for all and every branch."""
         if self.schedule is not None:
-            self.decision = True
-            return self.clock.index in self.schedule[place.sink or place.name]
-        if self.decision is None:
+            self.memory.decision = True
+            return self.index in self.schedule[place.sink or place.name]
+        if self.memory.decision is None:
             rule = self.settings.refresh
             if isinstance(rule, AccumulatedChange):
                 seen = kwargs.get("hidden_states")
                 if not _is_feature(seen):
                     seen = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_feature(leaf))
                 seen = seen.detach()
-                if self.watched is not None and self.watched.shape == seen.shape:
-                    self.course.change += rule.rescale(relative_change(seen, self.watched))
-                self.watched = seen.clone() if place.kind == "output" else seen
-            self.decision = self.settings.evaluates(self.course)
-        return self.decision
+                if self.memory.watched is not None and self.memory.watched.shape == seen.shape:
+                    self.course.change += rule.rescale(relative_change(seen, self.memory.watched))
+                self.memory.watched = seen.clone() if place.kind == "output" else seen
+            self.memory.decision = self.settings.evaluates(self.course)
+        return self.memory.decision
 
-    def _probe(self, output: Any) -> None:
+    def _probe(self, output: Any, run: Run) -> None:
         """Once per attachment: what the skipped modules feed must have been replaced by a forecast."""
         if not self.unprobed or not any(
             tap.place.kind == "skip" and tap.place.name in self.forecast for tap in self.taps
@@ -352,7 +395,7 @@ class Transformer:
         self.unprobed = False
         if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if _is_feature(leaf)):
             skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
-            self.clock.begin()
+            self.clock.end(run)
             self.unprobed = True
             raise RuntimeError(
                 f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
@@ -368,7 +411,7 @@ class Transformer:
             return
         from paradec.hooks.memory import sizes
 
-        branches = len(self.branches) + 1
+        branches = len(self.memory.branches) + 1
         base = getattr(self.module, "_orig_mod", self.module)
         first = TARGETS.index(self.asked.target or "module")
         tried = []
@@ -394,8 +437,9 @@ class Transformer:
 
     def _choose(self, candidate: TaylorSeer, needed: int, branches: int, tried: list[str]) -> None:
         if candidate.target != self.settings.target:  # at the first step, when guidance makes its second call
-            self.branches = {branch: {} for branch in self.branches}
+            self.memory.branches = {branch: {} for branch in self.memory.branches}
         self._tap(candidate)
+        self.memory.settings = candidate
         self._note(
             "memory",
             f"max_memory={self.asked.max_memory} chose target {candidate.target}, order {candidate.order} "
@@ -422,46 +466,53 @@ class Session:
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         self.clock = Clock(None, self._finished)
+        self.guard: Guard | None = None
         self.transformers: list[Transformer] = []
         try:
             for name, module in found.items():
                 self.transformers.append(Transformer(name, module, sampler, self.clock))
-                getattr(module, "_orig_mod", module)._paradec_session = self
         except BaseException:
             self.detach()
             raise
         if watched is not None:
             self.clock.owner = watched
             self.clock.watch(watched.scheduler)
+            self.guard = Guard(watched, lambda: self.clock.running, self.clock.returned)
 
     def report(self) -> Report:
         """What the latest run did so far; `print` shows it as a table."""
-        calls = [record for transformer in self.transformers for record in transformer.records]
+        calls = [record for transformer in self.transformers for record in transformer.memory.records]
+        notes = [note for t in self.transformers for note in t.notes.values()]
+        if self.clock.latest.strays:
+            notes.append(f"{self.clock.latest.strays} calls of a transformer were not the run's, and left alone")
         return Report(
             settings={t.name: t.settings for t in self.transformers},
             modules={t.name: list(t.names) for t in self.transformers},
             coverage={t.name: t.coverage for t in self.transformers},
             runs=self.clock.run,
             calls=sorted(calls, key=lambda call: call.step),
-            notes=[note for t in self.transformers for note in t.notes.values()],
+            notes=notes,
         )
 
     def reset(self) -> None:
-        """Begin a new run now. Pipelines do it by themselves; a loop over a bare transformer may need it."""
-        self.clock.begin()
+        """End the runs that are going on, and drop what is remembered of them.
+
+        A pipeline's runs begin and end by themselves; a loop of one's own that was broken off may need this.
+        """
+        self.clock.end_all()
 
     def detach(self) -> None:
         """Restore the pipeline as it was. The last report stays readable; detaching twice does nothing."""
         self.clock.release()
+        if self.guard is not None:
+            self.guard.remove()
         for transformer in self.transformers:
             transformer.remove()
-            base = getattr(transformer.module, "_orig_mod", transformer.module)
-            if getattr(base, "_paradec_session", None) is self:
-                del base._paradec_session
+        self.clock.end_all()
 
-    def _finished(self) -> None:
-        for transformer in self.transformers:
-            transformer.forget()
+    def _finished(self, run: Run) -> None:
+        for memory in run.states.values():
+            memory.forget()
 
     def __enter__(self) -> Session:
         return self

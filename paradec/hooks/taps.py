@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paradec.hooks.blocks import RETURNS, Place
-from paradec.hooks.clock import Clock
+from paradec.hooks.stand_in import StandIn
 from paradec.samplers.bases import Basis, History
 from paradec.samplers.refresh import Course, relative_error
 
@@ -22,10 +23,12 @@ class Owner(Protocol):
     """What a tap reads of the transformer that it belongs to, and where it says what it did."""
 
     basis: Basis
-    clock: Clock
+    index: int
+    """The solver step."""
     course: Course
-    inside: bool
-    """Whether the transformer is being called; a module that is used by itself is left alone."""
+    inside: int | None
+    """The thread in which the transformer is being called for its run; a module that is used by itself, or in a call
+    that is no run's, is left alone."""
     histories: dict[str, Kept]
     evaluated: list[str]
     forecast: list[str]
@@ -67,7 +70,6 @@ class Patch:
         self.slot = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
         if hasattr(module, "_orig_mod"):  # what torch.compile returns hands other attributes on to what it compiled
             self.slot = "forward"
-        self.had = self.slot in vars(module)
         self.inner = getattr(module, self.slot)
         self.active = True
 
@@ -75,7 +77,7 @@ class Patch:
             return around(*args, **kwargs) if self.active else self.inner(*args, **kwargs)
 
         self.patched = torch.compiler.disable(functools.wraps(self.inner)(patched))
-        setattr(module, self.slot, self.patched)
+        self.stand_in = StandIn(module, self.slot, self.patched)
 
     @property
     def overtaken(self) -> bool:
@@ -85,11 +87,7 @@ class Patch:
     def remove(self) -> None:
         """Leave the module as it was; if someone stands on top of the patch, it stays and passes calls through."""
         self.active = False
-        if vars(self.module).get(self.slot) is self.patched:
-            if self.had:
-                setattr(self.module, self.slot, self.inner)
-            else:
-                delattr(self.module, self.slot)
+        self.stand_in.remove()
 
 
 class Tap:
@@ -105,7 +103,7 @@ class Tap:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for the module's call."""
         assert self.patch is not None
-        if not self.owner.inside:  # used by itself
+        if self.owner.inside != threading.get_ident():  # used by itself
             return self.patch.inner(*args, **kwargs)
         return self.answer(self.patch.inner, args, kwargs)
 
@@ -128,7 +126,7 @@ class Tap:
         real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
         for i, (leaf, history) in enumerate(zip(kept.leaves, kept.histories, strict=True)):
             if history is not None:
-                value = self.owner.basis.forecast(history, self.owner.clock.index)
+                value = self.owner.basis.forecast(history, self.owner.index)
                 kept.histories[i] = self.owner.basis.roll(history, value)
                 base = bases[i]
                 if real is not None and error is None:
@@ -153,7 +151,7 @@ class Tap:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 value = leaf.detach() if base is None else leaf.detach() - base.detach()
                 value = value.clone() if self.place.kind == "output" else value
-                histories.append(self.owner.basis.update(history, value, self.owner.clock.index))
+                histories.append(self.owner.basis.update(history, value, self.owner.index))
             else:
                 histories.append(None)
         rest = [None if history is not None else leaf for leaf, history in zip(leaves, histories, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import Tensor
 
-from paradec import samplers
+from paradec import runs, samplers
 from paradec.checks import shown
 from paradec.models.adapter import take_columns
 from paradec.models.facts import ModelFacts
@@ -65,6 +66,8 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
     """Keys of other schedulers' configs -> ours, where both mean the same."""
     pipelines: ClassVar[str] = ""
     """Where it can be used, for messages."""
+    driver: runs.Driver | None = None
+    """The function call that the present run belongs to."""
 
     def __init_subclass__(cls, sampler: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,6 +84,20 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         """The tokens as the last step left them."""
         self._ignored: set[str] = set()
         self.sampler = self.make_sampler()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have: everything but whose run it is."""
+        return {name: value for name, value in vars(self).items() if name != "driver"}
+
+    def _claim(self, frame: FrameType) -> None:
+        """A run begins. Raises RuntimeError if another one is going on."""
+        with runs.BEGIN:
+            self.driver = runs.begin(self.driver, self, frame, type(self).__name__)
+
+    def _enter(self, frame: FrameType) -> None:
+        """A step begins. Raises RuntimeError if the run is another thread's."""
+        self.driver = runs.step(self.driver, self, frame, type(self).__name__)
+        self.driver.stepped = True
 
     @classmethod
     def sampler_settings(cls) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -68,8 +69,9 @@ class ImageScheduler(SamplerScheduler):
             temperature: no effect; see the class.
 
         Raises:
-            ValueError: out of range.
+            ValueError: out of range. RuntimeError: another run is going on with this scheduler.
         """
+        self._claim(sys._getframe(1))
         check_int("num_inference_steps", num_inference_steps, low=1)
         self.timesteps = torch.arange(num_inference_steps, device=device).flip(0)
         self.sampler = self.make_sampler()
@@ -98,8 +100,10 @@ class ImageScheduler(SamplerScheduler):
             starting_mask_ratio: no effect: the masks are counted.
 
         Raises:
-            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits.
+            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits. RuntimeError: another
+                thread's run is going on with this scheduler.
         """
+        self._enter(sys._getframe(1))
         flat = isinstance(sample, Tensor) and sample.ndim == 2
         self._check_tokens(
             model_output, sample, "[batch, positions]" if flat else "[batch, height, width]", 2 + (not flat)

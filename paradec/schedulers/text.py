@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,7 +61,7 @@ class BlockScheduler(SamplerScheduler):
 
     def _setup(self) -> None:
         super()._setup()
-        self.set_timesteps(self.config.num_inference_steps)
+        self._plan(self.config.num_inference_steps, None, None)
 
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
@@ -72,8 +73,13 @@ class BlockScheduler(SamplerScheduler):
             block_length: positions per block; None takes the config's.
 
         Raises:
-            ValueError: out of range.
+            ValueError: out of range. RuntimeError: another run is going on with this scheduler.
         """
+        self._claim(sys._getframe(1))
+        self._plan(num_inference_steps, device, block_length)
+
+    def _plan(self, num_inference_steps: int, device: str | torch.device | None, block_length: int | None) -> None:
+        """Begin a run of so many steps."""
         block_length = self.config.block_length if block_length is None else block_length
         check_int("num_inference_steps", num_inference_steps, low=1)
         check_int("block_length", block_length, low=1)
@@ -118,8 +124,10 @@ class BlockScheduler(SamplerScheduler):
             generator: where the block's seed comes from, at a temperature.
 
         Raises:
-            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits.
+            ValueError: an argument out of its range. FloatingPointError: NaN or infinite logits. RuntimeError: another
+                thread's run is going on with this scheduler.
         """
+        self._enter(sys._getframe(1))
         self._check_tokens(model_output, sample, "[batch, block]", 2)
         if mask_token_id is None:
             anew = self._afresh(model_output, int(timestep), sample, generator)
