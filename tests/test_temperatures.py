@@ -17,7 +17,7 @@ import torch
 from image_models import tiny_llamagen
 from test_image_families import MODELS, made
 from test_schedulers import TEXT
-from test_sjd import close_model, wrapped
+from test_sjd import close_model, tiny_llama, wrapped
 from torch import Tensor
 
 import paradec
@@ -28,6 +28,7 @@ from paradec.models.mar import MAR, MARModel
 from paradec.protocol import Query, decode
 from paradec.samplers.draft_verify import draw, token_law
 from paradec.samplers.learn2pd_filter import BlockFilter, FilterFacts, save_filter
+from paradec.samplers.multi_draft import DynamicTree
 from paradec.samplers.request import make_request
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -46,8 +47,8 @@ class Table:
     default_max_new_tokens, default_block_length = NEW, None
     device = torch.device("cpu")
 
-    def __init__(self, words: int, dtype: torch.dtype, scale: float) -> None:
-        self.facts = ModelFacts(vocab_size=words, mask_token_id=words - 1, name="the table")
+    def __init__(self, words: int, dtype: torch.dtype, scale: float, **facts: Any) -> None:
+        self.facts = ModelFacts(**{"vocab_size": words, "mask_token_id": words - 1, "name": "the table"} | facts)
         self.dtype = dtype
         uniform = torch.rand(31, words, generator=torch.Generator().manual_seed(words), dtype=torch.float64)
         self.table = ((2 * uniform - 1) * scale).to(dtype)
@@ -201,6 +202,31 @@ def test_credit_of_any_size(fusion: float) -> None:
         assert out.tokens == [4]
 
 
+def broken(words: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
+    """A table whose rows are as they should not be; of "allowed" no allowed word has a finite logit."""
+    model = Table(words, dtype, 8.0, **facts)
+    if kind == "allowed":
+        model.table[:, 1::2] = -torch.inf
+    elif kind == "-inf":
+        model.table[:] = -torch.inf
+    else:
+        model.table[:, 5] = float(kind)
+    return model
+
+
+KINDS = ("nan", "inf", "-inf", "allowed")
+SIZES = ((50, torch.float64), (9001, torch.float32))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file: str) -> None:
+    for index, (kind, (words, dtype)) in enumerate(itertools.product(KINDS, SIZES)):
+        model = broken(words, dtype, kind)
+        request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
+        with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+            answer(name, model, filter_file, 2, **request)
+
+
 # ---- schedulers -----------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +319,47 @@ def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
     if getattr(samplers.get(name), "needs_drafter", False):
         settings["drafter"] = make()
     return samplers.create(name, **settings)
+
+
+class CausalTable(Table):
+    """The same, for what follows each column."""
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        return self.table[query.positions.gather(1, query.wanted) % len(self.table)]
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
+def test_broken_laws_are_reported_at_every_temperature(name: str) -> None:
+    causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
+    for index, (kind, (words, dtype), temperature) in enumerate(itertools.product(KINDS, SIZES, (0.0, 0.2))):
+        model = CausalTable(words, dtype, 8.0, **causal)
+        sampler = with_drafter(name, lambda model=model: model)
+        asked = {"max_new_tokens": 3, "temperature": temperature, "seed": 0, "suppress_tokens": model.suppressed}
+        asked |= FILTERS[index % 4]
+        paradec.generate(model, [1, 2], sampler=sampler, **asked)
+        model.table = broken(words, dtype, kind).table
+        with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+            paradec.generate(model, [1, 2], sampler=sampler, **asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", [None, (2, 1), DynamicTree(5, 2, 3)], ids=["chain", "tree", "dynamic tree"])
+def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
+    """Drafts were judged by NaN else, and what replaced them was no draw from anything."""
+    model, drafter = wrapped(), wrapped(tiny_llama(1))
+    value = float("-inf" if kind == "allowed" else kind)
+    every = {"allowed": 2, "-inf": 1}.get(kind, 12)
+
+    def breaks(module: Any, given: Any, output: Any) -> None:
+        output.logits[..., ::every] = value
+
+    drafter.module.register_forward_hook(breaks)
+    rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
+    sampler = samplers.create("speculative", drafter=drafter, tree=tree, **rule)
+    for temperature in (0.0, 1.0):
+        asked = {"max_new_tokens": 5, "temperature": temperature, "suppress_tokens": [1, 3, 5, 7, 9, 11]}
+        with pytest.raises(FloatingPointError, match="the drafter returned NaN or infinite logits"):
+            paradec.generate(model, [3, 1], sampler=sampler, seed=0, **asked)
 
 
 @lru_cache

@@ -193,12 +193,18 @@ class DraftingSampler(JacobiSampler):
                 state.draft_store, self.drafter.pads, rows, drafts[index], state.draft_fed[rows], stop, stop - 1, 1
             )
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
-            law = state.laws(self._read(state, calls), rows, positions)
+            law = self._sound(state, state.laws(self._read(state, calls), rows, positions))
             drafts[index, slot] = draw(law, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
             laws[index, slot] = law.squeeze(1).to(laws.dtype)
             state.draft_fed[rows] = stop
         state.memory["drafts"], state.memory["draft_law"] = drafts, laws
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
+
+    def _sound(self, state: JacobiState, law: Tensor) -> Tensor:
+        """A law of the drafter, [..., V]; whether one was NaN is found out with the next commit's transfer."""
+        broken = law[..., 0].isnan().any()
+        state.draft_broken = broken if state.draft_broken is None else state.draft_broken | broken
+        return law
 
     def _read(self, state: JacobiState, calls: list[Query]) -> Tensor:
         """The drafter's guided logits for the calls."""
@@ -240,7 +246,7 @@ class DraftingSampler(JacobiSampler):
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
             query = tree_query(state, state.draft_store, rows, tree.layout, drafts, begin, known, nodes)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            law = drawn_from.laws(logits, rows, (committed + depth).expand(-1, len(nodes)))
+            law = self._sound(state, drawn_from.laws(logits, rows, (committed + depth).expand(-1, len(nodes))))
             laws[:, nodes] = law.to(laws.dtype)
             counts = (children[nodes] >= 0).sum(1)
             most = int(counts.max())
@@ -273,7 +279,7 @@ class DraftingSampler(JacobiSampler):
             layout = Layout(parents, level, top)
             query = tree_query(state, state.draft_store, rows, layout, words, begin, known, wanted)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            law = soft.laws(logits, rows, (committed + level).expand(-1, len(wanted)))
+            law = self._sound(state, soft.laws(logits, rows, (committed + level).expand(-1, len(wanted))))
             best = law.topk(top, -1)
             total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)
             first = 1 + sum(part.shape[1] for part, *_ in named)

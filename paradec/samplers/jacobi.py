@@ -377,13 +377,18 @@ class JacobiSampler(Sampler):
         # a law without an allowed word is NaN, whatever the others' logits
         healthy = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
         broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
+        columns = [count, ended.long(), broken.long()]
+        if state.draft_broken is not None:
+            columns.append(state.draft_broken.long().expand_as(count))
         # the one transfer of the step
-        written, ends, failed = torch.cat((count, ended.long(), broken.long()), 1).T.cpu().numpy()
+        written, ends, failed, *drafter = torch.cat(columns, 1).T.cpu().numpy()
         if failed.any():
             row = int(proposal.rows[failed.argmax()])
             raise FloatingPointError(
                 f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
             )
+        if drafter and drafter[0].any():
+            raise FloatingPointError("the drafter returned NaN or infinite logits")
         finished = proposal.rows[ends > 0]
         state.end[finished] = state.committed[finished] + written[ends > 0]
         made = np.zeros(state.batch, np.int64)

@@ -65,6 +65,8 @@ class JacobiState(State):
     """What drafts, where it is bound to this request's model."""
     features: Tensor | None = None
     """[branches * R, F, D]: hidden states of the step that is being committed, for a drafter that reads them."""
+    draft_broken: Tensor | None = None
+    """[] bool: whether it has returned NaN or infinite logits."""
     parents: Tensor | None = None
     """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
 
