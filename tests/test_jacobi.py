@@ -280,12 +280,13 @@ def test_long_answers_have_power_over_laws_of_kept_drafts(init: str) -> None:
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
 def test_a_node_s_output_has_the_law_p(name: str) -> None:
-    """One node with three children, for several p and q."""
+    """One node with three children, for several p and q; the last q has fewer words than there are children."""
     rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
     tree, rows, p_values = Tree.of((3,)), 20_000, []
-    for size in (4, 7):
+    for size, words in ((4, 4), (7, 7), (5, 2)):
         p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
+        q[q.topk(size - words, largest=False).indices] = 0
         p, q = (normalized(law).expand(rows, -1) for law in (p, q))
         noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
@@ -300,6 +301,21 @@ def test_a_node_s_output_has_the_law_p(name: str) -> None:
         assert (found.tokens[hit, 1] >= 0).all() and (found.tokens[~hit, 1] < 0).all()
         assert hit.double().mean() > 0.2
     assert (min(p_values) < 1e-5) if name == "wrong" else (min(p_values) > 1e-3)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
+    """Where other nodes have more children, columns without a child stand behind its own."""
+    rule, generator, rows = RULES[name], torch.Generator().manual_seed(5), 500
+    p, q = (torch.randn(rows, 6, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
+    for count in (1, 2, 3):
+        noise, uniform, more = torch.rand(3, rows, 3, generator=generator, dtype=torch.float64)
+        drafts = rule.children(q, count, noise[:, :count])
+        chosen, left = rule.judge(p, q, drafts, uniform[:, :count])
+        wide = torch.cat((drafts, torch.full((rows, 2), -1)), 1)
+        found = rule.judge(p, q, wide, torch.cat((uniform[:, :count], more[:, :2]), 1))
+        assert torch.equal(found[0], chosen) and torch.equal(found[1], left)
+        assert (chosen >= 0).any()
 
 
 def test_lossy_methods_stay_below_their_bound() -> None:

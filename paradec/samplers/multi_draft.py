@@ -174,13 +174,17 @@ class Greedy:
 
     def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """See `Rule.judge`."""
-        last = drafts[:, -1]
-        real = (last >= 0).unsqueeze(1)
-        rest = without(q, drafts[:, :-1])
-        rest = torch.where(real, rest / rest.sum(-1, keepdim=True), 0)
-        chance = probability(p, last.clamp(min=0)) / probability(rest, last.clamp(min=0))
-        stands = (last >= 0) & (uniform[:, -1] < chance)
-        return torch.where(stands, drafts.shape[1] - 1, -1), torch.where(real, normalized(leftover(p, rest)), p)
+        # a node's children end where it has no more: columns are as many as the tree's widest node has
+        at = (drafts >= 0).sum(1, keepdim=True) - 1
+        column = torch.arange(drafts.shape[1], device=drafts.device)
+        rest = without(q, drafts.masked_fill(column >= at, -1))
+        total = rest.sum(-1, keepdim=True)
+        real, place = (at >= 0) & (total > 0), at.clamp(min=0)
+        rest = torch.where(real, rest / total, 0)
+        last = drafts.gather(1, place).clamp(min=0)
+        chance = p.gather(1, last) / rest.gather(1, last)
+        stands = real & (uniform.gather(1, place) < chance)
+        return torch.where(stands, at, -1).squeeze(1), torch.where(real, normalized(leftover(p, rest)), p)
 
 
 RULES: dict[str, Rule] = {
