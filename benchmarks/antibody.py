@@ -44,7 +44,7 @@ from torch import Tensor
 
 import paradec
 from paradec.evaluation import Configuration, configurations
-from paradec.evaluation.compare import COMBINATIONS
+from paradec.evaluation.compare import BASELINE, COMBINATIONS
 from paradec.evaluation.metrics import aup, bootstrap
 from paradec.models.adapter import Model
 from paradec.protocol import Query, plain
@@ -203,12 +203,14 @@ class Benchmark:
         return [(record.configuration, self.summary(record, kind)) for record in measured]
 
     def aup(self) -> dict[str, float]:
-        """Area under each sampler's curve of recovery over residues per forward."""
+        """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as the
+        baseline (`paradec.evaluation.Comparison.aup` says why)."""
         curves: dict[str, list[tuple[float, float]]] = {}
         for configuration, line in self.lines():
             curves.setdefault(configuration.sampler, []).append((line["tokens_per_forward"], line["recovery"]))
         best = max(recovery for curve in curves.values() for _, recovery in curve)
-        return {sampler: aup(curve, best) for sampler, curve in curves.items()}
+        settings = len(curves.get(BASELINE, ()))
+        return {sampler: aup(curve, best) for sampler, curve in curves.items() if len(curve) == settings}
 
     def to_json(self, file: Path) -> None:
         results = [

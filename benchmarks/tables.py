@@ -25,19 +25,23 @@ def setting(changes: dict[str, Any]) -> str:
     return ", ".join(parts) or "default"
 
 
-def by_sampler(results: list[dict[str, Any]], aup: dict[str, float]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The entries of each sampler, the sampler with the largest AUP first."""
+def by_sampler(results: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The entries of each sampler, the sampler with the most tokens per forward in its first entry first."""
+
+    def speed(entry: dict[str, Any]) -> float:
+        return entry["all"]["tokens_per_forward"] if "all" in entry else entry["tokens_per_forward"]
+
     groups = defaultdict(list)
     for entry in results:
         groups[entry["sampler"]].append(entry)
-    return sorted(groups.items(), key=lambda item: -aup.get(item[0], 0.0))
+    return sorted(groups.items(), key=lambda item: -speed(item[1][0]))
 
 
 def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
     """Right answers and forwards of `paradec compare`."""
     lines = ["| sampler | setting | right, one answer | right, many answers | forwards | tokens per forward | AUP |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for name, entries in by_sampler(data["results"], data["aup"]):
+    for name, entries in by_sampler(data["results"]):
         for index, entry in enumerate(entries):
             if defaults_only and entry["changes"]:
                 continue
@@ -57,7 +61,7 @@ def antibody_table(data: dict[str, Any], defaults_only: bool) -> str:
         "| sampler | setting | fillings | forwards | recovered, % | versus baseline (95 %) | AUP |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, entries in by_sampler(data["results"], data["aup"]):
+    for name, entries in by_sampler(data["results"]):
         chosen = [entry for entry in entries if not entry["changes"]] or entries[:1] if defaults_only else entries
         for index, entry in enumerate(chosen):
             found = entry["all"]
