@@ -33,6 +33,7 @@ import json
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ from torch import Tensor
 
 import paradec
 from paradec.evaluation import Configuration, configurations
-from paradec.evaluation.compare import BASELINE, COMBINATIONS
+from paradec.evaluation.compare import COMBINATIONS
 from paradec.evaluation.metrics import aup, bootstrap
 from paradec.models.adapter import Model
 from paradec.protocol import Query, plain
@@ -203,13 +204,14 @@ class Benchmark:
         return [(record.configuration, self.summary(record, kind)) for record in measured]
 
     def aup(self) -> dict[str, float]:
-        """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as the
-        baseline (`paradec.evaluation.Comparison.aup` says why)."""
+        """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as most
+        (`paradec.evaluation.Comparison.aup` says why)."""
         curves: dict[str, list[tuple[float, float]]] = {}
         for configuration, line in self.lines():
             curves.setdefault(configuration.sampler, []).append((line["tokens_per_forward"], line["recovery"]))
         best = max(recovery for curve in curves.values() for _, recovery in curve)
-        settings = len(curves.get(BASELINE, ()))
+        counts = Counter(map(len, curves.values()))
+        settings = max(counts, key=lambda count: (counts[count], count))
         return {sampler: aup(curve, best) for sampler, curve in curves.items() if len(curve) == settings}
 
     def to_json(self, file: Path) -> None:

@@ -339,7 +339,8 @@ def replay_by_hand(
 
     def forward(canvas: list[int]) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0]
+            everything = torch.ones(1, 1, len(canvas), len(canvas), dtype=torch.bool)
+            logits = model.module(torch.tensor([canvas]), attention_mask=everything, use_cache=False).logits[0]
         return logits.index_fill(1, torch.tensor(mask), -torch.inf).softmax(-1).max(-1)
 
     start = len(prompt)

@@ -215,9 +215,9 @@ def test_shadow_is_a_leave_one_out_with_one_layer() -> None:
                 left = [j for j in range(len(ids)) if j != i]
                 tokens = torch.tensor([[ids[j] for j in left] + [MASK] * len(block)])
                 places = torch.tensor([left + list(block)])
-                logits = model.module(input_ids=tokens, position_ids=places, use_cache=False).logits[
-                    0, len(left) + column
-                ]
+                everything = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+                read = model.module(tokens, attention_mask=everything, position_ids=places, use_cache=False)
+                logits = read.logits[0, len(left) + column]
                 logits[MASK] = -torch.inf
                 expected = logits.softmax(-1)[ids[i]].item()
                 found = proposal.updates["shadow_confidence"][index, column].item()

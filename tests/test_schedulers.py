@@ -256,13 +256,13 @@ def test_block_cache_after_an_exception(pipe: Any, ids: Tensor) -> None:
         assert torch.equal(run(pipe, ids), plain)
 
 
-def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedPipeline) -> None:
+def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedPipeline, llada: Model) -> None:
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     for module, message in (
         (BertForMaskedLM(config), "needs a model that takes past_key_values; BertForMaskedLM does not"),
-        (tiny(1).module, "exact for block-causal models only: in LlamaForCausalLM a block's logits depend"),
+        (copy.deepcopy(llada.module), "exact for block-causal models only: in LlamaForCausalLM a block's logits de"),
     ):
         with pytest.raises(ValueError, match=message):
             paradec.accelerate(LLaDA2Pipeline(module, BlockRefinementScheduler(block_length=BLOCK)), cache="block")

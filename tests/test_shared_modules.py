@@ -129,7 +129,7 @@ def test_a_module_that_load_made_wrapped_as_causal(llada64: Model) -> None:
     """It has no causal mask by itself; the wrap gives it one, and the loaded model goes on without."""
     module, before = llada64.module, logits(llada64)
     config = type(module.config).from_dict(module.config.to_dict())
-    config._attn_implementation = "sdpa"
+    config._attn_implementation, config.is_causal = "sdpa", True
     same = LlamaForCausalLM(config).double().eval()
     same.load_state_dict(module.state_dict())
     causal = paradec.wrap(module, **TOPOLOGIES["causal"])

@@ -313,16 +313,17 @@ class Comparison:
     def aup(self) -> dict[str, float]:
         """Area under each sampler's accuracy-parallelism curve; see `paradec.evaluation.metrics.aup`.
 
-        Only of samplers that were measured with as many settings as the baseline: under one setting lies a rectangle,
-        under three a curve, and the two say nothing about each other.
+        Only of samplers that were measured with as many settings as most: under one setting lies a rectangle, under
+        three a curve, and the two say nothing about each other.
         """
         best = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
             point = (result.tokens_per_forward, 100 * result.accuracy())
             points.setdefault(result.configuration.sampler, []).append(point)
-        settings = len(points.get(BASELINE, ()))
-        return {sampler: aup(curve, best) for sampler, curve in points.items() if len(curve) == settings}
+        counts = Counter(map(len, points.values()))
+        most = max(counts, key=lambda count: (counts[count], count), default=0)
+        return {sampler: aup(curve, best) for sampler, curve in points.items() if len(curve) == most}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON holds it: what was counted, and what follows from it for those who read the file."""

@@ -84,6 +84,9 @@ class Model:
         self.attn_implementation = attn_implementation
         self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
         """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""
+        config = getattr(module, "config", None)
+        self._masks_itself = kind != "decoder" or getattr(config, "is_causal", True) is not False
+        """Whether a causal module needs no mask of ours to be so (the modules that `load` makes do)."""
         self._accepts: frozenset[str] = frozenset()
         self._wrap: Wrap | None = None
         if kind == "opaque":
@@ -317,8 +320,9 @@ class Model:
         if structure is None and self.facts.topology == "block_causal":
             length = self.facts.block_length
             structure = (query.positions // length)[:, :, None] >= (keys // length)[:, None, :]
-        elif structure is None and self.facts.topology == "causal" and (mask is not None or store is not None):
-            structure = query.positions[:, :, None] >= keys[:, None, :]
+        elif structure is None and self.facts.topology == "causal":
+            if mask is not None or store is not None or not self._masks_itself:
+                structure = query.positions[:, :, None] >= keys[:, None, :]
         if structure is None or mask is None:
             return mask if structure is None else structure[:, None]
         visible = structure[:, None] & mask

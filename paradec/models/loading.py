@@ -551,7 +551,12 @@ def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | Non
     if kind == "opaque" and topology != "causal" and _is_transformers(module) and name.endswith(CAUSAL_HEADS):
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
     if kind == "decoder" and topology == "causal" and getattr(config, "is_causal", True) is False:
-        raise ValueError(f"topology='causal' does not fit {name}: config.is_causal=False takes its causal mask off")
+        attention = config._attn_implementation
+        if (_causal_attention(config) or attention) != "sdpa":
+            raise ValueError(
+                f"config.is_causal=False of {name} takes its causal mask off, and its attention {attention!r} none of "
+                "ours; call module.set_attn_implementation('sdpa') first"
+            )
     if kind == "decoder" and topology != "causal":
         odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
         fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}

@@ -191,6 +191,7 @@ def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Mo
     draft = f"{os.fspath(path)}.part"
     save_file(weights, draft, metadata={"learn2pd": json.dumps(dataclasses.asdict(facts))})
     os.replace(draft, path)
+    _load.cache_clear()  # a clock's tick is long: the file may be as old as the one that it replaces
 
 
 def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
