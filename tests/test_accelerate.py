@@ -220,6 +220,15 @@ class DriftBlock(nn.Module):
         return hidden_states + 0.25 * self.ff(hidden_states)
 
 
+class InPlaceBlock(DriftBlock):
+    """Writes into what its branches return."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        for branch, gate in ((self.attn, 0.5), (self.ff, 0.25)):
+            hidden_states = branch(hidden_states).mul_(gate) + hidden_states
+        return hidden_states
+
+
 class Polynomial(nn.Module):
     def __init__(self, owner: Drift):
         super().__init__()
@@ -228,7 +237,7 @@ class Polynomial(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         step = self.owner[0].step / 10
-        return sum(w * step**i for i, w in enumerate(self.weight)).expand_as(hidden_states)
+        return sum(w * step**i for i, w in enumerate(self.weight)).repeat(*hidden_states.shape[:-1], 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -290,6 +299,21 @@ def test_callers_may_write_into_what_they_are_given(target: str, basis: str, ord
                 if writes:
                     output.mul_(7).add_(3)
         ends.append(torch.stack(found))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
+def test_blocks_may_write_into_what_their_branches_return(target: str, basis: str, order: int) -> None:
+    ends = []
+    for block in (DriftBlock, InPlaceBlock):
+        torch.manual_seed(0)
+        module, latent = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64)
+        torch.manual_seed(1)
+        module.blocks = nn.ModuleList([block(module) for _ in range(2)])
+        module.requires_grad_(False)
+        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+            ends.append(torch.stack([module(latent, torch.full((2,), step)) for step in range(12)]))
     assert torch.equal(*ends)
 
 

@@ -538,7 +538,14 @@ def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
 
 
 def lantern_node(
-    p: np.ndarray, q: np.ndarray, words: list[int], numbers: np.ndarray, codes: np.ndarray, k: int, bound: Any, drawn: bool
+    p: np.ndarray,
+    q: np.ndarray,
+    words: list[int],
+    numbers: np.ndarray,
+    codes: np.ndarray,
+    k: int,
+    bound: Callable[[float], float],
+    drawn: bool,
 ) -> tuple[int, np.ndarray]:
     """LANTERN's rule for one node: which child stands (-1: none), and the law of the token where none does."""
     for i, x in enumerate(words):
