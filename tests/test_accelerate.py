@@ -220,6 +220,15 @@ class DriftBlock(nn.Module):
         return hidden_states + 0.25 * self.ff(hidden_states)
 
 
+class InPlaceBlock(DriftBlock):
+    """Writes into what its branches return."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        for branch, gate in ((self.attn, 0.5), (self.ff, 0.25)):
+            hidden_states = branch(hidden_states).mul_(gate) + hidden_states
+        return hidden_states
+
+
 class Polynomial(nn.Module):
     def __init__(self, owner: Drift):
         super().__init__()
@@ -228,7 +237,7 @@ class Polynomial(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         step = self.owner[0].step / 10
-        return sum(w * step**i for i, w in enumerate(self.weight)).expand_as(hidden_states)
+        return sum(w * step**i for i, w in enumerate(self.weight)).repeat(*hidden_states.shape[:-1], 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -243,6 +252,69 @@ def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order:
         for step, time in enumerate(times):
             torch.testing.assert_close(module(latent, time), expected[step], rtol=1e-10, atol=1e-10)
     assert [call.kind for call in session.report().calls].count("forecast") == 14
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_runs_of_a_bare_transformer(rises: bool) -> None:
+    """Timesteps may rise or fall: a step against the direction of a run begins the next one."""
+    torch.manual_seed(0)
+    module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+        for run in range(1, 4):
+            module.blocks[0].attn.weight.add_(1)  # what was remembered of the run before would be wrong
+            for time in times:
+                found = module(latent, time)
+            report = session.report()
+            assert [call.kind for call in report.calls] == ["full", "full", *["forecast", "forecast", "full"] * 2]
+            assert [call.step for call in report.calls] == list(range(8)) and report.runs == run
+    torch.testing.assert_close(found, module(latent, times[-1]), rtol=1e-10, atol=1e-10)
+
+
+def test_runs_that_turn_around() -> None:
+    """Noising runs up, denoising runs down: the turn begins a run, and only the turn."""
+    module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    steps = [0, 1, 2, 3, 4, 3, 2, 1, 0, -1]
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+        for step in steps:
+            module(latent, torch.full((2,), step))
+        report = session.report()
+    assert report.runs == 2
+    assert [call.kind for call in report.calls] == ["full", "full", "forecast", "forecast", "full"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
+def test_callers_may_write_into_what_they_are_given(target: str, basis: str, order: int) -> None:
+    """Evaluated or forecast: neither later forecasts nor what is remembered changes."""
+    torch.manual_seed(0)
+    module, latent = Drift(2).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    ends = []
+    for writes in (False, True):
+        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+            found = []
+            for step in range(12):
+                output = module(latent, torch.full((2,), step))
+                found.append(output.clone())
+                if writes:
+                    output.mul_(7).add_(3)
+        ends.append(torch.stack(found))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
+def test_blocks_may_write_into_what_their_branches_return(target: str, basis: str, order: int) -> None:
+    ends = []
+    for block in (DriftBlock, InPlaceBlock):
+        torch.manual_seed(0)
+        module, latent = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64)
+        torch.manual_seed(1)
+        module.blocks = nn.ModuleList([block(module) for _ in range(2)])
+        module.requires_grad_(False)
+        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+            ends.append(torch.stack([module(latent, torch.full((2,), step)) for step in range(12)]))
+    assert torch.equal(*ends)
 
 
 def test_blocks_that_share_their_weights() -> None:

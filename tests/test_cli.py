@@ -129,6 +129,25 @@ def test_prompt_from_standard_input() -> None:
     assert report("-", stdin=PROMPT + "\n")["text"] == report(PROMPT)["text"]
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [("a\n", "a"), ("a\r\n", "a"), ("a", "a"), ("a\nb\n", "a\nb"), ("  a \n", "  a "), ("\n\ta\n", "\n\ta")],
+)
+def test_the_final_newline_is_not_the_prompt_s(text: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs end their last line; all other white space is the user's."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text, newline=""))
+    assert cli._text("-") == prompt and cli._text(text) == text
+
+
+def test_what_the_model_reads_of_standard_input(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    for text, ends in (("Sort: pear\n", 0), ("Sort:\npear\r\n", 1)):
+        ok("generate", "-", "--raw", "--trace", file, "--max-new-tokens", 4, stdin=text)
+        canvas = json.loads(file.read_text())["canvas"][0]
+        newline = paradec.load().tokenizer("\n")["input_ids"][0]
+        assert len(canvas) == 7 + ends and canvas.count(newline) == ends
+
+
 def test_settings_reach_the_sampler() -> None:
     data = report(PROMPT, "--set", "threshold=0.5")
     assert data["sampler"] == paradec.samplers.create("threshold", threshold=0.5).to_dict()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import cli, evaluation, samplers
 from paradec.evaluation import Comparison, Configuration
-from paradec.evaluation.compare import COMBINATIONS
+from paradec.evaluation.compare import COMBINATIONS, Result
 from paradec.evaluation.metrics import aup, bootstrap, wilson
 from paradec.models.adapter import Model
 from paradec.samplers.masked import MaskedSampler
@@ -84,6 +84,28 @@ def test_aup_by_hand() -> None:
     # a hole in the middle of a curve is left out too, and its neighbours are joined
     assert aup([(1.0, 80.0), (2.0, 10.0), (3.0, 80.0)]) == 80 + 2 * 80
     assert aup([(1.0, 0.0)]) == 0
+
+
+def test_aup_of_a_comparison_by_hand() -> None:
+    """Weights fall with the distance to the best accuracy of all methods, not to a method's own or the baseline's."""
+
+    def result(sampler: str, right: int, tokens: int, **changes: Any) -> Result:
+        return Result(Configuration(sampler, changes), {"copy": (right, 100)}, 10, 10, 10 * tokens, 2.0)
+
+    results = [
+        result("threshold", 50, 1),
+        result("factor", 78, 4, factor=2.0),
+        result("factor", 80, 2),
+        result("klass", 90, 3),
+    ]
+    comparison = Comparison({}, {}, {"copy": False}, results, True)
+    weighted = [y * math.exp(-3 * (1 - y / 90)) for y in (80, 78)]
+    expected = {"threshold": 50.0, "factor": 2 * 80 + (4 - 2) * sum(weighted) / 2, "klass": 3 * 90.0}
+    assert comparison.aup() == pytest.approx(expected, rel=1e-12)
+    assert comparison.to_dict()["aup"] == comparison.aup()
+    assert [line[-1] for line in comparison.table()] == ["50", f"{expected['factor']:.0f}", "", "270"]
+    versus = comparison.to_dict()["results"][1]["versus_baseline"]
+    assert versus == {"accuracy": pytest.approx(0.28), "tokens_per_forward": 4.0, "tokens_per_second": 4.0}
 
 
 @pytest.mark.parametrize("points", [[], [(0, 50)], [(1, 101)], [(1, -1)], [(math.nan, 50)], [(1, math.inf)]])
@@ -410,6 +432,22 @@ def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     assert run(*FEW, "--out", file, "--resume").exit_code == 0
     assert Comparison.from_json(file).complete
+
+
+def test_the_file_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the process: the configurations that were finished are in the file."""
+    file, seen = tmp_path / "results.json", []
+
+    def work(*_: object) -> None:
+        seen.append(json.loads(file.read_text()) if file.exists() else {"results": []})
+        if len(seen) == 4:
+            raise MemoryError("the machine gives up")
+
+    monkeypatch.setattr(cli._Bar, "work", work)
+    assert isinstance(run(*FEW, "--out", file).exception, MemoryError)
+    assert [len(data["results"]) for data in seen] == [0, 1, 2, 3]
+    found = Comparison.from_json(file)
+    assert len(found.results) == 3 and not found.complete
 
 
 def test_the_plot(small: Comparison, tmp_path: Path) -> None:

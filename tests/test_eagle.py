@@ -542,6 +542,83 @@ def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
         assert fewer > 20
 
 
+def lantern_node(
+    p: np.ndarray,
+    q: np.ndarray,
+    words: list[int],
+    numbers: np.ndarray,
+    codes: np.ndarray,
+    k: int,
+    bound: Callable[[float], float],
+    drawn: bool,
+) -> tuple[int, np.ndarray]:
+    """LANTERN's rule for one node: which child stands (-1: none), and the law of the token where none does."""
+    for i, x in enumerate(words):
+        own = (q[x] / q.sum() if q.sum() > 0 else 0) if drawn else 1
+        if x < 0 or x in words[:i] or own <= 0:
+            continue
+        distance = np.linalg.norm(codes - codes[x], axis=-1)
+        distance[x] = np.inf
+        near = distance.argsort()
+        shares = p[near[:k]].cumsum()
+        shares = shares[shares <= bound(p[x])]
+        if numbers[i] < (p[x] + (shares[-1] if len(shares) else 0)) / own:
+            return i, p
+        less = q / q.sum() if drawn else np.where(np.arange(len(p)) == x, p, 0)
+        gone = near[: k + 1] if len(shares) else near[:0]
+        p = p.copy()
+        if drawn:
+            less[gone] = 0
+        else:
+            p[gone] = 0
+        p = np.maximum(p - less, 0)
+        p = p / p.sum() if p.sum() > 0 else np.full(len(p), 1 / len(p))
+        q = np.where(np.arange(len(p)) == x, 0, q)
+    return -1, p
+
+
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(7, 2, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("name", ["lantern", "lantern++"])
+def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> None:
+    """Every step's tokens against plain numbers, with a limit so wide that only k ends the neighbours."""
+    model = exactness.TableModel.random(9, seed=0)
+    drafter = exactness.TableModel.random(9, seed=1, sharpness=2.0)  # unlike the model, so that drafts fall
+    settings: dict[str, Any] = {"delta": 1.0} if name == "lantern" else {"lam": 100.0}
+    sampler = paradec.samplers.create(name, drafter=drafter, tree=shape, k=k, **settings)
+    codes, stood, fell = model.codebook().numpy(), 0, 0
+    state = sampler.start(model, [[1, 2], [3]] * 10, max_new_tokens=6, seed=2)
+    while not state.done:
+        rows, left = state.rows, state.end - state.committed
+        queries = sampler.query(state)
+        outputs = [model(query, state.store) for query in queries]
+        found = sampler.propose(state, outputs, queries)
+        tree = sampler._layout(state)
+        p, q = outputs[0].softmax(-1).numpy(), state.memory["draft_law"][torch.as_tensor(rows)].numpy()
+        uniform = state.uniform(rows, found.positions, tree.widest + 1, 0).numpy()
+        for i, row in enumerate(rows):
+            parents = tree.parents[i if len(tree.parents) > 1 else 0].tolist()
+            drafts, node, depth, expected = state.memory["drafts"][row].tolist(), 0, 0, []
+            while True:
+                below = [child for child, parent in enumerate(parents) if parent == node]
+                below = below if depth + 1 < left[row] else []  # no draft lies behind the answer's end
+                words = [drafts[child] for child in below]
+                child, law = lantern_node(
+                    p[i, node], q[i, node], words, uniform[i, depth], codes, k,
+                    (lambda own: 1.0) if name == "lantern" else (lambda own: 99 * own), shape == TREE,
+                )  # fmt: skip
+                if child < 0:
+                    expected.append(int(np.searchsorted(law.cumsum(), uniform[i, depth, -1] * law.sum(), "right")))
+                    fell += len(below) > 0
+                    break
+                stood += 1
+                expected.append(words[child])
+                node, depth = below[child], depth + 1
+            assert [word for word in found.values[i].tolist() if word >= 0] == expected
+        sampler.commit(state, found)
+    assert stood > 10 and fell > 3
+
+
 def test_lantern_trees_trade_exactness_for_steps() -> None:
     model = exactness.TableModel.random(5, seed=0)
     drafter = exactness.TableModel.random(5, seed=1, near=model)

@@ -367,6 +367,42 @@ def test_neighbours_and_their_share() -> None:
         assert any_near.tolist() == [mass[0] > 0.15, mass[1] > 0.35]
 
 
+def test_drafts_and_draws_at_their_bounds() -> None:
+    """A draft stands when its number is below its chance; a draw takes the first word whose sum exceeds its number."""
+    law = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
+    drafts = DraftLaws(torch.tensor([[0, 0]]), law, torch.tensor([[CERTAIN, CERTAIN]]), torch.tensor([0.5, 0.5]))
+    for number, standing in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
+        uniform = torch.tensor([[[number, 0.9], [0.9, 0.9]]], dtype=torch.float64)
+        chance, drafted = torch.tensor([[0.25, 0.5]], dtype=torch.float64), torch.tensor([[True, False]])
+        found = judge(law, drafts, drafted, chance, torch.tensor([[1, 1]]), uniform)
+        assert int(found.standing) == standing
+        for rule, q in (("recursive", [1.0, 0.0]), ("naive", [0.5, 0.5])):
+            numbers = torch.tensor([[number]], dtype=torch.float64)
+            q_law = torch.tensor([q], dtype=torch.float64)
+            chosen, _ = RULES[rule].judge(law[:, 0], q_law, torch.tensor([[0]]), numbers)
+            assert int(chosen) == standing - 1, rule
+    weights = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64).expand(4, 3)
+    assert draw(weights, torch.tensor([0.2, 0.25, 0.5, 0.75], dtype=torch.float64)).tolist() == [0, 1, 2, 2]
+
+
+def test_groups_and_neighbours_at_their_bounds() -> None:
+    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` words below it. LANTERN:
+    neighbours that reach the limit do not exceed it."""
+    law = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
+    drafts = DraftLaws(torch.tensor([[2]]), law, torch.tensor([[CERTAIN]]), law[0, 0])  # 1 and the draft are alike
+    latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)
+    above = float(np.nextafter(0.25, 1))
+    for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
+        sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
+        assert float(sampler.accept(law, drafts, drafts.tokens, latents)) == expected
+    for half, expected in ((3, 1.0), (4, 0.5)):
+        sampler = GSD(group_half_width=half, p_threshold=1, d_threshold=None)
+        assert float(sampler.accept(law, drafts, drafts.tokens, None)) == expected
+    law, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
+    for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
+        assert float(relaxed(law, torch.tensor([0]), near, additive, bound)[0]) == expected
+
+
 def test_presets_have_the_published_settings() -> None:
     assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().random_law) == (7, 0.15, 0.5, "one_hot")
     assert (Lantern().k, Lantern().delta) == (1000, 0.1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from image_models import CODES, TINY_VQ, tiny_llamagen, tiny_vq
+from image_models import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -97,6 +97,24 @@ def test_ragged_captions_do_not_see_each_other() -> None:
         positions = torch.arange(tokens.shape[1]).unsqueeze(0)
         query = Query(rows=np.array([0]), tokens=tokens, positions=positions)
         assert torch.allclose(request.model(query.but(rows=np.array([row]))), alone.model(query), atol=1e-12)
+
+
+def test_captions_are_replaced_by_the_last_learned_features() -> None:
+    """The public code pads captions on the left up to the full length, and hides the padding from both branches."""
+    model = tiny_llamagen("t2i")
+    network, full, ids = model.module, 6, [5, 9, 30]
+    torch.manual_seed(4)
+    captions = [torch.randn(length, 16).double() for length in (2, 6, 1)]
+    request = model.request(captions, model.grid())
+    for row, caption in enumerate(captions):
+        column = torch.arange(full + len(ids))
+        seen = (column <= column[:, None]) & (column >= full - len(caption)) | torch.eye(len(column), dtype=torch.bool)
+        with torch.no_grad():
+            learned = network.cls_embedding.cap_proj(network.cls_embedding.uncond_embedding)
+            columns = torch.cat((learned, network.tok_embeddings(torch.tensor(ids)))).unsqueeze(0)
+            expected = network.head(network.backbone(columns, column.unsqueeze(0) - full, seen[None, None]))[0, -1]
+        found = last_logits(request.model, row, request.unconditional.rows[row] + ids, branch=1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_vq_decode_of_the_public_code() -> None:

@@ -145,6 +145,26 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
     assert not torch.equal(state.tokens[1], state.tokens[2])  # copies of a class draw their own numbers
 
 
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_local_steps_are_guided(model: MARModel, schedule: str) -> None:
+    """Full and local steps alike: 1 + (s - 1) (S - m) / S, m positions being left behind the step; or s throughout."""
+    sampler = Sampler(local_steps=2, full_groups=0, head_steps=4, fast_ratio=1, guidance_schedule=schedule)
+    plain = Sampler(local_steps=0, head_steps=4, guidance_schedule=schedule)
+    left, scale, kinds = left_after(16, 6), 3.0, []
+    state = sampler.start(model, [0, 5], steps=6, guidance_scale=scale, seed=1)
+    other = plain.start(model, [0, 5], steps=6, guidance_scale=1.0, seed=1)
+    while not state.done:
+        (query,) = sampler.query(state)
+        grown = 1 + (scale - 1) * (16 - left[state.index + 1]) / 16
+        assert query.guidance == pytest.approx(grown if schedule == "linear" else scale, rel=1e-12)
+        assert query.branches == 2
+        kinds.append(query.kind)
+        sampler.commit(state, sampler.step(model, state))
+        plain.commit(other, plain.step(model, other))
+    assert kinds == ["full", "window", "window"] * 2
+    assert (state.tokens - other.tokens).abs().amax() > 1e-3  # guidance is not idle here
+
+
 def test_a_repeated_step_and_a_row_alone_are_the_same(model: MARModel) -> None:
     sampler = Sampler(local_steps=1, head_steps=4)
     state = sampler.start(model, [2, 4], steps=6, guidance_scale=1.5, seed=3)

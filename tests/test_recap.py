@@ -242,6 +242,34 @@ def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
     assert states[1].done and local_calls >= 2
 
 
+@pytest.mark.parametrize("cache", ["none", "recap"])
+@pytest.mark.parametrize("start", [None, 1.5])
+def test_local_steps_are_guided(cache: str, start: float | None) -> None:
+    """uncond + w (cond - uncond), also where the targets alone are evaluated; a w that grows from step to step is in a
+    local step that of the step before. In a model with one layer what is read of the cache is exact."""
+    model, steps, last = random_model(0), 6, 4.0
+    sampler = Recap(local_steps=2, final_temperature=None, guidance_start=start)
+    rows = prompts(model, 1, 3)
+    state = sampler.start(model, rows, cache=cache, steps=steps, temperature=1.0, guidance_scale=last, seed=4)
+    for step in range(steps):
+        proposal = sampler.step(model, state)
+        assert proposal.kind == ("window" if cache == "recap" and step % 3 else "full")
+        grown = step - 1 if step % 3 else step
+        scale = last if start is None else start + (last - start) * grown / (steps - 1)
+        null = state.canvas.clone()
+        null[:, 0] = model.facts.mask_token_id
+        with torch.no_grad():
+            given, without = (model.module(tokens).logits[..., :12] for tokens in (state.canvas, null))
+        law = (without + scale * (given - without)).softmax(-1)
+        at = proposal.positions.unsqueeze(-1).expand(-1, -1, 12)
+        expected = law.gather(1, at).gather(-1, proposal.values.unsqueeze(-1).clamp(max=11)).squeeze(-1)
+        chosen = proposal.available
+        assert chosen.any(1).all()
+        torch.testing.assert_close(proposal.scores[chosen], expected[chosen], atol=1e-12, rtol=1e-10)
+        sampler.commit(state, proposal)
+    assert state.done
+
+
 def test_local_steps_evaluate_the_targets_alone() -> None:
     model = random_model(2)
     sampler = Recap(local_steps=1, full_groups=1)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
+import paradec
 from paradec import rng
+from paradec.models.adapter import Model
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,29 @@ def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, words: int
     bits = torch.stack((a * 2**21 + b // 2**11, c * 2**21 + d // 2**11), -1).flatten(-2)[..., :words]
     found = rng.uniform(keys, step, position, words, 3)
     assert found.dtype == torch.float64 and torch.equal(found, (bits.double() + 0.5) / 2**53)
+
+
+def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
+    """Copies stand side by side. One seed per prompt is that of all its copies; one per row is the row's own."""
+    arguments = {"max_new_tokens": 6, "temperature": 4.0, "eos_early_stop": False}
+    prompts, answers = [[1, 2, 3], [4, 5, 6, 7]], 3
+
+    def copies(prompt: list[int], seed: int) -> list[list[int]]:
+        return paradec.generate(
+            llada64, prompt, seed=seed, num_return_sequences=answers, **arguments
+        ).new_tokens.tolist()
+
+    def together(seeds: list[int]) -> list[list[int]]:
+        out = paradec.generate(llada64, prompts, seed=seeds, num_return_sequences=answers, **arguments)
+        return out.new_tokens.tolist()
+
+    first, second = copies(prompts[0], 5), copies(prompts[1], 6)
+    assert len({tuple(row) for row in first + second}) == 6
+    assert together([5, 6]) == together([5, 5, 5, 6, 6, 6]) == first + second
+    # the first copy under its seed is that of a request with that seed alone, the next one under the same the second
+    mixed = together([7, 5, 5, 8, 6, 9])
+    assert mixed[1:3] == first[:2] and mixed[4] == second[0]
+    assert mixed[0] == copies(prompts[0], 7)[0]
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 2**63 - 1))

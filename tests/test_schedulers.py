@@ -146,6 +146,22 @@ def test_draws_differ_between_seeds_and_blocks(pipe: Any, ids: Tensor) -> None:
     assert torch.equal(greedy, run(pipe, ids))
 
 
+def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = scheduler = schedulers.ThresholdScheduler.from_config(pipe.scheduler.config)
+    greedy = run(pipe, ids)
+    for filters in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert torch.equal(run(pipe, ids, temperature=5.0, **filters), greedy)
+    assert not torch.equal(run(pipe, ids, temperature=5.0), greedy)
+    logits = torch.randn(1, 200, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[..., MASK] = -100
+    best = logits.topk(3, -1).indices
+    scheduler.set_timesteps(1, block_length=200)
+    step = {"mask_token_id": MASK, "temperature": 5.0, "generator": torch.Generator().manual_seed(1)}
+    drawn = scheduler.step(logits, 0, torch.full((1, 200), MASK), top_k=3, **step).sampled_tokens
+    places = (best == drawn.unsqueeze(-1)).sum((0, 1))
+    assert places.sum() == 200 and (places > 30).all()  # the three best, and each of them
+
+
 @pytest.mark.parametrize("cls", [schedulers.ThresholdScheduler, schedulers.EditingScheduler])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids: Tensor, model: Model) -> None:

@@ -143,6 +143,17 @@ def test_divergence_of_logits_beyond_float32() -> None:
     torch.testing.assert_close(kl, torch.tensor([0.0, math.log(3) - float(torch.special.entr(p[1]).sum())]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
+    """The word before which exactly `top_p` lies crosses it, and words as good as the `top_k`-th are kept."""
+    logits = torch.zeros(2, 4, dtype=dtype)  # each word has a quarter
+    for top_p, kept in ((0.25, 2), (0.5, 3), (0.75, 4), (0.2, 1), (0.7, 3)):
+        assert (filter_logits(logits, top_p, None) > -torch.inf).sum(-1).tolist() == [kept, kept]
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0]], dtype=dtype)
+    for top_k, kept in ((1, [0]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4])):
+        assert (filter_logits(logits, None, top_k) > -torch.inf)[0].nonzero().flatten().tolist() == kept
+
+
 def test_searches() -> None:
     generator = torch.Generator().manual_seed(3)
     for values in (torch.randn(2, 3, 400, generator=generator), torch.randint(5, (2, 3, 400), generator=generator)):

@@ -176,6 +176,30 @@ def test_polynomials_that_a_basis_forecasts_exactly() -> None:
     assert worst_error(DMD(1, window=6), 1, [0, 4, 8, 12, 16]) < 1e-6  # a line is a mode of DMD
 
 
+def test_foca_over_many_forecasts_in_a_row() -> None:
+    """Against its definition: behind the third forecast the step's share falls, and forecasts feed the next ones."""
+    features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    basis, history, longest = FoCa(), None, 0
+    full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)
+    last = 0
+    for step, feature in enumerate(features):
+        if step in (0, 1, 8, 10):
+            history = basis.update(history, feature, step)
+            full, full_before, used, used_before, last = feature, full, feature, used, step
+            continue
+        since = step - last
+        slope = (full - full_before) + (used - used_before)
+        if since <= 3:
+            expected = full + since / 2 * slope
+        else:
+            expected = 3 / since * (full + 1.5 * slope) + (1 - 3 / since) * full
+        found = basis.forecast(history, step)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        history = basis.roll(history, found)
+        used, used_before, longest = expected, used, max(longest, since)
+    assert longest == 6
+
+
 def test_history_is_kept_in_the_derivative_dtype() -> None:
     for name, basis in BASES.items():
         history = None
@@ -232,6 +256,17 @@ def test_refresh_by_verification() -> None:
     # what is allowed falls along the run, but not below 0.1; after an evaluation comes a forecast
     assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
     assert walk(TaylorSeer(refresh=rule, first_enhance=4), 12, error=0.09) == [0, 2, 7]
+
+
+def test_rules_at_their_thresholds() -> None:
+    """An error must exceed what is allowed; a change that reaches its threshold is enough."""
+    rule = Verification(base_threshold=0.5, decay_rate=1.0, max_forecasts=4)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.5) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 6, error=0.5000001) == [0, 2, 4]
+    rule = Verification(base_threshold=0.01, max_forecasts=4)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.1) == [0, 5, 10]
+    rule = AccumulatedChange(threshold=0.25)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 7, change=0.125) == [0, 2, 4, 6]
 
 
 def test_rules_survive_plain_data() -> None:
@@ -367,6 +402,27 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> N
     assert [step.forwarded for step in state.trace.steps] == [[16] * 3 if kind == "full" else [0] * 3 for kind in kinds]
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_timesteps_that_rise(interval: int) -> None:
+    module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
+    scheduler = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    sampler = TaylorSeer(interval=interval, order=1, first_enhance=2)
+    request = {"scheduler": scheduler, "num_inference_steps": 10, "class_labels": LABELS}
+    state = decoded(sampler, DiffusionModel(module), latent, **request)
+    scheduler.set_timesteps(10)
+    assert (scheduler.timesteps.diff() > 0).all()
+    last, known = 0, []
+    with torch.inference_mode():
+        for step, t in enumerate(scheduler.timesteps):
+            if step < 2 or (step - 1) % interval == 0:
+                output = module(latent, timestep=t.expand(3), class_labels=torch.tensor(LABELS)).sample[:, :4]
+                slope = (output - known[0]) / (step - last) if known else torch.zeros_like(output)
+                known, last = [output, slope], step
+            output = known[0] + (step - last) * known[1]
+            latent = scheduler.step(output, t, latent).prev_sample
+    torch.testing.assert_close(state.latent, latent, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("basis", list(BASES))
 def test_every_basis_in_the_loop(basis: str) -> None:
     """The loop's stacked memory holds what a history by itself would."""
@@ -454,6 +510,23 @@ def test_a_step_repeated_equals_the_step(scheduler: object) -> None:
     assert vars(scheduler).keys() == before.keys()
     assert all(vars(scheduler)[name] is value for name, value in before.items())
     assert torch.equal(latent, noise(3))
+
+
+@pytest.mark.parametrize("basis", list(BASES))
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_is_written_into_a_proposal_stays_there(basis: str, order: int) -> None:
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=4, first_enhance=1, order=order, basis=basis)
+    state = sampler.start(model, noise(2), scheduler=DDIMScheduler(), num_inference_steps=8, class_labels=[1, 2])
+    with torch.inference_mode():
+        while not state.done:
+            kept = state.memory["history"].clone()
+            proposal = sampler.step(model, state)
+            values = proposal.values.clone()
+            proposal.values.mul_(7).add_(3)
+            assert torch.equal(state.memory["history"], kept)
+            again = sampler.step(model, state)
+            assert torch.equal(again.values, values)
+            sampler.commit(state, again)
 
 
 def _same(first: object, second: object) -> bool:

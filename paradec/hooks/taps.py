@@ -132,8 +132,8 @@ class Tap:
                 if real is not None and error is None:
                     error = relative_error(value, real[i] if base is None else real[i] - base)
                 leaf = value if base is None else base + value
-                if self.place.kind == "output":
-                    leaf = leaf.clone()  # callers of a transformer may write into what they were given
+                if any(leaf is tensor for tensor in kept.histories[i].tensors):
+                    leaf = leaf.clone()  # callers may write into what they were given
             values.append(leaf)
         if error is not None:
             self.owner.course.error = error
@@ -149,8 +149,7 @@ class Tap:
         histories: list[History | None] = []
         for leaf, base, history in zip(leaves, bases, before, strict=True):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                value = leaf.detach() if base is None else leaf.detach() - base.detach()
-                value = value.clone() if self.place.kind == "output" else value
+                value = leaf.detach().clone() if base is None else leaf.detach() - base.detach()
                 histories.append(self.owner.basis.update(history, value, self.owner.index))
             else:
                 histories.append(None)

@@ -211,7 +211,9 @@ class TaylorSeer(ForecastSampler):
     def forecast(self, state: ForecastState) -> Tensor:
         history = _history(state)
         assert history is not None
-        return self.forecaster.forecast(history, state.index)
+        found = self.forecaster.forecast(history, state.index)
+        # with nothing to add it is the memory itself, and a proposal is its caller's to write into
+        return found.clone() if found is history.tensors[0] else found
 
     def watched_change(self, state: ForecastState, before: Tensor) -> float:
         if not isinstance(self.refresh, AccumulatedChange):
