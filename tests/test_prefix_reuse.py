@@ -178,7 +178,8 @@ def test_shared_prompts_of_every_length_beyond_whole_blocks(prediction: str, bey
     """The shortest row is all that is common, and ends `beyond` positions behind a block; it may stand anywhere."""
     model, common = tiny(2, "block_causal", prediction), list(range(1, 9 + beyond))
     for rows in ([common, common + [20, 21, 22]], [common + [20], common, common + [21] * 6]):
-        assert reused(model, rows, share_prefix=True) == [whole_blocks(prediction, len(common), len(common))] * len(rows)
+        count = whole_blocks(prediction, len(common), len(common))
+        assert reused(model, rows, share_prefix=True) == [count] * len(rows)
         assert largest_gap(model, rows, "block", new=4, share_prefix=True) < 1e-12
 
 
