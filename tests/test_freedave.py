@@ -333,7 +333,7 @@ def test_accept_by_hand(subset: bool) -> None:
 
 @dataclass
 class ByHand:
-    """FreeDave over the threshold rule, for one row, from the paper: what every forward commits, and what is counted."""
+    """FreeDave over the threshold rule, for one row, from the paper: what each forward commits, and what is counted."""
 
     module: nn.Module
     threshold: float
@@ -388,14 +388,22 @@ class ByHand:
                     row, steps, carried = after, steps + 1, found[number]
                     first = next((i for i in block if row[i] in (MASK, END)), None)
                     if first is not None and row[first] == END:
-                        return self.ended(commits, steps, row, first + 1, True)
+                        beyond = len(path) - number - 1  # steps that would stand, had the text not ended
+                        return self.ended(commits, steps, row, first + 1, True) | {"beyond": beyond}
                     if all(row[i] != MASK for i in block):
                         break
         return self.ended(commits, steps, row, length, False)
 
     def ended(self, commits: list, steps: int, row: list[int], end: int, stopped: bool) -> dict[str, Any]:
         decided = sum(map(len, commits))
-        return {"commits": commits, "steps": steps, "row": row[:end], "stopped": stopped, "decided": decided}
+        return {
+            "commits": commits,
+            "steps": steps,
+            "row": row[:end],
+            "stopped": stopped,
+            "decided": decided,
+            "beyond": 0,
+        }
 
 
 @pytest.mark.parametrize(
@@ -410,23 +418,25 @@ def test_every_forward_by_hand(
     sampler = FreeDave(
         {"sampler": "threshold", "threshold": threshold}, draft_steps=count, agreement="subset" if subset else "exact"
     )
-    prompts, inside = prompts[100:160], 0
-    state = sampler.start(model, prompts, max_new_tokens=10, block_length=5)
-    commits: list[list[set]] = [[] for _ in prompts]
-    with torch.inference_mode():
-        while not state.done:
-            running = np.flatnonzero(state.running)
-            entries = sampler.commit(state, sampler.step(model, state)).to_list()
-            for row in running:
-                commits[row].append({(i, word, round(score, 9)) for r, i, word, score in entries if r == row})
-        for row, prompt in enumerate(prompts):
-            expected = hand.decode(prompt, 10, 5)
-            assert commits[row] == expected["commits"]
-            assert state.canvas[row, : state.end[row]].tolist() == expected["row"]
-            assert state.row_step[row] == expected["steps"] and state.stopped[row] == expected["stopped"]
-            assert state.decided[row] == expected["decided"] and state.nfe[row] == len(commits[row])
-            inside += expected["stopped"] and expected["steps"] > len(commits[row])
-    assert inside > 5  # rows that ended behind an accepted draft
+    inside, beyond = 0, 0
+    for size, chosen in ((5, prompts[160:190]), (10, prompts[100:160])):
+        state = sampler.start(model, chosen, max_new_tokens=10, block_length=size)
+        commits: list[list[set]] = [[] for _ in chosen]
+        with torch.inference_mode():
+            while not state.done:
+                running = np.flatnonzero(state.running)
+                entries = sampler.commit(state, sampler.step(model, state)).to_list()
+                for row in running:
+                    commits[row].append({(i, word, round(score, 9)) for r, i, word, score in entries if r == row})
+            expected = [hand.decode(prompt, 10, size) for prompt in chosen]
+        for row, found in enumerate(expected):
+            assert commits[row] == found["commits"]
+            assert state.canvas[row, : state.end[row]].tolist() == found["row"]
+            assert state.row_step[row] == found["steps"] and state.stopped[row] == found["stopped"]
+            assert state.decided[row] == found["decided"] and state.nfe[row] == len(commits[row])
+            inside += found["stopped"] and found["steps"] > len(commits[row])
+            beyond += found["beyond"] > 0
+    assert inside and beyond  # some rows ended behind an accepted draft, some before another one
 
 
 @dataclass
