@@ -164,6 +164,9 @@ def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, ste
     if sampler == "factor":
         return order[: max([1] + [n for n in range(1, len(order) + 1) if (n + 1) * (1 - p[order[n - 1]]) <= 2.0])]
     steps = masks if steps is None else steps
+    if sampler == "maskgit_plus":  # Dream's time grid, whose first steps may be idle
+        now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+        return order if step == steps - 1 else order[: int(len(order) * (1 - after / now))]
     return order[: masks // steps + (step < masks % steps)]
 
 
@@ -195,7 +198,9 @@ def decoded_by_hand(
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize(("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4)])
+@pytest.mark.parametrize(
+    ("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4), ("maskgit_plus", 12)]
+)
 def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None:
     """The device-side step, and the host's, in a batch of unequal rows: tokens, ends, steps and what was evaluated."""
     prediction = "shifted" if (sampler == "factor") == (cache == "prefix") else "same"

@@ -17,6 +17,7 @@ import paradec
 from paradec import AdaptiveBlocks, samplers
 from paradec.blocks import Opening
 from paradec.samplers.masked import Stage, View
+from paradec.samplers.statistics import filter_logits
 from paradec.samplers.stopping import WATCHED
 
 INF = math.inf
@@ -319,3 +320,19 @@ def test_equal_scores_go_to_the_lower_position() -> None:
         ("ccd", {"buffered": [False] * 5}),
     ):
         assert chosen(name, [-INF, 0.0, 0.125, 0.125, 0.125], 2, updates=updates) == [2, 3], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_filters_at_their_limits(dtype: torch.dtype) -> None:
+    """The word before which the mass is exactly `top_p` crosses it and stays; so do words as good as the `top_k`-th."""
+
+    def kept(logits: list[float], top_p: float | None, top_k: int | None = None) -> int:
+        return int((filter_logits(torch.tensor([logits], dtype=dtype), top_p, top_k) > -INF).sum())
+
+    assert [kept([1.0] * 4, share / 4) for share in (0.5, 1, 1.5, 2, 3)] == [1, 2, 2, 3, 4]
+    assert [kept([3.0, 2.0, 2.0, 1.0], None, count) for count in (1, 2, 3, 4)] == [1, 3, 3, 4]
+    # words that differ: the limit is the mass before a word, as it comes out in this precision
+    logits = [2.0, 1.5, 0.5, 0.25, -1.0]
+    law = torch.tensor(logits, dtype=dtype).softmax(-1)
+    for rank, before in enumerate((law.cumsum(-1) - law).tolist()):
+        assert not rank or kept(logits, before) == rank + 1
