@@ -80,6 +80,31 @@ def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: s
     assert max(differences(model, cache, sampler=sampler_for(cache))) == 0.0
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 2, 6])
+@pytest.mark.parametrize(("every", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
+def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int | None, prediction: str) -> None:
+    """The first steps and the one after them, the first of every block, and every so many; else the block and what
+    stands near, one position more on the left where logits stand there."""
+    cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=every)
+    out = paradec.generate(
+        tiny(1, prediction=prediction),
+        ROWS,
+        sampler="low_confidence",
+        cache=cache,
+        max_new_tokens=NEW,
+        block_length=4,
+        eos_early_stop=False,
+        trace=True,
+    )
+    for step, found in enumerate(out.trace.steps):  # one token of every row
+        whole = step <= warmup or step % 4 == 0 or every is not None and step % 4 % every == 0
+        for row, prompt in enumerate(ROWS):
+            length, start = len(prompt) + NEW, len(prompt) + step // 4 * 4
+            near = min(start + 4 + 2, length) - (start - (prediction == "shifted"))
+            assert found.forwarded[row] == (length if whole else near), (step, row)
+    assert len(out.trace.steps) == NEW
+
+
 def test_vicinity_that_covers_everything_is_no_cache() -> None:
     cache = caches.create("vicinity", prefix_look=64, after_look=64, warmup_steps=0)
     assert max(differences(tiny(3), cache)) < 1e-12

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from test_rules import view_of
+from tiny_models import MASK, tiny
+from torch import Tensor
 from typer.testing import CliRunner
 
 import paradec
@@ -13,6 +19,8 @@ from paradec import cli, samplers
 from paradec.models.adapter import Model
 from paradec.protocol import Sampler
 from paradec.samplers.combination import Intersection, Union
+from paradec.samplers.learn2pd import Learn2PD
+from paradec.samplers.masked import UNCUT, MaskedSampler, View
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
 
@@ -110,13 +118,178 @@ def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> Non
 
 
 def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
-    """Learn2PD drops what lies behind a predicted end; beside a rule that does not, and behind a logits stage."""
+    """Learn2PD drops what lies behind an end: a predicted one, or, later, a committed one. Beside a rule that cuts
+    later, one that does not cut, and behind a logits stage."""
     request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
-    greedy = decode(llada64, "learn2pd(eot=greedy)", **request)
-    assert greedy.forwarded_tokens < decode(llada64, "learn2pd(eot=none)", **request).forwarded_tokens
-    for text in ("learn2pd(eot=none)+learn2pd(eot=greedy)", "learn2pd(eot=greedy)+low_confidence"):
+    alone = {eot: decode(llada64, f"learn2pd(eot={eot})", **request) for eot in ("greedy", "committed", "none")}
+    forwarded = [out.forwarded_tokens for out in alone.values()]
+    assert forwarded[0] < forwarded[1] < forwarded[2]
+    for text in (
+        "learn2pd(eot=none)+learn2pd(eot=greedy)",
+        "learn2pd(eot=greedy)+low_confidence",
+        "learn2pd(eot=committed)+learn2pd(eot=greedy)",
+    ):
         joined = decode(llada64, text, **request)
-        assert same(joined, greedy) and joined.forwarded_tokens == greedy.forwarded_tokens
+        assert same(joined, alone["greedy"]) and joined.forwarded_tokens == alone["greedy"].forwarded_tokens, text
+
+
+@pytest.mark.parametrize("joined", [Union, Intersection])
+def test_the_first_cut_by_hand(joined: type) -> None:
+    """Of rules that cut at different positions, or not at all, in every order."""
+    rules = [
+        Learn2PD(),
+        Learn2PD(eot="greedy", eot_confidence=0.5),
+        Learn2PD(eot_confidence=0.75),
+        Learn2PD(eot="none"),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(200, 6, dtype=torch.float64, generator=generator)
+    is_end, selected = torch.rand(2, 200, 6, generator=generator) < 0.2
+    view = replace(view_of(confidence), quantities={"confidence": confidence}, quota=(None,) * 4, memory={}, updates={})
+    kinds = set()
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
+        for rule in range(4):
+            view.quantities[f"{rule}.is_end"] = is_end
+        found = joined(rules=[rules[i] for i in order]).trim(view, selected).tolist()
+        for row in range(200):
+            ends = [i for i in range(6) if is_end[row, i]]
+            least = {0: 0.0, 1: 0.5, 2: 0.75}
+            cuts = []
+            for rule in (0, 1, 2):
+                counting = [i for i in ends if confidence[row, i] >= least[rule]]
+                final = [i for i in counting if selected[row, i]]
+                if final:
+                    cuts.append(final[0])
+                elif rule == 1 and counting:
+                    cuts.append(max(counting, key=lambda i: float(confidence[row, i])))
+            assert found[row] == (7 + min(cuts) + 1 if cuts else UNCUT)  # the view begins at position 7
+            kinds.add(len(set(cuts)))
+    assert kinds == {0, 1, 2}
+
+
+# ---- whole decodings, by plain loops --------------------------------------------------------------------------------
+
+
+def scores_of(p: Tensor, name: str) -> float:
+    """What one rule ranks a position by, from its probabilities [V]."""
+    ordered = sorted(p.tolist(), reverse=True)
+    if name == "margin":
+        return ordered[0] - ordered[1]
+    if name.startswith("entropy"):
+        return sum(q * math.log(q + (1e-10 if name == "entropy" else 0.0)) for q in ordered if q)
+    return ordered[0]
+
+
+def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
+    """The positions that one rule commits. masks: of the block, as it was opened."""
+    order = sorted(scores, key=lambda i: (-scores[i], i))
+    if name == "threshold":
+        return {i for i in order if scores[i] >= settings["threshold"]} | {order[0]}
+    if name == "entropy_threshold":
+        return {i for i in order if -scores[i] <= settings["threshold"]} | {order[0]}
+    if name == "margin":
+        return set(order[: masks // steps + (step < masks % steps)])
+    # Dream's time grid
+    now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+    return set(order[: len(order) if step == steps - 1 else int(len(order) * (1 - after / now))])
+
+
+def by_hand(
+    model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
+) -> list[set[tuple[int, int, float]]]:
+    """What each step commits, as (position, token, the first rule's score), in one block."""
+    canvas, found = prompt + [MASK] * new, []
+    while MASK in canvas:
+        with torch.inference_mode():
+            logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0, :, :MASK]
+        p, masks = logits.softmax(-1), [i for i, token in enumerate(canvas) if token == MASK]
+        scores = [{i: scores_of(p[i], name) for i in masks} for name, _ in rules]
+        sets = [
+            rule_of(name, settings, score, len(found), steps, new)
+            for (name, settings), score in zip(rules, scores, strict=True)
+        ]
+        chosen = set.union(*sets) if union else set.intersection(*sets)
+        if not union and not chosen:
+            chosen = {max(masks, key=lambda i: (scores[0][i], -i))}
+        found.append({(i, int(p[i].argmax()), round(scores[0][i], 9)) for i in chosen})
+        for i in chosen:
+            canvas[i] = int(p[i].argmax())
+    return found
+
+
+JOINED = [
+    (Union, [("threshold", {"threshold": 0.6}), ("margin", {})], 6),
+    (Union, [("margin", {}), ("threshold", {"threshold": 0.6})], 6),
+    (Union, [("entropy", {}), ("maskgit_plus", {})], 12),  # both wait at first
+    (Union, [("maskgit_plus", {}), ("entropy", {})], 9),
+    (Intersection, [("threshold", {"threshold": 0.3}), ("margin", {})], 4),
+    (Intersection, [("margin", {}), ("entropy_threshold", {"threshold": 0.8})], 4),
+    (Intersection, [("entropy_threshold", {"threshold": 1.5}), ("margin", {}), ("threshold", {"threshold": 0.4})], 3),
+]
+
+
+@pytest.mark.parametrize(("joined", "rules", "steps"), JOINED)
+def test_combinations_by_hand(joined: type, rules: list[tuple[str, dict]], steps: int) -> None:
+    """Step for step, idle ones included, with the first rule's score of every committed token."""
+    model, idle = tiny(1), 0
+    sampler = joined(rules=[samplers.create(name, **settings) for name, settings in rules])
+    for prompt in ([1, 2, 3], [20, 30]):
+        request = {"max_new_tokens": 12, "block_length": 12, "steps": steps, "eos_early_stop": False}
+        out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
+        ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
+        assert ours == by_hand(model, prompt, joined is Union, rules, 12, steps)
+        idle += set() in ours
+    assert bool(idle) == sampler.may_wait
+
+
+@dataclass(frozen=True)
+class Idle(MaskedSampler):
+    """Commits nothing, though it may not wait."""
+
+    name = "idle"
+    reads = ("confidence",)
+    uses_steps = True
+    score_from = "sampled"
+
+    def select(self, view: View) -> Tensor:
+        return torch.zeros_like(view.candidates)
+
+
+@dataclass(frozen=True)
+class Patient(Idle):
+    """Commits nothing, and says that it may wait."""
+
+    name = "patient"
+    may_wait = True
+
+
+def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
+    """Steps taken until the family refuses to go on; None when the row was finished."""
+    model = tiny(1)
+    state = sampler.start(model, [[1, 2, 3]], max_new_tokens=12, block_length=12, steps=steps, eos_early_stop=False)
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(model, state)
+            try:
+                sampler.commit(state, proposal)
+            except RuntimeError as error:
+                assert f"sampler '{sampler.name}' committed nothing for row 0" in str(error)
+                return int(state.row_step[0])
+    return None
+
+
+def test_who_may_wait_and_for_how_long() -> None:
+    """A union waits where all of its rules may; one rule that may not must commit something. And nothing waits beyond
+    its plan: where that is over without the block being full, the family stops it."""
+    assert samplers.create("maskgit_plus").may_wait and not samplers.create("threshold").may_wait
+    assert steps_until_it_is_stopped(samplers.create("maskgit_plus"), 12) is None
+    assert steps_until_it_is_stopped(Union(rules=(Patient(), "maskgit_plus")), 12) is None
+    assert steps_until_it_is_stopped(Idle(), 12) == 0
+    for rules in ((Idle(), "maskgit_plus"), ("maskgit_plus", Idle())):
+        assert steps_until_it_is_stopped(Union(rules=rules), 12) == 0  # the grid grants nothing in the first step
+    for steps in (1, 5):
+        assert steps_until_it_is_stopped(Patient(), steps) == steps - 1
+        assert steps_until_it_is_stopped(Union(rules=(Patient(), Patient())), steps) == steps - 1
 
 
 def test_stages_run_in_order(llada64: Model) -> None:

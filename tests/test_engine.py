@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,130 @@ def test_rows_end_at_their_end_token(cache: str) -> None:
     assert 0 < state.stopped.sum() < len(rows) and len(set(state.end.tolist())) > 3
 
 
+# ---- against plain loops over the bare module -----------------------------------------------------------------------
+
+
+class Stale:
+    """A module whose keys and values are only renewed at some positions: what a cache's step sees. Everything is
+    evaluated at every call, and the keys and values of the other positions are exchanged for those of earlier calls."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.kept, self.fresh = module, {}, slice(None)
+        self.hooks = [
+            part.register_forward_hook(partial(self.exchange, name))
+            for name, part in module.named_modules()
+            if name.endswith(("k_proj", "v_proj"))
+        ]
+
+    def exchange(self, name: str, part: Any, given: Any, made: Tensor) -> Tensor:
+        if self.fresh != slice(None):
+            made, made_now = self.kept[name].clone(), made
+            made[:, self.fresh] = made_now[:, self.fresh]
+        self.kept[name] = made
+        return made
+
+    def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
+        """Confidence and best word of every position that is predicted from a fresh one."""
+        self.fresh = fresh
+        logits = self.module(input_ids=torch.tensor([row]), use_cache=False).logits[0, :, :MASK]
+        logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
+        p, words = logits.softmax(-1).max(-1)
+        return p.tolist(), words.tolist()
+
+    def __enter__(self) -> Stale:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, steps: int | None) -> list[int]:
+    """The positions that a rule commits, from the confidences of the undecided ones."""
+    order = sorted(p, key=lambda i: (-p[i], i))
+    if sampler == "threshold":
+        return order[:1] + [i for i in order[1:] if p[i] >= 0.3]
+    if sampler == "factor":
+        return order[: max([1] + [n for n in range(1, len(order) + 1) if (n + 1) * (1 - p[order[n - 1]]) <= 2.0])]
+    steps = masks if steps is None else steps
+    if sampler == "maskgit_plus":  # Dream's time grid, whose first steps may be idle
+        now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+        return order if step == steps - 1 else order[: int(len(order) * (1 - after / now))]
+    return order[: masks // steps + (step < masks % steps)]
+
+
+def decoded_by_hand(
+    model: Model, prompt: list[int], sampler: str, cache: str, new: int, size: int, steps: int | None
+) -> dict[str, Any]:
+    row, length, shift = prompt + [MASK] * new, len(prompt) + new, model.facts.shift
+    found = {"row_step": 0, "decided": 0, "evaluated": 0, "whole": 0, "end": length, "stopped": False}
+    with Stale(model.module) as module, torch.inference_mode():
+        for start in range(len(prompt), length, size):
+            block, step = range(start, min(start + size, length)), 0
+            while masks := [i for i in block if row[i] == MASK]:
+                fresh = slice(None)
+                if cache != "none" and step:
+                    fresh = slice(start - shift, length if cache == "prefix" else block[-1] + 1)
+                confidence, words = module.read(row, fresh, shift)
+                picked = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
+                for i in picked:
+                    row[i] = words[i]
+                step += 1
+                found["row_step"] += 1
+                found["decided"] += len(picked)
+                found["evaluated"] += len(range(length)[fresh])
+                found["whole"] += fresh == slice(None)
+                first = next((i for i in block if row[i] == MASK or row[i] in model.facts.eos_token_ids), None)
+                if first is not None and row[first] != MASK:
+                    return found | {"row": row[: first + 1], "end": first + 1, "stopped": True}
+    return found | {"row": row}
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize(
+    ("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4), ("maskgit_plus", 12)]
+)
+def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None:
+    """The device-side step, and the host's, in a batch of unequal rows: tokens, ends, steps and what was evaluated."""
+    prediction = "shifted" if (sampler == "factor") == (cache == "prefix") else "same"
+    model = tiny(2, prediction=prediction, seed=3, ends=(END, 7, 21, 30))
+    rows = [[i, *range(i + 1, i + 1 + i % 3)] for i in range(8, 22)]
+    settings = {"threshold": {"threshold": 0.3}, "factor": {"factor": 2.0}}.get(sampler, {})
+    expected = [
+        decoded_by_hand(model, row, sampler, cache, 6, 4, None if steps is None else steps // 2) for row in rows
+    ]
+    for loop in (decode, partial(engine.decode, capture=False)):
+        method, state = start(
+            sampler, model, prompt=rows, settings=settings, cache=cache, max_new_tokens=6, block_length=4, steps=steps
+        )
+        loop(method, model, state)
+        for index, found in enumerate(expected):
+            assert state.canvas[index, : state.end[index]].tolist() == found["row"]
+            for name in ("end", "stopped", "row_step", "decided"):
+                assert getattr(state, name)[index] == found[name], (name, index)
+            steps_taken, forwards, evaluated, whole = state.counts[:, index]
+            assert steps_taken == forwards == found["row_step"]
+            assert evaluated == found["evaluated"] and whole == found["whole"]
+    ends = [(found["stopped"], found["end"] - len(row)) for found, row in zip(expected, rows, strict=True)]
+    assert {stopped for stopped, _ in ends} == {False, True}
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_an_end_token_at_the_last_position_ends_the_text(cache: str) -> None:
+    """It was asked for: the text is finished, not cut off. Beside rows that end before it, and rows that do not end."""
+    model = tiny(2, seed=3, ends=tuple(range(0, 40, 3)))
+    rows = [[i, i + 1, i + 5] for i in range(4, 34)]
+    finished = []
+    for loop in (decode, partial(engine.decode, capture=False)):
+        method, state = start("low_confidence", model, prompt=rows, cache=cache, max_new_tokens=2, block_length=2)
+        loop(method, model, state)
+        ends = set(model.facts.eos_token_ids)
+        answers = [row[3:] for row in state.canvas.tolist()]
+        assert state.stopped.tolist() == [bool(set(answer) & ends) for answer in answers]
+        finished.append([answer[1] in ends and answer[0] not in ends for answer in answers])
+    assert finished[0] == finished[1] and any(finished[0]) and not all(state.stopped)
+
+
 def test_a_step_that_no_row_needs_changes_nothing() -> None:
     model = MODELS["same"]
     method, state = start("threshold", model, cache="dual")
@@ -236,6 +361,21 @@ def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
     assert len(model.engines) == 1
     model.unwrap()
     assert not model.engines
+
+
+def test_engines_of_another_mode_are_dropped() -> None:
+    """A captured forward has the module's mode in it: dropout, say."""
+    model = tiny(1)
+    model.module.eval()
+    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=4)
+    (before,) = model.engines
+    model.module.train()
+    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=4)
+    (trained,) = model.engines
+    assert trained[0] == before[0] and trained != before
+    model.module.eval()
+    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=4)
+    assert list(model.engines) == [before]
 
 
 def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

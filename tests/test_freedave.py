@@ -331,6 +331,142 @@ def test_accept_by_hand(subset: bool) -> None:
     assert len(set(best.tolist())) > 3
 
 
+@dataclass
+class ByHand:
+    """FreeDave over the threshold rule, for one row, from the paper: what each forward commits, and what is counted."""
+
+    module: nn.Module
+    threshold: float
+    count: int
+    subset: bool
+
+    def read(self, row: list[int]) -> tuple[list[float], list[int]]:
+        """The confidence and the best word of every position."""
+        logits = self.module(torch.tensor([row]))[0].index_fill(1, torch.tensor(MASK), -torch.inf)
+        p, words = logits.softmax(-1).max(-1)
+        return p.tolist(), words.tolist()
+
+    def base(self, row: list[int], block: range, found: tuple[list[float], list[int]]) -> list[int]:
+        """The row after one step of the rule."""
+        masks = [i for i in block if row[i] == MASK]
+        best = max(masks, key=lambda i: (found[0][i], -i), default=None)
+        chosen = {i for i in masks if found[0][i] >= self.threshold or i == best}
+        return [found[1][i] if i in chosen else word for i, word in enumerate(row)]
+
+    def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
+        """What stands: rows one step after the other, each with the number of the draft whose logits made it."""
+        path, at = [], 0
+        while True:
+            later = range(at + 1, len(drafts)) if self.subset else range(at + 1, min(at + 2, len(drafts)))
+            fits = [
+                i
+                for i in later
+                if drafts[i] == after[at]
+                or (self.subset and all(d in (MASK, a) for d, a in zip(drafts[i], after[at], strict=True)))
+            ]
+            if not fits:
+                return [*path, (after[at], at)]
+            path += [(drafts[i], at) for i in range(at + 1, fits[-1] + 1)]
+            at = fits[-1]
+
+    def decode(self, prompt: list[int], new: int, size: int) -> dict[str, Any]:
+        row, length = prompt + [MASK] * new, len(prompt) + new
+        commits, steps = [], 0
+        for block in [range(at, at + size) for at in range(len(prompt), length, size)]:
+            carried = None
+            while masks := [i for i in block if row[i] == MASK]:
+                drafts = [row]
+                if carried is not None:
+                    for _ in range(1, min(self.count, len(masks))):
+                        drafts.append(self.base(drafts[-1], block, carried))
+                found = [self.read(draft) for draft in drafts]
+                path = self.accepted(drafts, [self.base(d, block, f) for d, f in zip(drafts, found, strict=True)])
+                commits.append(set())
+                for number, (after, judge) in enumerate(path):
+                    written = [i for i in block if after[i] != row[i]]
+                    commits[-1] |= {(i, after[i], round(found[judge][0][i], 9)) for i in written}
+                    row, steps, carried = after, steps + 1, found[number]
+                    first = next((i for i in block if row[i] in (MASK, END)), None)
+                    if first is not None and row[first] == END:
+                        beyond = len(path) - number - 1  # steps that would stand, had the text not ended
+                        return self.ended(commits, steps, row, first + 1, True) | {"beyond": beyond}
+                    if all(row[i] != MASK for i in block):
+                        break
+        return self.ended(commits, steps, row, length, False)
+
+    def ended(self, commits: list, steps: int, row: list[int], end: int, stopped: bool) -> dict[str, Any]:
+        decided = sum(map(len, commits))
+        return {
+            "commits": commits,
+            "steps": steps,
+            "row": row[:end],
+            "stopped": stopped,
+            "decided": decided,
+            "beyond": 0,
+        }
+
+
+@pytest.mark.parametrize(
+    ("threshold", "count", "subset"), [(1.0, 4, False), (0.8, 3, False), (0.7, 4, True), (1.0, 6, True)]
+)
+def test_every_forward_by_hand(
+    denoisers: tuple[Model, list[list[int]]], threshold: float, count: int, subset: bool
+) -> None:
+    """Tokens, the score that each had when the base took it, steps, decided positions and ends, also inside drafts."""
+    model, prompts = denoisers
+    hand = ByHand(model.module, threshold, count, subset)
+    sampler = FreeDave(
+        {"sampler": "threshold", "threshold": threshold}, draft_steps=count, agreement="subset" if subset else "exact"
+    )
+    inside, beyond = 0, 0
+    for size, chosen in ((5, prompts[160:190]), (10, prompts[100:160])):
+        state = sampler.start(model, chosen, max_new_tokens=10, block_length=size)
+        commits: list[list[set]] = [[] for _ in chosen]
+        with torch.inference_mode():
+            while not state.done:
+                running = np.flatnonzero(state.running)
+                entries = sampler.commit(state, sampler.step(model, state)).to_list()
+                for row in running:
+                    commits[row].append({(i, word, round(score, 9)) for r, i, word, score in entries if r == row})
+            expected = [hand.decode(prompt, 10, size) for prompt in chosen]
+        for row, found in enumerate(expected):
+            assert commits[row] == found["commits"]
+            assert state.canvas[row, : state.end[row]].tolist() == found["row"]
+            assert state.row_step[row] == found["steps"] and state.stopped[row] == found["stopped"]
+            assert state.decided[row] == found["decided"] and state.nfe[row] == len(commits[row])
+            inside += found["stopped"] and found["steps"] > len(commits[row])
+            beyond += found["beyond"] > 0
+    assert inside and beyond  # some rows ended behind an accepted draft, some before another one
+
+
+@dataclass
+class EndsAfter:
+    """A stop rule that ends a row by what the state counts."""
+
+    name: str
+    most: int
+
+    def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
+        rows = state.window.rows
+        full = (tokens != MASK).all(1) | (getattr(state, self.name)[rows] >= self.most)
+        # nothing may be undecided before the end
+        first = np.where((tokens == MASK).any(1), (tokens == MASK).argmax(1), tokens.shape[1])
+        return np.where(full, state.block_start[rows] + first, np.iinfo(np.int64).max)
+
+
+@pytest.mark.parametrize("name", ["decided", "row_step", "block_step"])
+@pytest.mark.parametrize("base", ["low_confidence", "threshold"])
+def test_a_rule_of_ones_own_sees_every_step(denoisers: tuple[Model, list[list[int]]], name: str, base: str) -> None:
+    """A rule that reads the state's counts ends rows at the base's step, though several are taken at once."""
+    model, prompts = denoisers
+    for most in (3, 5):
+        arguments = {"max_new_tokens": 8, "block_length": 8, "stop": EndsAfter(name, most), "eos_early_stop": False}
+        expected, found = (
+            paradec.generate(model, prompts[:80], sampler=sampler, **arguments) for sampler in (base, FreeDave(base))
+        )
+        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
+
+
 @pytest.mark.parametrize("mode", ["batch", "tree"])
 def test_what_is_counted(mode: str) -> None:
     """One call with every draft of every row that has any; none of them is written to the store."""

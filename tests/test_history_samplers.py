@@ -1,5 +1,5 @@
-"""Samplers that remember: credit, ccd, ccd_agree, klass and persistence against plain loops written from the papers'
-formulas, the settings at which they are other samplers, and what becomes of their memory."""
+"""Samplers that remember: credit, ccd, ccd_agree, klass, persistence and threshold's carry against plain loops written
+from the papers' formulas, the settings at which they are other samplers, and what becomes of their memory."""
 
 from __future__ import annotations
 
@@ -221,6 +221,29 @@ class CCDAgreeLoop(Loop):
         return {i: best[i] for i in commit}
 
 
+class CarryLoop(Loop):
+    """What a step grants and does not commit is granted to the next one, however often it was refused before."""
+
+    name = "threshold"
+    planned = 2
+
+    def open(self, positions: list[int]) -> None:
+        self.at, self.left, self.masks = 0, 0, len(positions)
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        p = {i: softmax(z[i]) for i in z}
+        granted = self.left + (self.masks // self.planned if self.at < self.planned else 0)
+        order = sorted(z, key=lambda i: (-max(p[i]), i))[: max(granted, 1)]
+        chosen = order[:1] + [i for i in order[1:] if max(p[i]) >= self.threshold]
+        self.left = max(granted, 1) - len(chosen)
+        self.at += 1
+        return {i: argmax(p[i]) for i in chosen}
+
+
+class SlowCarryLoop(CarryLoop):
+    planned = 3
+
+
 def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
     """What a rule's loops commit at every step of a script, all rows together."""
     per_row = []
@@ -262,6 +285,8 @@ CASES: list[tuple[type[Loop], dict, int | None]] = [
     (CCDAgreeLoop, {"warmup": 0, "expand_ratio": 2.0, "tail": 0.5}, None),
     (CCDAgreeLoop, {"warmup": 1, "adaptive": False}, 6),
     (CCDAgreeLoop, {"warmup": 2, "expand_ratio": 9.0}, None),
+    (CarryLoop, {"threshold": 0.8, "quota_per_step": "carry"}, 4),
+    (SlowCarryLoop, {"threshold": 0.7, "quota_per_step": "carry"}, 6),
 ]
 
 

@@ -309,6 +309,53 @@ def test_greedy_takes_the_surest_prediction() -> None:
     assert cuts(eot="none") is None
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("least", [0.0, 0.5])
+@pytest.mark.parametrize("eot", ["committed", "greedy"])
+def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
+    """The first end token that becomes final, wherever it stands; without one, the surest of several predictions, also
+    where their scores put all ends last (`confidence_eos_eot_inf`)."""
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
+    is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < torch.tensor([0.4, 0.7, 0.2]).view(
+        3, 1, 1
+    )
+    selected &= candidates
+    scores = torch.where(is_end & last, LAST, confidence).masked_fill(~candidates, -math.inf)
+    quantities = {"confidence": confidence, "is_end": is_end}
+    view = dataclasses.replace(view_of(scores), quantities=quantities)
+    found = Learn2PD(eot=eot, eot_confidence=least).trim(view, selected).tolist()
+    kinds = set()
+    for row in range(300):
+        ends = [i for i in range(6) if is_end[row, i] and confidence[row, i] >= least]
+        final = [i for i in ends if selected[row, i]]
+        predicted = [i for i in ends if candidates[row, i]] if eot == "greedy" else []
+        at = final[0] if final else max(predicted, key=lambda i: float(confidence[row, i]), default=None)
+        assert found[row] == (UNCUT if at is None else 7 + at + 1)  # the view begins at position 7
+        kinds.add((bool(final), len(predicted) > 1, at == 0, bool(predicted) and at != predicted[0]))
+    assert len(kinds) >= (9 if eot == "greedy" else 3)
+
+
+def test_an_end_at_the_first_position_counts() -> None:
+    """An answer may be an end token alone, behind a prompt with holes, too; an end inside a hole is none."""
+    model = enders(2)
+    mask, ends, first = model.facts.mask_token_id, set(model.facts.eos_token_ids), 0
+    rows = [[i, mask, mask, (3 * i + 7) % 36] for i in range(36)]
+    sampler = samplers.create("learn2pd", eot="greedy")
+    state = sampler.start(model, rows, max_new_tokens=6, block_length=12)
+    with torch.inference_mode():
+        proposal = sampler.step(model, state)
+        for row, prompt in enumerate(rows):
+            for column, position in enumerate(proposal.positions[row].tolist()):
+                expected = int(proposal.values[row, column]) in ends and position >= len(prompt)
+                assert bool(proposal.quantities["is_end"][row, column]) == expected
+                first += expected and position == len(prompt)
+        assert first  # behind a hole, an end is predicted where the answer begins
+        sampler.commit(state, proposal)
+    # cut off there if nothing surer predicts an end
+    assert any(state.length[row] == len(prompt) + 1 for row, prompt in enumerate(rows))
+
+
 def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
     model = enders(2)
     mask = model.facts.mask_token_id

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tiny_models import MASK, tiny
 
 import paradec
 from paradec import caches, samplers
@@ -305,6 +306,62 @@ def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: flo
             commit = sampler.commit(state, proposal)
             if others:
                 assert not (commit.selected & ends).any()
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_ends_come_last_by_hand(threshold: float | None) -> None:
+    """One row, step by step: among the positions that predict something else, the surest, or all that are sure enough;
+    only where there is none, the surest end token."""
+    ends = tuple(range(14))  # a third of the words
+    model, delayed = tiny(1, ends=ends), 0
+    name, settings = ("low_confidence", {}) if threshold is None else ("threshold", {"threshold": threshold})
+    for prompt in ([1, 2, 3], [20, 30], [7] * 5):
+        canvas, expected = prompt + [MASK] * 12, []
+        for block in (range(len(prompt), len(prompt) + 6), range(len(prompt) + 6, len(prompt) + 12)):
+            while masks := [i for i in block if canvas[i] == MASK]:
+                with torch.inference_mode():
+                    logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0]
+                p, tokens = logits[:, :MASK].softmax(-1).max(-1)
+                others = [i for i in masks if tokens[i] not in ends]
+                chosen = sorted(others or masks, key=lambda i: (-float(p[i]), i))[:1]
+                if threshold is not None:
+                    chosen += [i for i in others if p[i] >= threshold and i not in chosen]
+                delayed += max(masks, key=lambda i: float(p[i])) not in chosen
+                expected.append({(i, int(tokens[i])) for i in chosen})
+                for i in chosen:
+                    canvas[i] = int(tokens[i])
+        request = {"max_new_tokens": 12, "block_length": 6, "eos_early_stop": False, "trace": True}
+        sampler = samplers.create(name, **settings)
+        out = paradec.generate(model, prompt, sampler=sampler, confidence_eos_eot_inf=True, **request)
+        assert [{(i, token) for _, i, token, _ in step.commits} for step in out.trace.steps] == expected
+    assert delayed  # the surest position did predict an end
+
+
+@pytest.mark.parametrize("masks", [8, 11])
+def test_what_was_refused_is_granted_later_by_hand(masks: int) -> None:
+    """Fast-dLLM's quota over a plan of 3 steps that does not come out even: masks // 3 a step and what was refused so
+    far, one at least; behind the plan only what was refused."""
+    model, behind = tiny(1), 0
+    for prompt in ([1, 2, 3], [20, 30], [7] * 5, [9, 9], [33, 12, 4]):
+        canvas, refused, sizes = prompt + [MASK] * masks, 0, []
+        while left := [i for i, token in enumerate(canvas) if token == MASK]:
+            with torch.inference_mode():
+                logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0]
+            p, tokens = logits[:, :MASK].softmax(-1).max(-1)
+            granted = max((masks // 3 if len(sizes) < 3 else 0) + refused, 1)
+            order = sorted(left, key=lambda i: (-float(p[i]), i))
+            chosen = [i for i in order[:granted] if i == order[0] or p[i] >= 0.2]
+            behind += len(sizes) >= 3 and sum(float(p[i]) >= 0.2 for i in left) > granted
+            refused = granted - len(chosen)
+            sizes.append(len(chosen))
+            for i in chosen:
+                canvas[i] = int(tokens[i])
+        sampler = samplers.create("threshold", threshold=0.2, quota_per_step="carry")
+        request = {"max_new_tokens": masks, "block_length": masks, "steps": 3, "eos_early_stop": False}
+        out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
+        assert [len(step.commits) for step in out.trace.steps] == sizes
+        assert out.sequences[0].tolist() == canvas
+    assert behind  # some step behind the plan had more sure tokens than it was granted
 
 
 def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None:

@@ -36,11 +36,11 @@ def request(**changes: Any) -> dict[str, Any]:
 
 
 def largest_gap(
-    model: Model, rows: list[list[int]], cache: Any, sampler: str = "low_confidence", **reuse: Any
+    model: Model, rows: list[list[int]], cache: Any, sampler: str = "low_confidence", new: int = 10, **reuse: Any
 ) -> float:
     """Of the scores with a cache and a prefix and those without either, over all steps on the same canvas."""
     method = samplers.create(sampler)
-    settings = {"max_new_tokens": 10, "eos_early_stop": False, "seed": 1}
+    settings = {"max_new_tokens": new, "eos_early_stop": False, "seed": 1}
     ours, theirs = method.start(model, rows, cache=cache, **settings, **reuse), method.start(model, rows, **settings)
     assert ours.reuses
     gap = 0.0
@@ -139,6 +139,48 @@ def test_only_what_is_common_is_reused() -> None:
     out = paradec.generate(model, rows, cache="block", prefix=kept, **request())
     assert out.cost.reused_tokens == [8, 0, 8, 16]
     assert torch.equal(out.sequences, paradec.generate(model, rows, **request()).sequences)
+
+
+def whole_blocks(prediction: str, common: int, prompt: int) -> int:
+    """How many leading positions of a prompt can be taken over, by counting: blocks of 4 that are common, and of which
+    none holds the logits of the first undecided position."""
+    logits_at = prompt - (prediction == "shifted")
+    return sum(4 for end in range(4, 200, 4) if end <= common and end <= logits_at)
+
+
+def reused(model: Model, rows: list[list[int]], **reuse: Any) -> list[int]:
+    """How many leading positions of each row a request does not evaluate."""
+    return samplers.create("low_confidence").start(model, rows, cache="block", **reuse).reused.tolist()
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
+    """Prompts that end with a block of the model, one position behind it, and so on, each inside what was kept."""
+    model = tiny(2, "block_causal", prediction)
+    first = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
+    kept = first.tokens[0]
+    assert len(kept) >= 16
+    rows = [kept[:size] for size in range(1, len(kept))]
+    expected = [whole_blocks(prediction, size, size) for size in range(1, len(kept))]
+    assert reused(model, rows, prefix=first) == expected and {0, 4, 8, 12} <= set(expected)
+    assert largest_gap(model, rows, "block", new=4, prefix=first) < 1e-12
+    # what follows the kept tokens is new; one row has a copy of them, and two read them in place
+    for beyond in (0, 1, 3, 4):
+        rows = [kept + [31] * beyond, kept + [32] * beyond][: 1 + beyond % 2]
+        count = whole_blocks(prediction, len(kept), len(kept) + beyond)
+        assert reused(model, rows, prefix=first) == [count] * len(rows)
+        assert largest_gap(model, rows, "block", new=4, prefix=first) < 1e-12
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("beyond", range(4))
+def test_shared_prompts_of_every_length_beyond_whole_blocks(prediction: str, beyond: int) -> None:
+    """The shortest row is all that is common, and ends `beyond` positions behind a block; it may stand anywhere."""
+    model, common = tiny(2, "block_causal", prediction), list(range(1, 9 + beyond))
+    for rows in ([common, common + [20, 21, 22]], [common + [20], common, common + [21] * 6]):
+        count = whole_blocks(prediction, len(common), len(common))
+        assert reused(model, rows, share_prefix=True) == [count] * len(rows)
+        assert largest_gap(model, rows, "block", new=4, share_prefix=True) < 1e-12
 
 
 def test_rows_find_their_own_prefix_in_any_order() -> None:

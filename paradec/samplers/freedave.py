@@ -369,7 +369,7 @@ class FreeDave(MaskedSampler):
         taken = np.minimum(taken, np.where(shorter.any(0), shorter.argmax(0) + 1, taken))
         self._check(state, rows, np.isfinite(health).all(-1), counts, depth < taken)
 
-        taken, ends = self._write(state, windows, taken)
+        taken, ends = self._write(state, windows, counts, taken)
         index = np.arange(len(rows))
         final = windows[taken - 1, index]
         last = torch.as_tensor(taken - 1, device=window.positions.device)
@@ -416,21 +416,32 @@ class FreeDave(MaskedSampler):
             raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {row}")
 
     def _write(
-        self, state: MaskedState, windows: np.ndarray, taken: np.ndarray
+        self, state: MaskedState, windows: np.ndarray, counts: np.ndarray, taken: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Write the windows [K, R, W] of `taken` [R] steps, one after the other, up to that in which a stop rule ends
-        a row. Returns the steps that are left of `taken`, and the ends as a `StopRule` says them."""
-        window, index = state.window, np.arange(len(taken))
+        """Write the windows [K, R, W] of `taken` [R] steps, which commit `counts` [K, R] tokens each, one after the
+        other, up to that in which a stop rule ends a row. Returns the steps that are left of `taken`, and the ends as a
+        `StopRule` says them."""
+        window, rows, index = state.window, state.window.rows, np.arange(len(taken))
         ends = np.full(len(taken), NEVER)
         last = int(taken.max()) - 1
+        # a rule may read what is counted: it sees it as the base's commit would leave it
+        before = state.decided.copy(), state.remaining.copy(), state.row_step.copy(), state.block_step.copy()
         for step in range(last + 1) if state.stop_rules else [last]:
             tokens = windows[np.minimum(step, taken - 1), index]
             window.write(state.canvas, torch.as_tensor(tokens, device=state.canvas.device))
-            found = first_end(state.stop_rules, state, tokens) if state.stop_rules else None
+            if not state.stop_rules:
+                continue
+            committed = np.where(step < taken, counts[step], 0)
+            state.decided[rows] += committed
+            state.remaining[rows] -= committed
+            state.row_step[rows] += step < taken
+            state.block_step[rows] += step < taken
+            found = first_end(state.stop_rules, state, tokens)
             if found is not None:
                 stops = (found < NEVER) & (ends == NEVER)
                 taken = np.where(stops, np.minimum(taken, step + 1), taken)
                 ends = np.where(stops, found, ends)
+        state.decided[:], state.remaining[:], state.row_step[:], state.block_step[:] = before
         return taken, ends if (ends < NEVER).any() else None
 
     def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:

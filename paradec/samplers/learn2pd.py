@@ -130,7 +130,8 @@ class Learn2PD(MaskedSampler):
         ends = selected & is_end
         cut = torch.where(ends.any(1, keepdim=True), ends.int().argmax(1, keepdim=True), -1)
         if self.eot == "greedy":
-            predicted = torch.where(is_end, view.scores, -torch.inf)
+            # by confidence: scores may put all ends last
+            predicted = view.quantities["confidence"].where(is_end & view.candidates, -torch.inf)
             best = predicted.argmax(1, keepdim=True)
             found = (cut < 0) & (predicted.gather(1, best) > -torch.inf)
             cut = torch.where(found, best, cut)
