@@ -127,12 +127,12 @@ class Tap:
         for i, (leaf, history) in enumerate(zip(kept.leaves, kept.histories, strict=True)):
             if history is not None:
                 value = self.owner.basis.forecast(history, self.owner.index)
-                kept.histories[i] = self.owner.basis.roll(history, value)
+                kept.histories[i] = rolled = self.owner.basis.roll(history, value)
                 base = bases[i]
                 if real is not None and error is None:
                     error = relative_error(value, real[i] if base is None else real[i] - base)
                 leaf = value if base is None else base + value
-                if any(leaf is tensor for tensor in kept.histories[i].tensors):
+                if any(leaf is tensor for tensor in rolled.tensors):
                     leaf = leaf.clone()  # callers may write into what they were given
             values.append(leaf)
         if error is not None:
