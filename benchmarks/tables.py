@@ -55,6 +55,30 @@ def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
     return "\n".join(lines)
 
 
+def heldout_table(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """Settings chosen by `first` and measured again by benchmarks/compare_heldout.py, the fastest first."""
+
+    def right(entry: dict[str, Any]) -> int:
+        return sum(count for count, _ in entry["tasks"].values())
+
+    def found(data: dict[str, Any], sampler: str) -> dict[str, Any]:
+        wanted = (sampler, second["chosen"][sampler])
+        return next(entry for entry in data["results"] if (entry["sampler"], entry["changes"]) == wanted)
+
+    asked = sum(of for _, of in second["results"][0]["tasks"].values())
+    heads = ["sampler", "setting", f"chosen by: right of {asked}", f"right of {asked} others", "95 %", "forwards"]
+    lines = ["| " + " | ".join([*heads, "of the baseline's"]) + " |"]
+    lines.append("|---" * 7 + "|")
+    base = second["results"][0]["nfe"]
+    for name in sorted(second["chosen"], key=lambda name: found(second, name)["nfe"]):
+        before, after = found(first, name), found(second, name)
+        low, high = after["interval"]
+        cells = [f"`{name}`", setting(after["changes"]), str(right(before)), str(right(after))]
+        cells += [f"{asked * low:.0f}-{asked * high:.0f}", f"{after['nfe']:.2f}", f"{after['nfe'] / base:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def antibody_table(data: dict[str, Any], defaults_only: bool) -> str:
     """Recovered residues and forwards of benchmarks/antibody.py."""
     lines = [
@@ -129,8 +153,9 @@ def rendered() -> dict[str, str]:
     Raises:
         SystemExit: a file has no place for one of its tables.
     """
-    compare, antibody, digits, jacobi = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("compare", "antibody", "digits", "jacobi")
+    names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
+    compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in names
     )
     tables = {
         "README.md": {
@@ -138,7 +163,12 @@ def rendered() -> dict[str, str]:
             "antibody": antibody_table(antibody, True),
             "digits": digits_table(digits, short=True),
         },
-        "docs/comparison.md": {"compare": compare_table(compare, False), "antibody": antibody_table(antibody, False)},
+        "docs/comparison.md": {
+            "compare": compare_table(compare, False),
+            "compare_heldout": heldout_table(compare, compare_heldout),
+            "antibody": antibody_table(antibody, False),
+            "antibody_heldout": antibody_table(antibody_heldout, False),
+        },
         "docs/images.md": {
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),
