@@ -14,13 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import paradec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
