@@ -171,19 +171,6 @@ def test_rows_that_are_no_slice_of_the_store() -> None:
         torch.testing.assert_close(model(some, state.store), expected, rtol=0, atol=1e-12)
 
 
-def test_other_rows_of_the_store_forget_where_the_host_knew_the_old_ones() -> None:
-    model = tiny(2)
-    state, query = inside_a_block(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    assert query.store_index is not None
-    turned = torch.tensor([2, 0, 1])
-    with torch.inference_mode():
-        expected = model(query, state.store)[turned]
-        fields = ("tokens", "positions", "wanted", "store_rows", "slots")
-        other = query.but(**{name: getattr(query, name)[turned] for name in fields})
-        assert other.store_index is None
-        torch.testing.assert_close(model(other, state.store), expected, rtol=0, atol=1e-12)
-
-
 def test_guidance_branches_keep_their_own_rows() -> None:
     state, query = inside_a_block(tiny(2), [[1, 2, 3], [4, 5]], guidance_scale=1.5)
     assert state.store.rows == 4 and query.store_rows.tolist() == [0, 1, 2, 3]
