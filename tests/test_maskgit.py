@@ -30,22 +30,6 @@ def commits_of(out: paradec.Output) -> list[list[tuple[int, int]]]:
     return [sorted((c[1] - 1, c[2]) for c in step.commits if c[0] == 0) for step in out.trace.steps]
 
 
-def test_the_last_block_is_joined_with_the_first() -> None:
-    torch.manual_seed(1)
-    module = UViT(size=2, codebook_size=5, classes=3, width=8, depth=6, heads=2).double().eval()
-    ids = torch.tensor([[7, 0, 3, 5, 2], [8, 5, 5, 1, 4]])
-    with torch.inference_mode():
-        x, before = module.embed(ids, torch.arange(5).expand(2, 5)), []
-        for index in range(3):
-            x = module.in_blocks[index](x, None, None, index)
-            before.append(x)
-        x = module.mid_block(x, None, None, 3)
-        for index in range(3):
-            x = module.out_blocks[index](x, None, None, 4 + index, before[2 - index])
-        expected = module.head(module.norm(x).last_hidden_state)
-        torch.testing.assert_close(module(ids).logits, expected, rtol=0, atol=1e-12)
-
-
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
