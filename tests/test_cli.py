@@ -648,6 +648,19 @@ def test_an_interrupt_among_batches_prints_what_is_finished(monkeypatch: pytest.
     assert summary.endswith(f"s, interrupted after {len(lines)} of 8 answers")
 
 
+def test_a_full_answer_is_complete_without_an_end_token() -> None:
+    model = paradec.load()
+    mask = model.facts.mask_token_id
+    out = paradec.generate(
+        model,
+        input_ids=[[5, mask, 6, 7, 8], [5, mask, mask, mask, 8]],
+        sampler="low_confidence",
+        callback=lambda state, commit: True,  # after one token of each
+    )
+    assert out.finished == [False, False] and out.tokens == [1, 1]
+    assert decode_command.completed(out) == [0]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -293,6 +293,12 @@ def test_published_tree() -> None:
     assert tree.size == 26 and counts == [1, 4, 8, 8, 3, 2] and (3, 0) in TREES["mc_sim_7b_63"]
 
 
+@pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])
+def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="without its parent or elder sibling"):
+        Tree(paths)
+
+
 def grown(law_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
     """EAGLE-2's tree by hand: the words on the path to every node that is kept. law_of(path) is the drafter's; room is
     how many drafts there are places for."""

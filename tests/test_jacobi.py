@@ -145,6 +145,13 @@ def test_the_draw_is_the_inverse_of_the_cumulative_law() -> None:
         assert (weights.gather(1, narrow.unsqueeze(1)) > 0).all() and (narrow != expected.squeeze(-1)).sum() <= 1
 
 
+@pytest.mark.parametrize("size", [7, 513, 600, 640, 1001])
+def test_every_word_is_drawn_by_the_middle_of_its_share(size: int) -> None:
+    """The last word too, where the vocabulary ends within a segment."""
+    noise = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert draw(torch.ones(size, size, dtype=torch.float64), noise).tolist() == list(range(size))
+
+
 # ---- exactness ------------------------------------------------------------------------------------------------------
 
 ROWS = 4000

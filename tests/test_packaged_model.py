@@ -55,6 +55,14 @@ def test_size_and_files() -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
 
 
+def test_tokens_are_counted_up_to_the_end_token(packaged: Model) -> None:
+    """Also where decoding goes on behind it."""
+    texts, (end, *_) = ["Sort: pear fig apple", "Reverse: kiwi fig"], packaged.facts.eos_token_ids
+    out = paradec.generate(packaged, texts, max_new_tokens=16, eos_early_stop=False)
+    assert out.tokens == [row.index(end) + 1 for row in out.new_tokens.tolist()]
+    assert max(out.tokens) < 16 and out.tokens_per_forward == sum(out.tokens) / sum(out.row_nfe)
+
+
 def test_text_in_text_out(packaged: Model) -> None:
     """Strings, chat messages and ids of the same prompt give the same answer; a batch gives a list."""
     text = "Sort: pear fig apple"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,20 @@ def test_the_bars_were_met_at_several_stages(llada64: Model) -> None:
         for nfe in [by_hand(llada64, p, gaps, None)[1]]
     }
     assert len(found) >= 4
+
+
+def test_a_gap_of_just_the_bar_is_enough() -> None:
+    class Even(torch.nn.Module):
+        config = SimpleNamespace(vocab_size=10)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            logits = torch.zeros(*ids.shape, 10, dtype=torch.float64)
+            logits[..., 3] = 2.5
+            return logits
+
+    model = paradec.wrap(Even(), prediction="same", topology="bidirectional", mask_token_id=9)
+    for bar, nfe in ((2.5, 1), (2.5 + 2**-40, NEW)):
+        assert decode(model, [[1]], stop=paradec.Prophet(gaps=(bar, bar, bar))).row_nfe == [nfe]
 
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

@@ -197,6 +197,29 @@ def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
     assert paradec.generate(llada64, PROMPTS[0], sampler=sampler, temperature=1.0, **arguments).nfe > 2
 
 
+def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
+    """Of the first block: whoever commits several a step commits those that come next one by one."""
+    sampler, found = samplers.create("random", order="block"), {}
+    for each in (1, 2, 4):
+        out = paradec.generate(
+            llada64,
+            PROMPTS,
+            sampler=sampler,
+            max_new_tokens=16,
+            block_length=8,
+            steps=16 // each,
+            seed=3,
+            eos_early_stop=False,
+            trace=True,
+        )
+        steps = out.trace.steps[: 8 // each]
+        found[each] = [[{p for r, p, *_ in step.commits if r == row} for step in steps] for row in range(len(PROMPTS))]
+    for row, singles in enumerate(found[1]):
+        assert singles != sorted(singles, key=min)
+        for each in (2, 4):
+            assert found[each][row] == [set().union(*singles[i : i + each]) for i in range(0, 8, each)]
+
+
 def test_margin_takes_the_largest_margin(llada64: Model, dream64: Model) -> None:
     """Each step commits the position with the largest p(1st) - p(2nd) of the model's own distribution."""
     sampler, other_position = samplers.create("margin"), 0

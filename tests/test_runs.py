@@ -183,6 +183,19 @@ def test_a_second_run_of_one_pipeline_is_refused(case: Case, session: Any) -> No
     assert torch.equal(run(), case.fast) and torch.equal(in_thread(run), case.fast)
 
 
+@pytest.mark.parametrize("case", ["FluxPipeline"], indirect=True)
+def test_a_pipeline_that_calls_itself_before_its_run_begins(case: Case) -> None:
+    class Again(type(case.pipe)):  # type: ignore[misc]
+        def __call__(self, *args: Any, again: bool = True, **kwargs: Any) -> Any:
+            return self(*args, again=False, **kwargs) if again else super().__call__(*args, **kwargs)
+
+    pipe = Again(**case.beside().components)
+    pipe.set_progress_bar_config(disable=True)
+    with accelerate(pipe, SAMPLER):
+        assert torch.equal(case.run(pipe), case.fast) and torch.equal(case.run(pipe), case.fast)
+    assert torch.equal(case.run(pipe), case.plain)
+
+
 @EVERY
 def test_two_pipelines_with_one_transformer(case: Case, session: Any) -> None:
     """One accelerated, one plain, each with its scheduler: a whole run of one between two steps of the other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -663,6 +664,36 @@ def test_what_is_given_of_an_image_stays() -> None:
             logits = torch.randn(2, 8, 3, 5, generator=generator)  # the mask is no code here
             sample = scheduler.step(logits, timestep, sample, generator=[generator, generator]).prev_sample
         assert torch.equal(sample[given], start[given]) and (sample < 8).all()
+
+
+@pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
+def test_noise_leaves_what_the_schedule_has_left(cls: type) -> None:
+    """After step t of T, cos(pi / 2 (t + 1) / T) of the tokens are masks: none after the last one."""
+    scheduler = cls(mask_token_id=8)
+    scheduler.set_timesteps(6)
+    generator = torch.Generator().manual_seed(0)
+    for index, timestep in enumerate(scheduler.timesteps):
+        noisy = scheduler.add_noise(torch.zeros(2, 100, 100, dtype=torch.int64), timestep, generator=generator)
+        assert set(noisy.unique().tolist()) <= {0, 8}
+        share = math.cos(math.pi / 2 * (index + 1) / 6)
+        assert (noisy == 8).double().mean() == pytest.approx(share, abs=0.015)
+
+
+@pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
+def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: type) -> None:
+    def filled(sample: Tensor, seeds: list[int]) -> Tensor:
+        scheduler = cls(mask_token_id=8)
+        scheduler.set_timesteps(3)
+        for timestep in scheduler.timesteps:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            logits = torch.zeros(len(sample), 8, 4, 4)
+            sample = scheduler.step(logits, timestep, sample, generator=generators).prev_sample
+        return sample
+
+    masks, whole = torch.full((1, 4, 4), 8), torch.ones(1, 4, 4, dtype=torch.int64)
+    alone, other = filled(masks, [5]), filled(masks, [6])
+    assert not torch.equal(alone, other)
+    assert torch.equal(filled(torch.cat((whole, masks)), [6, 5]), torch.cat((whole, alone)))
 
 
 # ---- DiffusionGemmaPipeline -----------------------------------------------------------------------------------------

@@ -211,6 +211,18 @@ def test_steps_over_the_store_evaluate_the_window_alone() -> None:
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
 
 
+def test_branches_of_other_lengths_count_their_mean() -> None:
+    """One token a step: the first one evaluates both prompts, the others a token of each branch."""
+    negative = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    _, state = answers(
+        paradec.samplers.create("sjd", window=1), wrapped(), PROMPTS, max_new_tokens=4, guidance_scale=3.0, seed=0,
+        negative_prompt=negative,
+    )  # fmt: skip
+    means = [-(-(len(prompt) + len(other)) // 2) for prompt, other in zip(PROMPTS, negative, strict=True)]
+    assert any((len(prompt) + len(other)) % 2 for prompt, other in zip(PROMPTS, negative, strict=True))
+    assert state.forwarded_tokens.tolist() == [2 * (mean + 3) for mean in means]
+
+
 # ---- contracts ------------------------------------------------------------------------------------------------------
 
 

@@ -279,6 +279,23 @@ def test_rules_survive_plain_data() -> None:
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (99, 99),
+        ("12", 12),
+        ("4kb", 4_000),
+        ("3 MB", 3_000_000),
+        ("2GB", 2_000_000_000),
+        ("7KiB", 7 * 1024),
+        ("0.5MiB", 512 * 1024),
+        ("1gib", 1024**3),
+    ],
+)
+def test_memory_in_words(said: int | str, meant: int) -> None:
+    assert TaylorSeer(max_memory=said).max_memory == meant
+
+
 # ---- BAC ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -158,6 +159,25 @@ def test_padding_changes_nothing(kind: str) -> None:
     both = call(model, ids, valid=valid)
     torch.testing.assert_close(both[0], call(model, ids[:1])[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(both[1, :6], call(model, ids[1:, :6])[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
+def test_no_column_sees_nothing(kind: str) -> None:
+    """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
+    model, seen, pairs = wrapped(kind), [], torch.arange(6) // 2
+    query = Query(
+        rows=np.arange(2),
+        tokens=random_ids(2, 6),
+        positions=torch.arange(6).expand(2, 6),
+        valid=torch.arange(6) < torch.tensor([[6], [4]]),
+        visible=(pairs[:, None] == pairs).expand(2, -1, -1),
+    )
+    hook = model.module.register_forward_pre_hook(
+        lambda *call: seen.append(call[2]["attention_mask"]), with_kwargs=True
+    )
+    model(query)
+    hook.remove()
+    assert seen[0].any(-1).all() and not seen[0].all()
 
 
 @pytest.mark.parametrize("kind", ["llada", "Bert", "ModernBert", "Llama bidirectional", "Qwen3 causal", "Opaque"])
