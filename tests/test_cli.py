@@ -135,7 +135,7 @@ def test_prompt_from_standard_input() -> None:
 )
 def test_the_final_newline_is_not_the_prompt_s(text: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs end their last line; all other white space is the user's."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text, newline=""))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert cli._text("-") == prompt and cli._text(text) == text
 
 

@@ -363,19 +363,22 @@ def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
     assert not model.engines
 
 
-def test_engines_of_another_mode_are_dropped() -> None:
-    """A captured forward has the module's mode in it: dropout, say."""
+def test_engines_serve_a_module_in_any_mode() -> None:
+    """A captured forward would keep the mode of its first request: it is without dropout, whatever the mode."""
     model = tiny(1)
+    for layer in model.module.model.layers:
+        layer.self_attn.attention_dropout = 0.5
     model.module.eval()
-    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=4)
-    (before,) = model.engines
-    model.module.train()
-    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=4)
-    (trained,) = model.engines
-    assert trained[0] == before[0] and trained != before
-    model.module.eval()
-    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=4)
-    assert list(model.engines) == [before]
+    expected = assert_same(model, "threshold").canvas
+    keys = list(model.engines)
+    for training in (True, False):
+        model.engines.clear()
+        model.module.train(training)
+        assert torch.equal(assert_same(model, "threshold").canvas, expected)
+        model.module.train(not training)
+        assert torch.equal(assert_same(model, "threshold").canvas, expected)
+        assert list(model.engines) == keys
+        assert model.module.training is not training
 
 
 def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

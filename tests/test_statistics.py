@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.gsd import around
-from paradec.samplers.statistics import Raised, argmax, ascending, divergence, divided, filter_logits, log_of, tempered
+from paradec.samplers.statistics import (
+    HEAD,
+    Raised,
+    argmax,
+    ascending,
+    divergence,
+    divided,
+    filter_logits,
+    log_of,
+    tempered,
+)
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
@@ -76,11 +86,14 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_word_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
     """Masses that are exactly what lies before some word, and the numbers next to them."""
-    logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(2)).to(dtype)
-    law = logits.sort(dim=-1, descending=True).values.softmax(-1)
-    for mass in (law.cumsum(-1) - law)[0, 1:200:9]:
-        for top_p in (mass, mass.nextafter(mass + 1), mass.nextafter(mass - 1)):
-            assert torch.equal(filter_logits(logits, float(top_p), None), plain(logits, float(top_p), None))
+    generator = torch.Generator().manual_seed(2)
+    wide = 2 * HEAD
+    for spread, size, ranks in ((3, 300, range(1, 200, 9)), (0.5, wide, range(wide // 2 - 2, wide - 99, 700))):
+        logits = spread * torch.randn(4, size, generator=generator, dtype=torch.float64).to(dtype)
+        law = logits.sort(dim=-1, descending=True).values.softmax(-1)
+        for mass in (law.cumsum(-1) - law)[0, list(ranks)]:
+            for top_p in (mass, mass.nextafter(mass + 1), mass.nextafter(mass - 1)):
+                assert torch.equal(filter_logits(logits, float(top_p), None), plain(logits, float(top_p), None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
