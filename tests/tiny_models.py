@@ -43,3 +43,9 @@ def tiny(
         prediction=prediction,
         block_length=4 if topology == "block_causal" else None,
     )
+
+
+def everything(length: int) -> torch.Tensor:
+    """[1, 1, length, length] bool: every position sees every other. For calls of a module itself, which attends as its
+    owner chose, whatever it is wrapped as."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool)
