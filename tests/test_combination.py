@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_rules import view_of
-from tiny_models import MASK, tiny
+from tiny_models import MASK, bidirectional, tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -201,7 +201,7 @@ def by_hand(
     canvas, found = prompt + [MASK] * new, []
     while MASK in canvas:
         with torch.inference_mode():
-            logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0, :, :MASK]
+            logits = bidirectional(model.module, [canvas])[0, :, :MASK]
         p, masks = logits.softmax(-1), [i for i, token in enumerate(canvas) if token == MASK]
         scores = [{i: scores_of(p[i], name) for i in masks} for name, _ in rules]
         sets = [

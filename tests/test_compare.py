@@ -94,16 +94,25 @@ def test_aup_of_a_comparison_by_hand() -> None:
 
     results = [
         result("threshold", 50, 1),
+        result("threshold", 60, 2, threshold=0.5),
         result("factor", 78, 4, factor=2.0),
         result("factor", 80, 2),
         result("klass", 90, 3),
+        result("klass", 87, 6, threshold=0.5),
     ]
     comparison = Comparison({}, {}, {"copy": False}, results, True)
-    weighted = [y * math.exp(-3 * (1 - y / 90)) for y in (80, 78)]
-    expected = {"threshold": 50.0, "factor": 2 * 80 + (4 - 2) * sum(weighted) / 2, "klass": 3 * 90.0}
+
+    def between(*accuracies: int) -> float:
+        return sum(y * math.exp(-3 * (1 - y / 90)) for y in accuracies) / 2
+
+    expected = {
+        "threshold": 1 * 50 + (2 - 1) * between(50, 60),
+        "factor": 2 * 80 + (4 - 2) * between(80, 78),
+        "klass": 3 * 90 + (6 - 3) * between(90, 87),
+    }
     assert comparison.aup() == pytest.approx(expected, rel=1e-12)
     assert comparison.to_dict()["aup"] == comparison.aup()
-    assert [line[-1] for line in comparison.table()] == ["50", f"{expected['factor']:.0f}", "", "270"]
+    assert [line[-1] for line in comparison.table()] == [text for area in expected.values() for text in (f"{area:.0f}", "")]
     versus = comparison.to_dict()["results"][1]["versus_baseline"]
     assert versus == {"accuracy": pytest.approx(0.28), "tokens_per_forward": 4.0, "tokens_per_second": 4.0}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import END, MASK, tiny
+from tiny_models import END, MASK, bidirectional, tiny
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,7 +156,7 @@ class Stale:
     def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
         """Confidence and best word of every position that is predicted from a fresh one."""
         self.fresh = fresh
-        logits = self.module(input_ids=torch.tensor([row]), use_cache=False).logits[0, :, :MASK]
+        logits = bidirectional(self.module, [row])[0, :, :MASK]
         logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
         p, words = logits.softmax(-1).max(-1)
         return p.tolist(), words.tolist()

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny_models import MASK, tiny
+from tiny_models import MASK, bidirectional, tiny
 
 import paradec
 from paradec import caches, samplers
@@ -320,7 +320,7 @@ def test_ends_come_last_by_hand(threshold: float | None) -> None:
         for block in (range(len(prompt), len(prompt) + 6), range(len(prompt) + 6, len(prompt) + 12)):
             while masks := [i for i in block if canvas[i] == MASK]:
                 with torch.inference_mode():
-                    logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0]
+                    logits = bidirectional(model.module, [canvas])[0]
                 p, tokens = logits[:, :MASK].softmax(-1).max(-1)
                 others = [i for i in masks if tokens[i] not in ends]
                 chosen = sorted(others or masks, key=lambda i: (-float(p[i]), i))[:1]
@@ -346,7 +346,7 @@ def test_what_was_refused_is_granted_later_by_hand(masks: int) -> None:
         canvas, refused, sizes = prompt + [MASK] * masks, 0, []
         while left := [i for i, token in enumerate(canvas) if token == MASK]:
             with torch.inference_mode():
-                logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0]
+                logits = bidirectional(model.module, [canvas])[0]
             p, tokens = logits[:, :MASK].softmax(-1).max(-1)
             granted = max((masks // 3 if len(sizes) < 3 else 0) + refused, 1)
             order = sorted(left, key=lambda i: (-float(p[i]), i))

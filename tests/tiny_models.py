@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import paradec
@@ -43,3 +44,10 @@ def tiny(
         prediction=prediction,
         block_length=4 if topology == "block_causal" else None,
     )
+
+
+def bidirectional(module: nn.Module, rows: list[list[int]]) -> Tensor:
+    """Logits [R, L, V] of a bare module where every position sees all: wraps attend so in their own calls alone."""
+    ids = torch.tensor(rows)
+    seen = torch.ones(len(ids), 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    return module(input_ids=ids, attention_mask=seen, use_cache=False).logits
