@@ -112,8 +112,8 @@ def test_aup_of_a_comparison_by_hand() -> None:
     }
     assert comparison.aup() == pytest.approx(expected, rel=1e-12)
     assert comparison.to_dict()["aup"] == comparison.aup()
-    assert [line[-1] for line in comparison.table()] == [text for area in expected.values() for text in (f"{area:.0f}", "")]
-    versus = comparison.to_dict()["results"][1]["versus_baseline"]
+    assert [line[-1] for line in comparison.table()] == ["68", "", f"{expected['factor']:.0f}", "", "523", ""]
+    versus = comparison.to_dict()["results"][2]["versus_baseline"]
     assert versus == {"accuracy": pytest.approx(0.28), "tokens_per_forward": 4.0, "tokens_per_second": 4.0}
 
 
