@@ -268,7 +268,8 @@ def test_the_table_says_the_same(small: Comparison) -> None:
     for line, result in zip(lines, small.results, strict=True):
         assert line["one answer %"] == f"{100 * result.accuracy(['copy']):.1f}"
         assert line["many answers %"] == f"{100 * result.accuracy(['shuffle']):.1f}"
-    assert lines[0]["AUP"] and not lines[2]["AUP"]
+    # on the first line of a sampler that was measured with as many settings as most
+    assert [bool(line["AUP"]) for line in lines[:4]] == [False, True, False, False]
 
 
 def stop_after(count: int) -> Callable[..., None]:

@@ -140,7 +140,7 @@ def test_klass_is_strict_in_divergence() -> None:
     assert sampler.fuse(logits, again)[1]["stable"].tolist() == [[1]]
     # the divergence of another step, measured as the formula has it, as the threshold itself
     other = logits.flip(-1)
-    q = other.softmax(-1, dtype=torch.float32)
+    q = other.softmax(-1).float()
     measured = float(torch.linalg.vecdot(q, ((q + 1e-12) / (p.float() + 1e-12)).log()))
     for threshold, stable in zip(around(measured), (1, 0, 0), strict=True):
         # in float32, the next numbers are further apart
