@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_sparsed
+import numpy as np
 import torch
 from timing import Section, markdown, milliseconds
 from torch import Tensor
@@ -41,7 +42,7 @@ from torch import Tensor
 import paradec
 from paradec import engine
 from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, token_stats
-from paradec.protocol import decode
+from paradec.protocol import Query, decode
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -280,7 +281,7 @@ def build(name: str, device: torch.device, scale: Scale) -> Any:
     finally:
         torch.set_default_dtype(before)
     return paradec.wrap(
-        made,
+        made.eval(),
         mask_token_id=sizes["vocab_size"] - 1 if scale.tiny else shape["mask"],
         eos_token_id=(),
         prediction=shape["prediction"],
@@ -389,9 +390,11 @@ class Steps:
         model, block, mask = self.model, self.scale.block, self.model.facts.mask_token_id
         x = torch.full((self.batch, self.scale.context), mask, device=self.device)
         x[:, :-block] = torch.tensor(self.prompt, device=self.device)
+        positions = torch.arange(self.scale.context, device=self.device).expand(self.batch, -1)
+        query = Query(rows=np.arange(self.batch), tokens=x, positions=positions)
 
         def step(_: int) -> None:
-            logits = model.module(input_ids=x, use_cache=False).logits
+            logits = model(query)
             token = logits.argmax(-1)
             confidence = logits.to(torch.float64).softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
             confidence = torch.where(x == mask, confidence, -torch.inf)

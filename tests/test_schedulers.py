@@ -273,6 +273,20 @@ def test_block_cache_after_an_exception(pipe: Any, ids: Tensor) -> None:
         assert torch.equal(run(pipe, ids), plain)
 
 
+def test_block_causal_modules_attend_as_their_model_does() -> None:
+    """Also where the wrapped module's own attention is another one, which would add a mask of truth values."""
+    model = tiny(2, "block_causal")
+    module = copy.deepcopy(model.module)
+    module.set_attn_implementation("eager")
+    facts = {"topology": "block_causal", "prediction": "same", "block_length": 4, "mask_token_id": MASK}
+    ids = torch.arange(1, 12)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(11)[None]}
+    with torch.inference_mode():
+        expected = BlockCausalModule(model)(**given).logits
+        found = BlockCausalModule(paradec.wrap(module, **facts))(**given).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedPipeline, llada: Model) -> None:
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8

@@ -21,6 +21,7 @@ from paradec.checks import check_int
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Patch
 from paradec.models.adapter import Model
+from paradec.models.calls import Call, Calling
 from paradec.runs import called_by
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -239,6 +240,7 @@ class BlockCausalModule(nn.Module):
                 "models that predict in place ('same')"
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_length
+        self._wrap = model._wrap
 
     @property
     def device(self) -> torch.device:
@@ -267,13 +269,14 @@ class BlockCausalModule(nn.Module):
         seen = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         seen = seen & attention_mask[:, None, :].bool()
         seen = seen | (position_ids[:, :, None] == keys)  # padding sees itself, so that its softmax is defined
-        return self.model(
-            input_ids=input_ids,
-            attention_mask=seen[:, None],
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-        )
+        with Calling(self.model, Call(self._wrap)):
+            return self.model(
+                input_ids=input_ids,
+                attention_mask=seen[:, None],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+            )
 
 
 def block_length_of(scheduler: Any) -> int:

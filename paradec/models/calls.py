@@ -28,8 +28,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_lock = threading.Lock()
-"""Held while modes are changed and wraps are counted; never while anything is computed."""
+_lock = threading.RLock()
+"""Held while modes are changed and wraps are counted; never while anything is computed. A signal's handler may come in
+between, and decode."""
 _evaluated: dict[nn.Module, int] = {}
 """Parts that their owner has in training mode, and the calls that need them in evaluation mode just now."""
 _configs: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -58,7 +59,7 @@ class Evaluation:
                 self._held = held = [part for part in dict.fromkeys(parts) if part.training or part in _evaluated]
                 for part in held:
                     _evaluated[part] = _evaluated.get(part, 0) + 1
-                    part.training = False
+                    _set_training(part, False)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -69,7 +70,7 @@ class Evaluation:
                 _evaluated[part] -= 1
                 if not _evaluated[part]:
                     del _evaluated[part]
-                    part.training = True
+                    _set_training(part, True)
         self._held = []
 
 
@@ -129,7 +130,6 @@ class Wrap:
         self._parts: list[nn.Module] = []
         self.configs: dict[int, Any] = {}
         """The configs that choose for the module's parts, by their ids."""
-        self.released = False
         with _lock:
             _add_hook(self.base)
             if attention is not None:
@@ -138,10 +138,7 @@ class Wrap:
                 self.configs = {id(config): config for config in own}
 
     def release(self) -> None:
-        """Take off what no other wrap needs."""
-        if self.released:
-            return
-        self.released = True
+        """Take off what no other wrap needs. Once."""
         with _lock:
             _remove_hook(self.base)
             for part in self._parts:
@@ -213,10 +210,20 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     """A module and all below it; parts that stand in several places several times. (`Module.modules` is several times
     slower, and this runs at every call.)"""
     found = [module]
-    for part in found:
-        if below := part._modules:
-            found.extend(child for child in below.values() if child is not None)
+    try:
+        for part in found:
+            if below := part._modules:
+                found += below.values()  # type: ignore[arg-type]
+    except AttributeError:  # None is registered in the place of a part
+        return list(module.modules())
     return found
+
+
+def _set_training(part: nn.Module, mode: bool) -> None:
+    if type(part).__setattr__ is nn.Module.__setattr__:
+        part.__dict__["training"] = mode  # many times faster
+    else:
+        part.training = mode
 
 
 def _chooses(part: nn.Module) -> bool:
@@ -268,10 +275,10 @@ def _remove_hook(base: nn.Module) -> None:
 def _after_fork() -> None:
     """In a child process other threads' calls have no end: give their parts back, and the lock."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     if _thread.call is None:
         for part in _evaluated:
-            part.training = True
+            _set_training(part, True)
         _evaluated.clear()
 
 
