@@ -20,7 +20,7 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.masked_image import MaskedImageModel
 from paradec.models.pixel_dit import PixelDiTPipeline
 
-DATA = Path(paradec.__file__).parent / "data"
+DATA = Path(paradec.__file__).parent / "assets"
 LABELS = [label % 10 for label in range(40)]
 
 

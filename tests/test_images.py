@@ -22,7 +22,7 @@ from paradec.models.llamagen import LlamaGenModel
 from paradec.samplers.sjd import SJD
 
 RUNNER = CliRunner()
-DATA = Path(paradec.__file__).parent / "data"
+DATA = Path(paradec.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")
