@@ -6,6 +6,7 @@ A file is a safetensors file: weights, and under "learn2pd" in its metadata what
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import json
 import math
 import os
@@ -155,7 +156,7 @@ def block_features(state: Any, proposal: Any) -> tuple[dict[str, Tensor], Tensor
 
 # ---- files ---------------------------------------------------------------------------------------------------------
 
-_PACKAGED = Path(__file__).parent.parent / "assets" / "tiny-llada" / "learn2pd.safetensors"
+_PACKAGED = Path(str(importlib.resources.files("paradec"))) / "assets" / "tiny-llada" / "learn2pd.safetensors"
 _defaults: dict[tuple[str, int], str] = {("tiny-llada", 123): str(_PACKAGED)}
 
 
