@@ -463,7 +463,7 @@ def test_requests_are_checked() -> None:
         "temprature": 1,
     }
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises((ValueError, TypeError), match=name):
             made("sjd").start(model, [1, 2], **{"max_new_tokens": 8, "guidance_scale": 2.0, name: value})
     with pytest.raises(ValueError, match="negative_prompt"):
         made("sjd").start(model, [1, 2], max_new_tokens=8, negative_prompt=[1])
