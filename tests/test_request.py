@@ -1,4 +1,4 @@
-"""The request: one value that every door builds, that says no to what it does not know, and that can be kept in a file."""
+"""The request: one value that every door builds, that refuses what it does not know, and that a file can keep."""
 
 from __future__ import annotations
 
