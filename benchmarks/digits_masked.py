@@ -36,8 +36,8 @@ import paradec
 from paradec import TaylorSeer
 from paradec.evaluation.digits import frechet_distance, load_classifier
 from paradec.images import contact_sheet, to_pil
-from paradec.models.pixel_dit import PixelDiTPipeline
-from paradec.samplers.refresh import AccumulatedChange, Verification
+from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits_masked.json"

@@ -28,12 +28,12 @@ from torch import Tensor
 import paradec
 from paradec.caches.store import KeyValueStore
 from paradec.models.facts import ModelFacts
-from paradec.models.grid import Grid
+from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
-from paradec.samplers.draft_verify import probability, token_law
-from paradec.samplers.jacobi import INITS, REFRESHES, JacobiSampler, JacobiState
-from paradec.samplers.multi_draft import DynamicTree
+from paradec.samplers.causal.base import INITS, REFRESHES, JacobiSampler, JacobiState
+from paradec.samplers.causal.trees import DynamicTree
+from paradec.samplers.causal.verification import probability, token_law
 from paradec.samplers.request import Request
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])

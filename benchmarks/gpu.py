@@ -40,9 +40,9 @@ from timing import Section, markdown, milliseconds
 from torch import Tensor
 
 import paradec
-from paradec import engine
 from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, token_stats
 from paradec.protocol import Query, decode
+from paradec.samplers.masked.base import device_step as engine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"

@@ -32,7 +32,7 @@ from timing import Section, milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from paradec.kernels.sparsed import (
+from paradec.kernels.block_sparse import (
     BlockIndex,
     QueryTiles,
     block_means,

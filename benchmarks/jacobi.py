@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
-from paradec.samplers.draft_verify import DraftLaws, draw, judge
-from paradec.samplers.sjd import SJD
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.verification import DraftLaws, draw, judge
 
 WINDOW, VOCAB = 16, 16384
 MOST_TOKENS = 400

@@ -24,7 +24,7 @@ from provenance import write_result
 from paradec import samplers
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Sampler
-from paradec.samplers.masked import MaskedSampler
+from paradec.samplers.masked.base import MaskedSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 MORE = ("credit(storage=dense)", "credit>>localleap", "threshold&entropy_threshold")

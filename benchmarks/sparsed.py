@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from provenance import write_result
 
-from paradec.kernels.sparsed import block_means, generation_block, select_blocks, sparse_attention
+from paradec.kernels.block_sparse import block_means, generation_block, select_blocks, sparse_attention
 
 RESULTS = Path(__file__).resolve().parent / "results" / "sparsed.json"
 HEADS, WIDTH, NEW, SIZE = 4, 64, 512, 128

@@ -50,8 +50,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import paradec
 from paradec import TaylorSeer
-from paradec.models.image_loading import packaged_image
-from paradec.models.pixel_dit import PixelDiTPipeline
+from paradec.models.images.loading import packaged_image
+from paradec.models.images.pixel_dit import PixelDiTPipeline
 
 RESULTS = Path(__file__).resolve().parent / "results" / "taylorseer.json"
 BRANCHES = {

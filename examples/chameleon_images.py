@@ -19,8 +19,8 @@ def tiny() -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and a request for it: prompts are ids, since there is no tokenizer."""
     from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
-    from paradec.models.chameleon import ChameleonLayout, ChameleonModel
-    from paradec.models.vq import VQConfig, VQModel
+    from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
+    from paradec.models.images.vq import VQConfig, VQModel
 
     text: dict[str, Any] = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -19,7 +19,7 @@ from torch import Tensor
 import paradec
 from paradec.evaluation import forecasts
 from paradec.images import contact_sheet, to_pil
-from paradec.models.pixel_dit import PixelDiTPipeline
+from paradec.models.images.pixel_dit import PixelDiTPipeline
 
 
 def main() -> None:

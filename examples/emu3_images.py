@@ -18,7 +18,7 @@ def tiny() -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and a request for it: prompts are ids, since there is no tokenizer."""
     from transformers import Emu3Config, Emu3ForConditionalGeneration
 
-    from paradec.models.emu3 import Emu3Model
+    from paradec.models.images.emu3 import Emu3Model
 
     words = {"<|extra_200|>": 5, "<image>": 6, "<|extra_201|>": 7, "<|image end|>": 8}
     words |= {f"<|visual token {code:06d}|>": 20 + code for code in range(32)}

@@ -18,7 +18,7 @@ def tiny() -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and a request for it: prompts are ids, since there is no tokenizer."""
     from transformers import JanusConfig, JanusForConditionalGeneration
 
-    from paradec.models.janus import JanusModel
+    from paradec.models.images.janus import JanusModel
 
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

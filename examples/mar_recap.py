@@ -15,9 +15,9 @@ import torch
 
 import paradec
 from paradec.images import contact_sheet, step_pictures
-from paradec.models.kl import KLDecoder
-from paradec.models.mar import MAR, MARModel
-from paradec.models.vq import VQConfig
+from paradec.models.images.kl import KLDecoder
+from paradec.models.images.mar import MAR, MARModel
+from paradec.models.images.vq import VQConfig
 
 
 def tiny() -> MARModel:

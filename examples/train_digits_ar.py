@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample, kl_div, l1_loss, mse_loss, normalize
 
 from paradec.evaluation.digits import DigitClassifier, frechet_distance, moments
-from paradec.models.llamagen import LlamaGen, LlamaGenConfig
-from paradec.models.vq import VQConfig, VQModel
+from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig
+from paradec.models.images.vq import VQConfig, VQModel
 
 VQ = VQConfig(
     codebook_size=256,

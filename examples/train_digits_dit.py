@@ -7,7 +7,7 @@ The images and their split are those of ``train_digits_ar.py``. A DiT (Peebles a
 ``DiTTransformer2DModel``) paints 28 x 28 pixels in patches of 4 x 4. It predicts the velocity v of Salimans and Ho
 (arXiv 2202.00512) under the cosine schedule; one label in ten is dropped, for guidance.
 
-``runs/digits-dit/export`` then holds what ``paradec/data/digits-dit`` holds: an ordinary diffusers folder.
+``runs/digits-dit/export`` then holds what ``paradec/assets/digits-dit`` holds: an ordinary diffusers folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from train_digits_ar import digits, distort, fit
 
-from paradec.models.pixel_dit import PixelDiTPipeline
+from paradec.models.images.pixel_dit import PixelDiTPipeline
 
 CLASSES = 10
 LABEL_DROP = 0.1

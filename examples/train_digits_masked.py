@@ -8,10 +8,10 @@ The images, their split and the codes are those of ``train_digits_ar.py``: 28 x 
 some of them masked, and predicts the masked ones: MaskGIT (Chang et al., arXiv 2202.04200), with its cosine law of how
 many are masked. One class token in ten is masked too, for guidance.
 
-The network is the U-ViT of MaskGIT-r (``paradec.models.uvit``), small. Its token embeddings begin as the codebook's
-vectors, turned at random into its width, its positions as sines and cosines of row and column, and its bias as how
-often each code occurs, which saves steps.
-``runs/digits-maskgit/export`` then holds what ``paradec/data/digits-maskgit`` holds.
+The network is the U-ViT of MaskGIT-r (``paradec.models.images.uvit``), small. Its token embeddings begin as the
+codebook's vectors, turned at random into its width, its positions as sines and cosines of row and column, and its
+bias as how often each code occurs, which saves steps.
+``runs/digits-maskgit/export`` then holds what ``paradec/assets/digits-maskgit`` holds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from train_digits_ar import COPIES, digits, distort, fit
 
-from paradec.models.image_loading import packaged_image
-from paradec.models.uvit import UViT
-from paradec.models.vq import VQModel, load_vq
+from paradec.models.images.loading import packaged_image
+from paradec.models.images.uvit import UViT
+from paradec.models.images.vq import VQModel, load_vq
 
 SIZES = {"size": 7, "codebook_size": 256, "classes": 11, "width": 128, "depth": 2, "heads": 4}
 """The last class is none of the ten."""

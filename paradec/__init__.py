@@ -11,16 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import paradec.interrupts as _interrupts  # noqa: F401 - first: the other imports take seconds
-from paradec import attention, caches, samplers
+from paradec import attention, caches, moved, samplers
 from paradec.attention.sparsed import SparseD
 from paradec.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.generate import Output, generate, infill
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.loading import load, wrap
 from paradec.protocol import Interrupted, decode
-from paradec.samplers.prophet import Prophet
+from paradec.samplers.masked.prophet import Prophet
 
 __version__ = "0.1.0"
+
+moved.install()
 
 __all__ = [
     "AdaptiveBlocks",
@@ -64,7 +66,7 @@ def __getattr__(name: str) -> Any:
 
         return accelerate
     if name == "TaylorSeer":
-        from paradec.samplers.taylorseer import TaylorSeer
+        from paradec.samplers.forecast.taylorseer import TaylorSeer
 
         return TaylorSeer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

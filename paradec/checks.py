@@ -15,7 +15,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "image": ("an autoregressive image model", "paradec.generate_images"),
     "masked image": ("a masked image model", "paradec.generate_images"),
     "continuous image": ("a model of continuous image tokens (MAR)", "paradec.generate_images"),
-    "latent": ("a diffusion transformer (paradec.models.diffusion)", "a sampler of the forecast family"),
+    "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
     "drafts": ("an EAGLE drafter", "the setting drafter of a sampler"),
 }
 """What a model's `makes` may be: in words, and where such a model goes. A model of one's own that does not say it is a

@@ -12,8 +12,8 @@ import torch
 
 from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_number, shown
-from paradec.models.image import labels_of
-from paradec.models.mar import MARModel
+from paradec.models.images.adapter import labels_of
+from paradec.models.images.mar import MARModel
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, pillow, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 

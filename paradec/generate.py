@@ -22,7 +22,7 @@ from paradec.caches.kept import KeptPrefix
 from paradec.checks import check_bool, check_int, check_model, shown
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
-from paradec.samplers.stopping import EarlyRule, StopRule
+from paradec.samplers.masked.stopping import EarlyRule, StopRule
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace
 
@@ -156,7 +156,7 @@ def generate(
         stop_strings: a text or several; a row ends at the token that completes one of them in its answer, once
             everything before is decided. The token is kept, as in transformers, so that the answer ends with the text
             (or with a token that holds its end). Needs a tokenizer.
-        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.stopping`.
+        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
         num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
         race: decode so many copies of one prompt side by side, each with its own random numbers, and return the one
             that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). `row_forwards` and
@@ -165,10 +165,10 @@ def generate(
         streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
-        compile: on CUDA, take whole steps on the device and replay them as CUDA graphs (`paradec.engine`): the same
-            tokens without the launches. The model keeps the graphs for requests of the same kind, until
-            `paradec.engine.clear_graphs(model)`. A request that cannot be served so is decoded as usual, with one
-            warning.
+        compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
+            (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
+            for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
+            so is decoded as usual, with one warning.
 
     Returns:
         An `Output`.
@@ -324,9 +324,9 @@ def check_source(prompt: Any, input_ids: Any) -> None:
 
 def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: Any) -> Callable[..., Any]:
     """The loop of a request with `compile`: on the device, or with one warning the plain one."""
-    from paradec import engine
+    from paradec.samplers.masked import device_step
 
-    reason = engine.refusal(method, model, state)
+    reason = device_step.refusal(method, model, state)
     for name, given in (("a callback", callback), ("a streamer", streamer), ("a trace", state.trace)):
         if reason is None and given is not None:
             reason = f"{name} looks at every step"
@@ -336,8 +336,8 @@ def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: A
 
     def on_the_device(method: Any, model: Any, state: Any, after_commit: Any) -> None:
         try:
-            engine.decode(method, model, state)
-        except engine.NotCapturable as error:
+            device_step.decode(method, model, state)
+        except device_step.NotCapturable as error:
             warnings.warn(f"compile=True has no effect: {error}", stacklevel=4)
             decode(method, model, state, after_commit)
 

@@ -14,10 +14,10 @@ from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_model, check_number, check_temperature, shown
 from paradec.continuous_images import generate_continuous_images
 from paradec.masked_images import generate_masked_images
-from paradec.models.grid import Grid
-from paradec.models.image import ImageModel
-from paradec.models.mar import MARModel
-from paradec.models.masked_image import MaskedImageModel
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.grid import Grid
+from paradec.models.images.mar import MARModel
+from paradec.models.images.masked import MaskedImageModel
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 

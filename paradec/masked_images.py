@@ -10,8 +10,8 @@ from torch import Tensor
 from paradec import samplers
 from paradec.checks import check_bool, check_choice, check_int, check_temperature
 from paradec.generate import Output, generate
-from paradec.models.grid import Grid
-from paradec.models.masked_image import MaskedImageModel
+from paradec.models.images.grid import Grid
+from paradec.models.images.masked import MaskedImageModel
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, pillow, to_pil
 from paradec.protocol import Interrupted, Sampler
 from paradec.registry import unknown

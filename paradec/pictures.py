@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_int
-from paradec.models.grid import Grid
+from paradec.models.images.grid import Grid
 from paradec.trace import Trace
 
 OUTPUT_TYPES = ("pil", "pt", "latent")

@@ -45,9 +45,7 @@ def philox(counter: Sequence[Integers], key: Sequence[Integers]) -> tuple[Intege
     return c0, c1 & MASK32, c2, c3 & MASK32
 
 
-def row_keys(
-    seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None
-) -> np.ndarray:
+def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
     """[B, 2] int64: a 64-bit key per row from its seed, its prompt and how many equal rows stand before it.
 
     `before` says how many those are, where rows of other batches count as well.

@@ -15,7 +15,7 @@ from replay import GOLDEN
 import paradec
 from paradec import caches
 from paradec.models.adapter import Model
-from paradec.samplers.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
+from paradec.samplers.masked.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
 
 torch.set_num_threads(1)  # tiny models are faster on one thread, and results do not depend on the machine's cores
 

@@ -18,10 +18,10 @@ from test_wrap import ROWS, wrapped
 from torch import Tensor
 
 import paradec
-from paradec.models.diffusion import DiffusionModel
-from paradec.models.kl import KLDecoder
-from paradec.models.mar import MAR, MARModel
-from paradec.models.vq import VQConfig
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.models.images.kl import KLDecoder
+from paradec.models.images.mar import MAR, MARModel
+from paradec.models.images.vq import VQConfig
 from paradec.prompts import encode
 from paradec.protocol import decode
 

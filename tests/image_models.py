@@ -14,18 +14,18 @@ from transformers import (
     JanusForConditionalGeneration,
 )
 
-from paradec.models.chameleon import ChameleonLayout, ChameleonModel
-from paradec.models.diffusion import DiffusionModel
-from paradec.models.emu3 import Emu3Model
-from paradec.models.grid import Grid
-from paradec.models.image import ImageRequest
-from paradec.models.janus import JanusModel
-from paradec.models.kl import KLDecoder
-from paradec.models.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
-from paradec.models.mar import MAR, MARModel
-from paradec.models.masked_image import MaskedImageModel
-from paradec.models.uvit import UViT, UViTModel
-from paradec.models.vq import VQConfig, VQModel
+from paradec.models.images.adapter import ImageRequest
+from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.models.images.emu3 import Emu3Model
+from paradec.models.images.grid import Grid
+from paradec.models.images.janus import JanusModel
+from paradec.models.images.kl import KLDecoder
+from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.images.mar import MAR, MARModel
+from paradec.models.images.masked import MaskedImageModel
+from paradec.models.images.uvit import UViT, UViTModel
+from paradec.models.images.vq import VQConfig, VQModel
 from paradec.protocol import Query
 
 CODES = 32

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import GOLDEN
 from torch import Tensor
 
 import paradec
@@ -29,10 +30,9 @@ from paradec.caches.dual import DualCache
 from paradec.caches.prefix import PrefixCache
 from paradec.models.adapter import Model
 from paradec.protocol import Sampler
-from paradec.samplers.masked import MaskedSampler, View
-from paradec.samplers.masked_state import MaskedState
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.state import MaskedState
 
-GOLDEN = Path(__file__).parent / "golden"
 TRACES = Path(os.environ.get("PARADEC_TRACES", GOLDEN / "traces"))
 
 PRECISIONS = ["float64", pytest.param("float32", marks=pytest.mark.full)]

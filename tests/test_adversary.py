@@ -21,12 +21,12 @@ from torch.nn.functional import silu
 
 import paradec
 from paradec import caches, samplers
-from paradec.samplers.draft_verify import DraftLaws, draw, judge
-from paradec.samplers.gsd import GSD
-from paradec.samplers.lantern import NodeRule
-from paradec.samplers.multi_draft import Tree, normalized, walk
-from paradec.samplers.scd import SCD
-from paradec.samplers.sjd import SJD
+from paradec.samplers.causal.gsd import GSD
+from paradec.samplers.causal.lantern import NodeRule
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.trees import Tree, normalized, walk
+from paradec.samplers.causal.verification import DraftLaws, draw, judge
 
 Calls = list[tuple[int, list[int]]]
 """Per model call: positions evaluated, and what was committed after it."""

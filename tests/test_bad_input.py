@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from places import GOLDEN
 from torch import Tensor, nn
 
 import paradec
@@ -20,7 +20,6 @@ from paradec.blocks import WholeCanvas
 from paradec.models.adapter import Model
 from paradec.protocol import Sampler
 
-GOLDEN = Path(__file__).parent / "golden"
 MASKED = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked"]
 PROMPT = [1, 2, 3]
 

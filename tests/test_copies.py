@@ -17,10 +17,11 @@ from test_wrap import IDS, ROWS, decoder
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import paradec
-from paradec import caches, engine, samplers
+from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.prompts import encode
 from paradec.protocol import decode
+from paradec.samplers.masked import device_step as engine
 
 
 def pickled(value: Any) -> Any:

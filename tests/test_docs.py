@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 from typer.testing import CliRunner
 
 from paradec.cli import app
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = re.compile(
     r"path|folder|cuda|\bpipe\b|pipe\.|\.ckpt|\.pth|\.pt\b|\.safetensors|mar_large|amused/|black-forest|BAAI|mine\.jsonl|"

@@ -6,9 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+from places import ROOT
+
+EXAMPLES = ROOT / "examples"
 IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
 DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]

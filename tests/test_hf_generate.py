@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import GOLDEN
 from transformers import GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM, TextStreamer
 
 import paradec
 from paradec.models.adapter import Model
 
-GOLDEN = Path(__file__).parent / "golden"
 PREDICTION = {"llada": "same", "dream": "shifted"}
 PADDED = torch.tensor([[9, 9, 1, 2, 3], [9, 4, 5, 6, 7]])
 ATTENTION = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from places import ROOT
 
 import paradec
 
-ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -66,7 +66,7 @@ before = "triton" in sys.modules  # some builds of torch import it
 import paradec.kernels.token_stats as token_stats
 print(before or "triton" not in sys.modules)
 sys.modules["triton"] = None
-import paradec.kernels.sparsed as sparsed
+import paradec.kernels.block_sparse as sparsed
 print(sparsed.triton is None)
 logits = torch.randn(1, 2, 9000)
 print(torch.equal(token_stats.token_stats(logits).token, logits.argmax(-1)))

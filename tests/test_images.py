@@ -18,11 +18,11 @@ from paradec import pictures
 from paradec.cli import app
 from paradec.evaluation.digits import frechet_distance, load_classifier, moments
 from paradec.images import ImageOutput, contact_sheet, step_pictures
-from paradec.models.llamagen import LlamaGenModel
-from paradec.samplers.sjd import SJD
+from paradec.models.images.llamagen import LlamaGenModel
+from paradec.samplers.causal.sjd import SJD
 
 RUNNER = CliRunner()
-DATA = Path(paradec.__file__).parent / "data"
+DATA = Path(paradec.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 import paradec
 from paradec.models.adapter import Model
 
-GOLDEN = Path(__file__).parent / "golden"
 _ = -1  # a hole; the two small checkpoints have different mask ids
 HOLES = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _], [8, 9, 10, _, _, 11, 12, 13, 14, _]]
 

@@ -23,8 +23,8 @@ import paradec.models
 from paradec import samplers
 from paradec.checks import MODELS
 from paradec.models.adapter import Model
-from paradec.models.image import ImageModel
-from paradec.models.text_to_image import TextToImageModel
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.text_to_image import TextToImageModel
 from paradec.protocol import Query
 
 NAMES = samplers.names()
@@ -67,7 +67,7 @@ OURS = {
     "causal text": "text",
 }
 OTHERS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "'digits-ar'", "none": "None"}
-OTHERS |= {"class": "<class 'paradec.models.mar.MARModel'>"}
+OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
 
 
 def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:

@@ -17,7 +17,7 @@ from paradec.blocks import WholeCanvas
 from paradec.caches.base import buckets
 from paradec.protocol import Memory, MemorySpec, Sampler
 from paradec.registry import Registry
-from paradec.samplers.schedules import linear, time_grid
+from paradec.samplers.masked.schedules import linear, time_grid
 from paradec.trace import Trace, TraceStep
 
 

@@ -21,10 +21,10 @@ import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.models.adapter import Model
-from paradec.models.grid import Grid
+from paradec.models.images.grid import Grid
 from paradec.protocol import Sampler, decode
-from paradec.samplers.drafting import DraftingSampler
-from paradec.samplers.multi_draft import DynamicTree
+from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.request import Request
 
 PROMPTS = [[3], [2, 1], [4, 0, 1]]

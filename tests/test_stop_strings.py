@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 import paradec
 from paradec.models.adapter import Model
-from paradec.samplers.stopping import EndOfText, StopStrings
+from paradec.samplers.masked.stopping import EndOfText, StopStrings
 
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
 
 import paradec
-from paradec.live import UNDECIDED, LiveView
+from paradec.cli.live import UNDECIDED, LiveView
 from paradec.models.adapter import Model
 
 PROMPT = "Reverse: pear fig apple kiwi"

@@ -23,12 +23,12 @@ from torch import Tensor
 import paradec
 from paradec import samplers, schedulers
 from paradec.models.facts import ModelFacts
-from paradec.models.image import ImageModel
-from paradec.models.mar import MAR, MARModel
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.mar import MAR, MARModel
 from paradec.protocol import Query, decode
-from paradec.samplers.draft_verify import draw, token_law
-from paradec.samplers.learn2pd_filter import BlockFilter, FilterFacts, save_filter
-from paradec.samplers.multi_draft import DynamicTree
+from paradec.samplers.causal.trees import DynamicTree
+from paradec.samplers.causal.verification import draw, token_law
+from paradec.samplers.masked.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 from paradec.samplers.request import make_request
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +17,18 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
+from places import GOLDEN
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-GOLDEN = Path(__file__).parent / "golden" / "diffusion"
-FACTS = json.loads((GOLDEN / "golden_latents.json").read_text())
+TRACES = GOLDEN / "diffusion"
+FACTS = json.loads((TRACES / "golden_latents.json").read_text())
 
 
 def dit_pipeline() -> DiTPipeline:
     """The traces' DiT."""
     module = DiTTransformer2DModel(**FACTS["dit"]["transformer"])
-    module.load_state_dict(load_file(GOLDEN / "golden_tiny_dit.safetensors"))
+    module.load_state_dict(load_file(TRACES / "golden_tiny_dit.safetensors"))
     torch.manual_seed(1)
     pipe = DiTPipeline(module.eval(), AutoencoderKL(**FACTS["dit"]["vae"]).eval(), DDIMScheduler())
     pipe.set_progress_bar_config(disable=True)
@@ -51,7 +51,7 @@ def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
 def flux_pipeline() -> FluxPipeline:
     """The traces' FLUX."""
     module = FluxTransformer2DModel(**FACTS["flux"]["transformer"])
-    module.load_state_dict(load_file(GOLDEN / "golden_tiny_flux.safetensors"))
+    module.load_state_dict(load_file(TRACES / "golden_tiny_flux.safetensors"))
     torch.manual_seed(0)
     pipe = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),

@@ -3,7 +3,7 @@
 Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Which blocks of keys a head
 attends to hardly changes from step to step, but differs from head to head, and the first steps suffer most from leaving
 keys out. So every layer finds the lists of each head once, in the last dense step, and reads nothing else after that.
-The kernels are in `paradec.kernels.sparsed`; here is what a request decides: which rows do what at which step.
+The kernels are in `paradec.kernels.block_sparse`; here is what a request decides: which rows do what at which step.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class SparseDState:
 
     def _empty(self, found: Any, branches: int) -> Any:
         """Lists for every row, as wide as any row's can become."""
-        from paradec.kernels.sparsed import BlockIndex, budget, generation_block
+        from paradec.kernels.block_sparse import BlockIndex, budget, generation_block
 
         size, select = self.settings.block_size, self.settings.select
         blocks = -(-self.length // size)
@@ -248,7 +248,7 @@ class SparsePlan:
         self.dense, self.due, self.sparse = (np.flatnonzero(self.modes == mode) for mode in range(3))
         self.tiles: Any = None
         if len(self.sparse):
-            from paradec.kernels.sparsed import QueryTiles
+            from paradec.kernels.block_sparse import QueryTiles
 
             positions, valid = np.tile(part.positions, (state.branches, 1))[self.sparse], None
             if part.valid is not None:
@@ -293,7 +293,7 @@ class SparsePlan:
         return torch.cat(parts).index_select(0, torch.as_tensor(order, device=query.device))
 
     def _sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-        from paradec.kernels.sparsed import sparse_attention
+        from paradec.kernels.block_sparse import sparse_attention
 
         return sparse_attention(
             query,
@@ -319,7 +319,7 @@ class SparsePlan:
         scale: float | None,
     ) -> Tensor:
         """Full attention of the rows that are due, and their lists."""
-        from paradec.kernels import sparsed as kernels
+        from paradec.kernels import block_sparse as kernels
 
         settings, lengths = self.owner.settings, self.lengths[self.due]
         first = kernels.generation_block(lengths, lengths - self.prompts[self.due], settings.block_size)

@@ -54,7 +54,7 @@ class DigitClassifier(nn.Module):
 def load_classifier(path: str | os.PathLike[str] | None = None) -> DigitClassifier:
     """The packaged classifier, or one from a file."""
     if path is None:
-        path = Path(str(importlib.resources.files("paradec") / "data" / "digits" / "classifier.safetensors"))
+        path = Path(str(importlib.resources.files("paradec") / "assets" / "digits" / "classifier.safetensors"))
     model = DigitClassifier()
     model.load_state_dict({name: tensor.float() for name, tensor in read_weights(path)[0].items()})
     return model.eval().requires_grad_(False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.evaluation.plot import check_plot
 from paradec.hooks.session import accelerate
-from paradec.samplers.taylorseer import TaylorSeer
+from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 CURVES: dict[str, dict[str, Any]] = {
     "taylor 1": {"order": 1},

@@ -1,6 +1,6 @@
 """BAC's calibration: watch a few runs, and find for every module the steps at which evaluating it is worth most.
 
-Ji et al., ICLR 2026, arXiv 2506.13456; the schedules themselves are in `paradec.samplers.block_schedule`. The result
+Ji et al., ICLR 2026, arXiv 2506.13456; the schedules themselves are in `paradec.samplers.forecast.bac`. The result
 goes into `paradec.TaylorSeer(schedule=..., basis="reuse")`, and is a JSON file if saved.
 """
 
@@ -21,7 +21,7 @@ from paradec.hooks.blocks import FEED_FORWARD, places
 from paradec.hooks.clock import Clock, timestep_of
 from paradec.hooks.session import transformers_of
 from paradec.hooks.taps import Patch, parameters_of
-from paradec.samplers.block_schedule import BlockSchedule, adaptive_schedule, bubbling_union
+from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 
 METRICS = ("cosine", "l1", "mse")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paradec.hooks.blocks import Place, matched, places
-from paradec.samplers.taylorseer import TaylorSeer
+from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 
 def estimate(transformer: nn.Module, settings: TaylorSeer, *args: Any, **kwargs: Any) -> int:

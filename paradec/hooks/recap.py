@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Patch
-from paradec.samplers.recap import Recap
+from paradec.samplers.masked.recap import Recap
 
 
 @dataclass

@@ -23,8 +23,8 @@ from paradec.hooks.clock import Clock, Run, timestep_of
 from paradec.hooks.guard import Guard
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Kept, Patch, Tap, parameters_of
-from paradec.samplers.refresh import AccumulatedChange, Course, Verification, relative_change
-from paradec.samplers.taylorseer import TARGETS, TaylorSeer
+from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, relative_change
+from paradec.samplers.forecast.taylorseer import TARGETS, TaylorSeer
 
 logger = logging.getLogger("paradec")
 

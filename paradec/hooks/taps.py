@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paradec.hooks.blocks import RETURNS, Place
 from paradec.hooks.stand_in import StandIn
-from paradec.samplers.bases import Basis, History
-from paradec.samplers.refresh import Course, relative_error
+from paradec.samplers.forecast.bases import Basis, History
+from paradec.samplers.forecast.refresh import Course, relative_error
 
 
 class Owner(Protocol):

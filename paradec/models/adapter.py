@@ -80,7 +80,7 @@ class Model:
         self.default_block_length = default_block_length
         self.default_attention = default_attention
         self.engines: OrderedDict[Any, Any] = OrderedDict()
-        """What `paradec.engine` keeps from one request to the next, the one used last at the end."""
+        """What the device step of masked samplers keeps from one request to the next, the one used last at the end."""
         self.attn_implementation = attn_implementation
         self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
         """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""

@@ -31,7 +31,7 @@ from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 from paradec.checks import check_model, shown
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, fetch, listed, positive, read_json
-from paradec.models.llamagen import LlamaGenModel, angles
+from paradec.models.images.llamagen import LlamaGenModel, angles
 from paradec.models.weights import read_weights
 from paradec.protocol import Query
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from paradec import attention
 from paradec.checks import check_int, shown
-from paradec.models import dream, fast_dllm_v2, llada, sdar
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import (
     TURN_ENDS,
@@ -30,8 +29,8 @@ from paradec.models.checkpoint import (
 )
 from paradec.models.facts import ModelFacts
 from paradec.models.family import Family
-from paradec.models.image_loading import PACKAGED as PACKAGED_IMAGES
-from paradec.models.image_loading import (
+from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
+from paradec.models.images.loading import (
     PACKAGED_PIPELINES,
     file_type,
     image_loader,
@@ -39,6 +38,7 @@ from paradec.models.image_loading import (
     packaged_image,
 )
 from paradec.models.saving import Published
+from paradec.models.text import dream, fast_dllm_v2, llada, sdar
 
 logger = logging.getLogger("paradec")
 
@@ -94,7 +94,7 @@ def load(
 
     Image models (`paradec.generate_images`): LlamaGen's and MAR's single files and folders, and Emu3, Chameleon's kin
     and Janus in transformers' format; "digits-ar" is the small one inside the package, "digits-ar-drafter"
-    a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.masked_image`).
+    a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package.
@@ -107,7 +107,7 @@ def load(
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
         image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
-            `paradec.models.llamagen.load_llamagen` and its kin.
+            `paradec.models.images.llamagen.load_llamagen` and its kin.
 
     Raises:
         CheckpointError (a ValueError): not a checkpoint of these formats, corrupt or truncated files, missing or

@@ -19,13 +19,13 @@ class SamplerRegistry(Registry):
 
         Several names make a combination, with settings in parentheses: "credit(threshold=0.95)+localleap" commits what
         one of them would, "threshold&klass" what both would, "credit>>factor" puts credit's logits stage before factor
-        (`paradec.samplers.combination.parse`).
+        (`paradec.samplers.masked.combination.parse`).
 
         Raises:
             ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
         """
         if isinstance(name, str) and name not in self and any(sign in name for sign in JOINING):
-            from paradec.samplers.combination import parse
+            from paradec.samplers.masked.combination import parse
 
             if preset is not None or settings:
                 first = "preset" if preset is not None else next(iter(settings))
@@ -39,45 +39,45 @@ class SamplerRegistry(Registry):
 registry = SamplerRegistry(
     "sampler",
     {
-        "low_confidence": "paradec.samplers.low_confidence:LowConfidence",
-        "random": "paradec.samplers.random:Random",
-        "origin": "paradec.samplers.origin:Origin",
-        "maskgit_plus": "paradec.samplers.maskgit_plus:MaskGitPlus",
-        "topk_margin": "paradec.samplers.topk_margin:TopKMargin",
-        "entropy": "paradec.samplers.entropy:Entropy",
-        "threshold": "paradec.samplers.threshold:Threshold",
-        "factor": "paradec.samplers.factor:Factor",
-        "margin": "paradec.samplers.margin:Margin",
-        "hierarchy": "paradec.samplers.hierarchy:Hierarchy",
-        "entropy_bound": "paradec.samplers.entropy_bound:EntropyBound",
-        "entropy_threshold": "paradec.samplers.entropy_threshold:EntropyThreshold",
-        "localleap": "paradec.samplers.localleap:LocalLeap",
-        "adablock": "paradec.samplers.adablock:AdaBlock",
-        "learn2pd": "paradec.samplers.learn2pd:Learn2PD",
-        "wino": "paradec.samplers.wino:Wino",
-        "editing": "paradec.samplers.editing:Editing",
-        "saber": "paradec.samplers.saber:Saber",
-        "freedave": "paradec.samplers.freedave:FreeDave",
-        "credit": "paradec.samplers.credit:Credit",
-        "ccd": "paradec.samplers.ccd:CCD",
-        "ccd_agree": "paradec.samplers.ccd_agree:CCDAgree",
-        "klass": "paradec.samplers.klass:KLASS",
-        "persistence": "paradec.samplers.persistence:Persistence",
-        "union": "paradec.samplers.combination:Union",
-        "intersection": "paradec.samplers.combination:Intersection",
-        "maskgit": "paradec.samplers.maskgit:MaskGIT",
-        "halton": "paradec.samplers.halton:Halton",
-        "recap": "paradec.samplers.recap:Recap",
-        "sjd": "paradec.samplers.sjd:SJD",
-        "scd": "paradec.samplers.scd:SCD",
-        "gsd": "paradec.samplers.gsd:GSD",
-        "lantern": "paradec.samplers.lantern:Lantern",
-        "lantern++": "paradec.samplers.lantern:LanternPlusPlus",
-        "jacobi": "paradec.samplers.jacobi:Jacobi",
-        "speculative": "paradec.samplers.speculative:Speculative",
-        "zipar": "paradec.samplers.zipar:ZipAR",
-        "taylorseer": "paradec.samplers.taylorseer:TaylorSeer",
-        "mar": "paradec.samplers.mar:MAR",
+        "low_confidence": "paradec.samplers.masked.low_confidence:LowConfidence",
+        "random": "paradec.samplers.masked.random:Random",
+        "origin": "paradec.samplers.masked.origin:Origin",
+        "maskgit_plus": "paradec.samplers.masked.maskgit_plus:MaskGitPlus",
+        "topk_margin": "paradec.samplers.masked.topk_margin:TopKMargin",
+        "entropy": "paradec.samplers.masked.entropy:Entropy",
+        "threshold": "paradec.samplers.masked.threshold:Threshold",
+        "factor": "paradec.samplers.masked.factor:Factor",
+        "margin": "paradec.samplers.masked.margin:Margin",
+        "hierarchy": "paradec.samplers.masked.hierarchy:Hierarchy",
+        "entropy_bound": "paradec.samplers.masked.entropy_bound:EntropyBound",
+        "entropy_threshold": "paradec.samplers.masked.entropy_threshold:EntropyThreshold",
+        "localleap": "paradec.samplers.masked.localleap:LocalLeap",
+        "adablock": "paradec.samplers.masked.adablock:AdaBlock",
+        "learn2pd": "paradec.samplers.masked.learn2pd:Learn2PD",
+        "wino": "paradec.samplers.masked.wino:Wino",
+        "editing": "paradec.samplers.masked.editing:Editing",
+        "saber": "paradec.samplers.masked.saber:Saber",
+        "freedave": "paradec.samplers.masked.freedave:FreeDave",
+        "credit": "paradec.samplers.masked.credit:Credit",
+        "ccd": "paradec.samplers.masked.ccd:CCD",
+        "ccd_agree": "paradec.samplers.masked.ccd_agree:CCDAgree",
+        "klass": "paradec.samplers.masked.klass:KLASS",
+        "persistence": "paradec.samplers.masked.persistence:Persistence",
+        "union": "paradec.samplers.masked.combination:Union",
+        "intersection": "paradec.samplers.masked.combination:Intersection",
+        "maskgit": "paradec.samplers.masked.maskgit:MaskGIT",
+        "halton": "paradec.samplers.masked.halton:Halton",
+        "recap": "paradec.samplers.masked.recap:Recap",
+        "sjd": "paradec.samplers.causal.sjd:SJD",
+        "scd": "paradec.samplers.causal.scd:SCD",
+        "gsd": "paradec.samplers.causal.gsd:GSD",
+        "lantern": "paradec.samplers.causal.lantern:Lantern",
+        "lantern++": "paradec.samplers.causal.lantern:LanternPlusPlus",
+        "jacobi": "paradec.samplers.causal.base:Jacobi",
+        "speculative": "paradec.samplers.causal.speculative:Speculative",
+        "zipar": "paradec.samplers.causal.zipar:ZipAR",
+        "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
+        "mar": "paradec.samplers.masked.mar:MAR",
     },
 )
 

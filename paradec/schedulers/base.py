@@ -23,7 +23,7 @@ from paradec.models.adapter import take_columns
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query, plain
 from paradec.registry import unknown
-from paradec.samplers.masked_state import MaskedState
+from paradec.samplers.masked.state import MaskedState
 
 MODULE = "paradec.schedulers"
 """The module that pipelines write into `model_index.json`, wherever in this package a class is defined."""

@@ -31,8 +31,8 @@ from paradec.models.adapter import Model
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Interrupted
 from paradec.registry import unknown
-from paradec.samplers.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
-from paradec.samplers.masked import MaskedSampler, View
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
 
 PAPER_EPOCHS = 40_000
 FORMAT = "paradec-learn2pd-records/1"
@@ -92,7 +92,7 @@ class Records:
     done: int
     """How many of the prompts are in."""
     features: Tensor
-    """[N, F, n] float32, in the order of `paradec.samplers.learn2pd_filter.FEATURES`."""
+    """[N, F, n] float32, in the order of `paradec.samplers.masked.learn2pd_filter.FEATURES`."""
     final: Tensor
     """[N, n] bool: the candidate is the token that one-by-one decoding ends with."""
     undecided: Tensor
@@ -297,7 +297,7 @@ def train(
     measure with (the paper deals records, so that one prompt's neighbouring steps stand on both sides).
 
     Args:
-        kind: "block", the paper's, or "features"; see `paradec.samplers.learn2pd_filter`.
+        kind: "block", the paper's, or "features"; see `paradec.samplers.masked.learn2pd_filter`.
         epochs: passes over all records; the paper's by default.
         lr: AdamW's learning rate.
         threshold: acceptance probability that precision and recall are measured at.

@@ -1,0 +1,176 @@
+"""The adapter of autoregressive image models: a causal model, the raster that it writes, and the way back to pixels.
+
+Samplers see token ids below `facts.vocab_size`, those that the model's output can name. Prompts may hold ids from
+there on, which only the model's own embedding understands: a class label, a place in a caption, the text of a model
+whose image tokens have a vocabulary of their own. What a model knows of one request's rows it holds in a copy of the
+adapter, made by `request`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import check_int, shown
+from paradec.models.adapter import Model, take_columns
+from paradec.models.calls import Evaluation
+from paradec.models.facts import ModelFacts
+from paradec.models.images.grid import Grid
+from paradec.prompts import Prompts
+from paradec.protocol import Query
+
+
+@dataclass
+class ImageRequest:
+    """One request, ready for a sampler's `start`."""
+
+    model: ImageModel
+    """A copy of the adapter that knows this request's rows."""
+    prompts: Prompts
+    unconditional: Prompts
+    """Prompts of the guidance branch, one per row; their lengths may be others."""
+
+
+class ImageModel(Model):
+    """Base of the families. A family says how ids become embeddings (`_embed`), runs its backbone (`_backbone`) and its
+    output matrix (`_head`), lays out requests (`request`) and grids (`grid`), and decodes codes (`_pixels`).
+
+    Args:
+        module: the network.
+        facts: topology "causal", prediction "shifted".
+    """
+
+    makes = "image"
+    gathers = False
+    family: ClassVar[str] = ""
+    conditions: ClassVar[str] = "prompts"
+    """What a request gives: "prompts" or "class_labels"."""
+    defaults: Mapping[str, Any] = {"guidance_scale": 1.0, "top_k": None, "temperature": 1.0, "top_p": None}
+    """What the model's authors sample with."""
+
+    def __init__(self, module: nn.Module, facts: ModelFacts, tokenizer: Any = None):
+        super().__init__(module, facts, "decoder", tokenizer, default_max_new_tokens=1)
+
+    pads = True
+    supports_store = True
+    supports_visibility = True
+    has_head = True
+
+    # ---- what a family says ---------------------------------------------------------------------------------------
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture of so many pixels; by default the model's own size.
+
+        Raises:
+            ValueError: a size that this model cannot make; the message says which it can.
+        """
+        raise NotImplementedError
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """Lay out one request: `num_images` rows for every prompt or label, copies side by side.
+
+        Raises:
+            ValueError, TypeError: conditions that the model does not take; the message names them.
+        """
+        raise NotImplementedError
+
+    def codebook(self) -> Tensor | None:
+        """[vocab_size, d] float: the code behind every id, NaN for ids that are no image tokens; None without VQ."""
+        return None
+
+    def token_embeddings(self) -> Tensor:
+        """[vocab_size, d]: the input embeddings of the ids that samplers see."""
+        return self._embed(torch.arange(self.facts.vocab_size, device=self.device).unsqueeze(0), None)[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [R, W, d] -> [R, W, vocab_size]."""
+        return self._head(hidden)
+
+    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
+        """ids [R, Q] int64 -> [R, Q, d]. `query` is None for ids below the vocabulary's size."""
+        raise NotImplementedError
+
+    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+        """[R, Q, d] -> last hidden states [R, Q, d]. mask [R, 1, Q, K] bool, or None: causal over the call."""
+        raise NotImplementedError
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """[R, W, d] -> logits [R, W, V]."""
+        raise NotImplementedError
+
+    def _pixels(self, codes: Tensor) -> Tensor:
+        """Codes [B, h, w] -> images [B, C, H, W] float, about [-1, 1]."""
+        raise NotImplementedError
+
+    # ---- what all share -------------------------------------------------------------------------------------------
+
+    def check_decodes(self) -> None:
+        """Raise ValueError where there is nothing to make pixels with."""
+
+    def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
+        with torch.no_grad(), Evaluation(self.module):
+            images = self._pixels(grid.codes(tokens.to(self.device)))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        """Evaluate one query: logits [R, W, V] of the wanted columns ([R, Q, V] when none are named)."""
+        with torch.no_grad(), Evaluation(self.module):
+            cache = None if store is None else store.bind(query)
+            mask = self._visible(query) if store is None else self._over_store(query, store)
+            hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache)
+            if query.keep_hidden:
+                query.hidden = hidden
+            return self._head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
+
+    def _over_store(self, query: Query, store: Any) -> Tensor:
+        """[R, 1, Q, K] bool: stored keys, and the call's own, up to each column's position."""
+        mask, keys = store.visible(query)
+        causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
+        return causal if mask is None else causal & mask
+
+    def _bound(self, **held: Any) -> Any:
+        """A copy of the adapter with these attributes; the module is shared."""
+        bound = object.__new__(type(self))
+        bound.__dict__ = self.__dict__ | held
+        return bound
+
+
+def branch_rows(query: Query, batch: int) -> Tensor:
+    """[R] int64: where each row of a call stands among a request's `batch` rows, the guidance branch's after them."""
+    rows = torch.as_tensor(query.rows, device=query.tokens.device)
+    if query.copies is not None:
+        rows = rows.repeat_interleave(torch.as_tensor(query.copies, device=rows.device))
+    return torch.cat([rows + branch * batch for branch in range(query.branches)])
+
+
+def labels_of(given: Any, classes: int) -> list[int]:
+    """Class labels as a list.
+
+    Raises:
+        ValueError: none, or one out of its range. TypeError: no integers.
+    """
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    labels = list(given) if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
+    if not labels:
+        raise ValueError("class_labels is empty; give at least one")
+    for label in labels:
+        check_int("class_labels", label, low=0, high=classes - 1)
+    return [int(label) for label in labels]
+
+
+def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:
+    """Codes along one side.
+
+    Raises:
+        ValueError: pixels that are no multiple of the code's size.
+    """
+    check_int(name, pixels, low=1, none=True)
+    if pixels is not None and pixels % scale:
+        raise ValueError(f"{name}={shown(pixels)} must be a multiple of {scale}, the side of one token in pixels")
+    return default if pixels is None else pixels // scale

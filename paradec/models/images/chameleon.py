@@ -1,0 +1,204 @@
+"""Chameleon's kin that draw, on transformers' own class: Anole and Lumina-mGPT.
+
+Chern et al., "Anole", arXiv 2407.06135; Liu et al., "Lumina-mGPT", arXiv 2408.02657; Chameleon is arXiv 2405.09818.
+
+The class suppresses image tokens in its own forward, since Chameleon was released for text. The adapter runs its parts
+instead, and nothing is suppressed. Its VQ has no decoder either: `paradec.models.images.vq` has one, which reads
+Chameleon's `vqgan.ckpt`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.grid import Grid
+from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
+from paradec.models.images.vq import VQModel, load_vq
+from paradec.protocol import Query
+
+
+@dataclass(frozen=True)
+class ChameleonLayout:
+    """How a family writes pictures.
+
+    Args:
+        start, end: ids around a picture.
+        side: image tokens along one side by default.
+        row_end: id after every row, or None.
+        turn_end: id between a caption and its picture, or None.
+        end_of_text: id after the end of the picture, or None.
+        first_size: the ids `first_size + pixels / 32` name a height and a width after `start`; None writes no sizes,
+            and then the default square is the only one.
+        guidance_scale, top_k: what the authors sample with.
+        instruction: what stands before a caption; `{width}` and `{height}` are pixels.
+    """
+
+    start: int
+    end: int
+    side: int
+    row_end: int | None = None
+    turn_end: int | None = None
+    end_of_text: int | None = None
+    first_size: int | None = None
+    guidance_scale: float = 3.0
+    top_k: int | None = 2000
+    instruction: str = ""
+
+
+ANOLE = ChameleonLayout(start=8197, end=8196, side=32, turn_end=8710, guidance_scale=7.0)
+LUMINA_MGPT = ChameleonLayout(
+    start=8197,
+    end=8196,
+    side=48,
+    row_end=8803,
+    turn_end=8710,
+    end_of_text=8710,
+    first_size=8804,
+    instruction="Generate an image of {width}x{height} according to the following prompt:\n",
+)
+LAYOUTS = {"anole": ANOLE, "lumina-mgpt": LUMINA_MGPT}
+PIXELS_PER_SIZE = 32
+
+
+class ChameleonModel(TextToImageModel):
+    """transformers' `ChameleonForConditionalGeneration` behind the adapter.
+
+    The prompt ends with the picture's start (and its sizes); the guidance branch's begins there.
+
+    Args:
+        module: the model.
+        layout: `ANOLE`, `LUMINA_MGPT`, or one's own.
+        vq: the VQ autoencoder with its decoder; None gives tokens alone.
+        tokenizer: its tokenizer; None takes prompts as ids alone.
+
+    Raises:
+        ValueError: a codebook of another size than the model's, or a vocabulary that lacks a code.
+    """
+
+    family = "chameleon"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: ChameleonLayout = ANOLE,
+        vq: VQModel | None = None,
+        tokenizer: Any = None,
+        name: str | None = None,
+    ):
+        super().__init__(module, module.config.vocab_size, tokenizer, name)
+        size = module.config.vq_config.num_embeddings
+        if vq is not None and vq.config.codebook_size != size:
+            raise ValueError(
+                f"the codebook has {vq.config.codebook_size} entries; {self.facts.name} writes {size} codes"
+            )
+        self.layout, self.vq = layout, vq
+        self.cells = in_order(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
+        self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1) if vq is None else vq.config.scale
+        self.defaults = {
+            "guidance_scale": layout.guidance_scale,
+            "top_k": layout.top_k,
+            "temperature": 1.0,
+            "top_p": None,
+        }
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        layout, sides = self.layout, []
+        for name, value in (("height", height), ("width", width)):
+            side = pixels_to_codes(name, value, layout.side, self.scale)
+            if layout.first_size is None and side != layout.side:
+                own = layout.side * self.scale
+                raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {own} x {own} pixels")
+            if layout.first_size is not None and side * self.scale % PIXELS_PER_SIZE:
+                raise ValueError(f"{name}={value} must be a multiple of {PIXELS_PER_SIZE}: sizes are named so")
+            sides.append(side)
+        tail = (layout.end,) if layout.end_of_text is None else (layout.end, layout.end_of_text)
+        grid = Grid(*sides, cells=self.cells, row_end=layout.row_end, tail=tail)
+        if grid.length >= self.facts.max_length:
+            raise ValueError(
+                f"height={sides[0] * self.scale}, width={sides[1] * self.scale} takes {grid.length} tokens; "
+                f"{self.facts.name} makes at most {self.facts.max_length - 1}"
+            )
+        return grid
+
+    def opening(self, grid: Grid) -> list[int]:
+        """The ids between a caption and the picture's first token."""
+        layout = self.layout
+        if layout.first_size is None:
+            return [layout.start]
+        pixels = (side * self.scale // PIXELS_PER_SIZE for side in (grid.height, grid.width))
+        return [layout.start, *(layout.first_size + size for size in pixels)]
+
+    def _prompt(self, text: str, grid: Grid) -> list[int]:
+        height, width = grid.height * self.scale, grid.width * self.scale
+        text = self.layout.instruction.format(height=height, width=width) + text
+        ids = self.tokenizer(text)["input_ids"]
+        turn_end = [] if self.layout.turn_end is None else [self.layout.turn_end]
+        return [*ids, *turn_end, *self.opening(grid)]
+
+    def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
+        return self.opening(grid)
+
+    @property
+    def _language_model(self) -> nn.Module:
+        return self.module.model
+
+    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
+        return self.module.get_input_embeddings()(ids)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.lm_head(hidden)
+
+    def codebook(self) -> Tensor:
+        own = self.module.model.vqmodel.quantize.embedding.weight if self.vq is None else self.vq.quantize.codes
+        return self._codes_of_ids(own, self.cells)
+
+    def check_decodes(self) -> None:
+        if self.vq is None:
+            raise ValueError(
+                f"{self.facts.name} was made without a VQ decoder, which transformers' Chameleon does not have; give "
+                "vq= (Chameleon's vqgan.ckpt), or ask for output_type='latent'"
+            )
+
+    def _pixels(self, codes: Tensor) -> Tensor:
+        self.check_decodes()
+        return self.vq.decode(codes)
+
+
+def load_chameleon(
+    source: str | os.PathLike[str],
+    *,
+    layout: str | ChameleonLayout | None = None,
+    vq: str | os.PathLike[str] | VQModel | None = None,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+) -> ChameleonModel:
+    """Read an Anole or a Lumina-mGPT from a folder or hub repository in transformers' format.
+
+    Args:
+        layout: "anole", "lumina-mgpt" or one's own; None goes by the name of the source.
+        vq: the VQ autoencoder, or Chameleon's `vqgan.ckpt`.
+
+    Raises:
+        CheckpointError: no checkpoint of this kind.
+        ValueError: an unknown layout.
+    """
+    from paradec.registry import unknown
+
+    if layout is None:
+        layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"
+    if isinstance(layout, str):
+        if layout not in LAYOUTS:
+            raise ValueError(unknown("layout", layout, LAYOUTS))
+        layout = LAYOUTS[layout]
+    if not isinstance(vq, (VQModel, type(None))):
+        vq = load_vq(vq, "chameleon")
+    module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision)
+    if device is not None:
+        module, vq = module.to(device), None if vq is None else vq.to(device)
+    return ChameleonModel(module, layout, vq, tokenizer)

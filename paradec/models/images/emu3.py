@@ -1,0 +1,114 @@
+"""Emu3 on transformers' own class: text and picture in one vocabulary, every row of the picture closed by a token.
+
+Wang et al., "Emu3: Next-Token Prediction is All You Need", arXiv 2409.18869. Checkpoints: BAAI/Emu3-Gen-hf.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor, nn
+
+from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.grid import Grid
+from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
+from paradec.protocol import Query
+
+DEFAULT_SIDE = 90
+"""Tokens along one side of a picture of 720 x 720 pixels."""
+
+
+class Emu3Model(TextToImageModel):
+    """transformers' `Emu3ForConditionalGeneration` behind the adapter.
+
+    The prompt ends with the picture's size in tokens, as the model's processor writes it; the guidance branch reads the
+    negative prompt, by default an empty one, in the same form. After the last row stand end of frame, end of image and
+    end of text.
+
+    Args:
+        module: the model.
+        tokenizer: its tokenizer; None takes prompts as ids alone.
+
+    Raises:
+        ValueError: a vocabulary that lacks a token which pictures need.
+    """
+
+    family = "emu3"
+    defaults = {"guidance_scale": 3.0, "top_k": 2048, "temperature": 1.0, "top_p": None}
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None, name: str | None = None):
+        super().__init__(module, module.config.get_text_config().vocab_size, tokenizer, name)
+        size = module.config.vq_config.codebook_size
+        self.cells = in_order(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
+        self.row_end = self._token("<|extra_200|>")
+        self.tail = (self._token("<|extra_201|>"), self._token("<|image end|>"), self._end_of_text())
+        self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1)
+
+    def _token(self, text: str) -> int:
+        known = self.module.config.vocabulary_map
+        if text in known:
+            return known[text]
+        vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
+        if text not in vocabulary:
+            raise ValueError(f"neither vocabulary_map nor the tokenizer of {self.facts.name} has {text!r}")
+        return vocabulary[text]
+
+    def _end_of_text(self) -> int:
+        end = self.text_config.eos_token_id
+        end = next(iter(end), None) if isinstance(end, (list, tuple)) else end
+        if end is None:
+            raise ValueError(f"eos_token_id of {self.facts.name} is not known: its text config does not say it")
+        return end
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        sides = [
+            pixels_to_codes(name, value, DEFAULT_SIDE, self.scale)
+            for name, value in (("height", height), ("width", width))
+        ]
+        grid = Grid(*sides, cells=self.cells, row_end=self.row_end, tail=self.tail)
+        if grid.length >= self.facts.max_length:
+            raise ValueError(
+                f"height={sides[0] * self.scale}, width={sides[1] * self.scale} takes {grid.length} tokens; "
+                f"{self.facts.name} makes at most {self.facts.max_length - 1}"
+            )
+        return grid
+
+    def _prompt(self, text: str, grid: Grid) -> list[int]:
+        start, token = "<|image start|>", "<|image token|>"
+        bos = self.tokenizer.bos_token or ""
+        layout = f"{bos}{text}{start}{grid.height}*{grid.width}{token}"
+        return self.tokenizer(layout, add_special_tokens=False)["input_ids"]
+
+    def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.facts.name} was made without a tokenizer: guidance needs negative_prompt, as ids")
+        return self._prompt("", grid)
+
+    @property
+    def _language_model(self) -> nn.Module:
+        return self.module.model.text_model
+
+    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
+        return self.module.get_input_embeddings()(ids)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.lm_head(hidden)
+
+    def codebook(self) -> Tensor:
+        return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.cells)
+
+    def _pixels(self, codes: Tensor) -> Tensor:
+        return self.module.model.vqmodel.decode(codes)
+
+
+def load_emu3(
+    source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
+) -> Emu3Model:
+    """Read an Emu3 from a folder or hub repository.
+
+    Raises:
+        CheckpointError: no checkpoint of this kind.
+    """
+    module, tokenizer = pretrained(source, "Emu3ForConditionalGeneration", dtype, revision)
+    return Emu3Model(module if device is None else module.to(device), tokenizer)

@@ -1,0 +1,102 @@
+"""Janus and Janus-Pro on transformers' own class: image tokens have embeddings, an output matrix and ids of their own.
+
+Chen et al., "Janus-Pro", arXiv 2501.17811; Wu et al., "Janus", arXiv 2410.13848. Checkpoints:
+deepseek-community/Janus-Pro-1B and -7B.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.grid import Grid
+from paradec.models.images.text_to_image import TextToImageModel, pretrained
+from paradec.protocol import Query
+
+
+class JanusModel(TextToImageModel):
+    """transformers' `JanusForConditionalGeneration` behind the adapter.
+
+    Samplers see image ids 0 to V - 1 as they are and text id t as V + t, which only prompts hold. The guidance branch
+    reads the prompt with padding tokens for all but its beginning of text and of image: of the same length.
+
+    Args:
+        module: the model.
+        tokenizer: its tokenizer; None takes prompts as ids alone.
+        boi_token_id: the token before a picture; by default as generation_config says.
+
+    Raises:
+        ValueError: no such token known.
+    """
+
+    family = "janus"
+    defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
+
+    def __init__(
+        self, module: nn.Module, tokenizer: Any = None, boi_token_id: int | None = None, name: str | None = None
+    ):
+        super().__init__(module, module.config.vq_config.num_embeddings, tokenizer, name)
+        generation = module.generation_config
+        if boi_token_id is None:
+            boi_token_id = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
+        known = {"boi_token_id": boi_token_id}
+        for field in ("bos_token_id", "pad_token_id"):
+            value = getattr(generation, field, None)
+            known[field] = getattr(self.text_config, field, None) if value is None else value
+        for field, value in known.items():
+            if value is None:
+                raise ValueError(f"{field} of {self.facts.name} is not known: its generation_config does not say it")
+        self.boi, self.bos, self.pad = known.values()
+        self.side = module.model.vqmodel.quantize.quant_state_dims[0]
+        self.scale = 2 ** (len(module.config.vq_config.channel_multiplier) - 1)
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        for name, value in (("height", height), ("width", width)):
+            if pixels_to_codes(name, value, self.side, self.scale) != self.side:
+                own = self.side * self.scale
+                raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {own} x {own} pixels")
+        return Grid(self.side, self.side, cells=range(self.facts.vocab_size))
+
+    def _prompt(self, text: str, grid: Grid) -> list[int]:
+        return [*self.tokenizer(text)["input_ids"], self.boi]
+
+    def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
+        return [token if token in (self.bos, self.boi) else self.pad for token in prompt]
+
+    def _from_text_ids(self, ids: list[int]) -> list[int]:
+        return [self.facts.vocab_size + token for token in ids]
+
+    @property
+    def _language_model(self) -> nn.Module:
+        return self.module.model.language_model
+
+    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
+        size = self.facts.vocab_size
+        image = self.module.prepare_embeddings_for_image_generation(ids.clamp(max=size - 1))
+        text = self.module.get_input_embeddings()((ids - size).clamp(min=0))
+        return torch.where((ids < size).unsqueeze(-1), image, text)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.model.generation_head(hidden)
+
+    def codebook(self) -> Tensor:
+        return self.module.model.vqmodel.quantize.embedding.weight
+
+    def _pixels(self, codes: Tensor) -> Tensor:
+        return self.module.model.vqmodel.decode(codes.flatten(1))
+
+
+def load_janus(
+    source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
+) -> JanusModel:
+    """Read a Janus or Janus-Pro from a folder or hub repository.
+
+    Raises:
+        CheckpointError: no checkpoint of this kind.
+    """
+    module, tokenizer = pretrained(source, "JanusForConditionalGeneration", dtype, revision)
+    return JanusModel(module if device is None else module.to(device), tokenizer)

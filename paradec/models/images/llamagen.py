@@ -1,0 +1,566 @@
+"""LlamaGen: a Llama with two-dimensional rotary angles that writes the codes of a picture row by row.
+
+Sun et al., "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation", arXiv 2406.06525. transformers
+has no class for it; parameter names are those of the published checkpoints.
+
+Three conventions of the published code that a plain Llama does not share: adjacent numbers of a head are rotated as
+pairs, half of them by the row and half by the column of the token's own cell; the rotation of condition tokens is zero
+in both cosine and sine, so that their queries and keys vanish and every query scores them 0; captions are padded on the
+left, which changes nothing once the padding is left out, since the cell alone gives the angle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from paradec.checks import check_choice, check_int, check_number
+from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.facts import ModelFacts
+from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
+from paradec.models.images.grid import Grid
+from paradec.models.images.vq import VQModel, load_vq
+from paradec.models.weights import PICKLES, read_weights
+from paradec.prompts import Prompts
+from paradec.protocol import Query
+from paradec.registry import unknown
+
+CONDITIONS = ("c2i", "t2i")
+
+
+@dataclass(frozen=True)
+class LlamaGenConfig:
+    """Sizes of a LlamaGen.
+
+    Args:
+        dim, n_layer, n_head: width, layers, heads (a head's width must be a multiple of 4).
+        n_kv_head: heads of keys and values; as many as queries by default.
+        ffn_dim: width of the feed-forward; by default 8/3 dim, rounded up to a multiple of `multiple_of`.
+        grid: codes along one side of the square that it was trained on.
+        condition: "c2i" (a class label) or "t2i" (features of a caption).
+        num_classes: for c2i; label `num_classes` is the unconditional one.
+        caption_dim, caption_length: for t2i: width of a feature, and the most features of a caption.
+    """
+
+    dim: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int | None = None
+    ffn_dim: int | None = None
+    multiple_of: int = 256
+    vocab_size: int = 16384
+    grid: int = 16
+    condition: str = "c2i"
+    num_classes: int = 1000
+    caption_dim: int = 2048
+    caption_length: int = 120
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "dim n_layer n_head multiple_of vocab_size grid num_classes caption_dim caption_length n_kv_head ffn_dim"
+        )
+        for name in sizes.split():
+            check_int(name, getattr(self, name), low=1, none=name in ("n_kv_head", "ffn_dim"))
+        check_choice("condition", self.condition, CONDITIONS)
+        for name in ("rope_base", "norm_eps"):
+            check_number(name, getattr(self, name), low=0, open_low=True)
+        if self.dim % self.n_head or self.head_dim % 4:
+            raise ValueError(f"n_head={self.n_head} must split dim={self.dim} into heads that are a multiple of 4 wide")
+        if self.n_head % self.num_key_value_heads:
+            raise ValueError(f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}")
+
+    head_dim = property(lambda self: self.dim // self.n_head)
+    # what stores are sized by, under transformers' names
+    num_hidden_layers = property(lambda self: self.n_layer)
+    num_attention_heads = property(lambda self: self.n_head)
+    num_key_value_heads = property(lambda self: self.n_kv_head or self.n_head)
+    hidden_size = property(lambda self: self.dim)
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward."""
+        return self.ffn_dim or self.multiple_of * math.ceil(int(8 * self.dim / 3) / self.multiple_of)
+
+
+PRESETS: dict[str, dict[str, int]] = {
+    "B": {"dim": 768, "n_layer": 12, "n_head": 12},
+    "L": {"dim": 1024, "n_layer": 24, "n_head": 16},
+    "XL": {"dim": 1280, "n_layer": 36, "n_head": 20},
+    "XXL": {"dim": 1536, "n_layer": 48, "n_head": 24},
+    "XXXL": {"dim": 2560, "n_layer": 48, "n_head": 40},
+    "1B": {"dim": 2048, "n_layer": 22, "n_head": 32},
+    "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
+    "7B": {"dim": 4096, "n_layer": 32, "n_head": 32},
+}
+"""Sizes by the authors' names; checkpoints are published of B, L, XL, XXL and 3B."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(_wide(x.dtype))
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaGenConfig, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.heads, self.kv_heads = config.n_head, config.num_key_value_heads
+        self.wqkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [R, heads, Q, head_dim]
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        h = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
+        )
+        return self.wo(h.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.inner, bias=False)
+        self.w3 = nn.Linear(config.dim, config.inner, bias=False)
+        self.w2 = nn.Linear(config.inner, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaGenConfig, layer: int):
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, mask, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class LabelEmbedding(nn.Module):
+    """Classes, and the unconditional label after them."""
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)
+
+
+class CaptionProjection(nn.Module):
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
+        self.fc2 = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedding(nn.Module):
+    """Features of captions, and learned ones in their stead for guidance."""
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.cap_proj = CaptionProjection(config)
+        self.uncond_embedding = nn.Parameter(torch.zeros(config.caption_length, config.caption_dim))
+
+
+class LlamaGen(nn.Module):
+    """The network, without the codebook.
+
+    Args:
+        config: its sizes.
+    """
+
+    def __init__(self, config: LlamaGenConfig):
+        super().__init__()
+        self.config = config
+        self.cls_embedding = LabelEmbedding(config) if config.condition == "c2i" else CaptionEmbedding(config)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        """Hidden states before the output matrix.
+
+        Args:
+            embeddings: [R, Q, dim].
+            cells: [R, Q] int64: the raster index of each token's cell; negative for condition tokens.
+            mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own tokens.
+            cache: what `update(keys, values, layer)` gives keys and values [R, kv_heads, K, head_dim] to attend over.
+
+        Returns:
+            [R, Q, dim].
+        """
+        rotation = angles(cells, self.config)
+        x = embeddings
+        for layer in self.layers:
+            x = layer(x, rotation, mask, cache)
+        return self.norm(x)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> logits [..., vocab_size], float32 or wider."""
+        logits = self.output(hidden)
+        return logits.to(_wide(logits.dtype))
+
+
+def angles(cells: Tensor, config: LlamaGenConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [R, 1, Q, head_dim / 2] for the cells [R, Q]; both 0 for condition tokens."""
+    half = config.head_dim // 2
+    frequency = config.rope_base ** -(torch.arange(0, half, 2, device=cells.device).float() / half)
+    y, x = cells // config.grid, cells % config.grid
+    angle = torch.cat((y.unsqueeze(-1) * frequency, x.unsqueeze(-1) * frequency), -1).unsqueeze(1)
+    real = (cells >= 0)[:, None, :, None]
+    return angle.cos() * real, angle.sin() * real
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the adjacent pairs of [R, heads, Q, head_dim]."""
+    a, b = x.to(_wide(x.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+
+
+class LlamaGenModel(ImageModel):
+    """LlamaGen behind the adapter. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
+
+    Args:
+        module: the network.
+        vq: its VQ autoencoder; None gives tokens alone.
+        text_encoder: for t2i: (tokenizer, transformers' T5 encoder), or None; then captions are given as features.
+        defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests that name none, where they differ from
+            the published models'.
+
+    Raises:
+        ValueError: a codebook of another size than the network's vocabulary.
+    """
+
+    family = "llamagen"
+
+    def __init__(
+        self,
+        module: LlamaGen,
+        vq: VQModel | None = None,
+        text_encoder: Any = None,
+        name: str = "LlamaGen",
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        config = module.config
+        if vq is not None and vq.config.codebook_size != config.vocab_size:
+            raise ValueError(
+                f"the codebook has {vq.config.codebook_size} entries; {name} writes {config.vocab_size} codes"
+            )
+        prompt = 1 if config.condition == "c2i" else config.caption_length
+        facts = ModelFacts(
+            vocab_size=config.vocab_size,
+            max_length=prompt + config.grid**2,
+            prediction="shifted",
+            topology="causal",
+            name=name,
+        )
+        super().__init__(module.eval(), facts)
+        self.vq, self.text_encoder = vq, text_encoder
+        self.conditions = "class_labels" if config.condition == "c2i" else "prompts"
+        guidance, top_k = (4.0, 2000) if config.condition == "c2i" else (7.5, 1000)
+        law = {"guidance_scale": guidance, "top_k": top_k, "temperature": 1.0, "top_p": None}
+        for key in defaults or {}:
+            if key not in law:
+                raise ValueError(unknown("default", key, law))
+        self.defaults = law | dict(defaults or {})
+        self._captions: Tensor | None = None  # [2 B, T, dim]
+        self._prompt_length: Tensor | None = None  # [2 B] int64; None for classes
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        own = self.module.config.grid
+        scale = 16 if self.vq is None else self.vq.config.scale
+        sides = [pixels_to_codes(name, value, own, scale) for name, value in (("height", height), ("width", width))]
+        for name, value, side in zip(("height", "width"), (height, width), sides):
+            if side != own:
+                raise ValueError(
+                    f"{name}={value} is not what {self.facts.name} makes: its angles are for {own} x {own} tokens, "
+                    f"{own * scale} x {own * scale} pixels"
+                )
+        return Grid(*sides, cells=range(self.facts.vocab_size))
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: class labels (an int or several), or captions: texts, or features [T, caption_dim], or lists."""
+        if negative_prompt is not None:
+            raise ValueError(
+                "negative_prompt: LlamaGen was trained with an unconditional input of its own; leave it out"
+            )
+        vocab = self.facts.vocab_size
+        if self.conditions == "class_labels":
+            classes = self.module.config.num_classes
+            labels = [label for label in labels_of(given, classes) for _ in range(num_images)]
+            rows, uncond = [[vocab + label] for label in labels], [[vocab + classes] for _ in labels]
+            return ImageRequest(self, _prompts(rows), _prompts(uncond))
+        captions = [caption for caption in self._features(given) for _ in range(num_images)]
+        learned, project = self.module.cls_embedding.uncond_embedding, self.module.cls_embedding.cap_proj
+        # captions stand at the end of the published code's columns, and so do the learned features that replace them
+        both = captions + [learned[-len(caption) :] for caption in captions]
+        with torch.no_grad():
+            bound = self._bound(
+                _captions=project(nn.utils.rnn.pad_sequence(both, batch_first=True)),
+                _prompt_length=torch.tensor([len(features) for features in both], device=self.device),
+            )
+        rows = [list(range(vocab, vocab + len(caption))) for caption in captions]
+        return ImageRequest(bound, _prompts(rows), _prompts(rows))
+
+    def _features(self, given: Any) -> list[Tensor]:
+        """Features [T, caption_dim] of every caption."""
+        config = self.module.config
+        if isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], str)):
+            texts = [given] if isinstance(given, str) else list(given)
+            if self.text_encoder is None:
+                raise ValueError(
+                    f"{self.facts.name} reads features of flan-t5-xl, not text: give load(..., text_encoder=...) or "
+                    f"features [tokens, {config.caption_dim}]"
+                )
+            return self._encode(texts)
+        several = list(given) if isinstance(given, Sequence) or getattr(given, "ndim", 2) == 3 else [given]
+        if not several:
+            raise ValueError("prompts is empty; give at least one")
+        for features in several:
+            shape = tuple(getattr(features, "shape", ()))
+            if len(shape) != 2 or shape[1] != config.caption_dim or not 1 <= shape[0] <= config.caption_length:
+                raise ValueError(
+                    f"prompts hold features of shape {shape}; expected [1 to {config.caption_length}, "
+                    f"{config.caption_dim}]"
+                )
+        return [torch.as_tensor(features).to(self.device, self.dtype) for features in several]
+
+    def _encode(self, texts: list[str]) -> list[Tensor]:
+        """Features of captions in lower case, as in training; the rest of its cleaning (of links, file names and the
+        like, in captions from the web) is left out."""
+        tokenizer, encoder = self.text_encoder
+        found = tokenizer(
+            [text.strip().lower() for text in texts],
+            max_length=self.module.config.caption_length,
+            padding=True,
+            truncation=True,
+            return_tensors="pt",
+        ).to(encoder.device)
+        with torch.no_grad():
+            features = encoder(input_ids=found["input_ids"], attention_mask=found["attention_mask"]).last_hidden_state
+        features = features.to(self.device, self.dtype)
+        return [row[keep.bool()] for row, keep in zip(features, found["attention_mask"].to(self.device))]
+
+    def _rows(self, query: Query) -> Tensor:
+        if self._prompt_length is None:
+            raise ValueError(f"{self.facts.name} reads captions: call it through the model that request() gives")
+        return branch_rows(query, len(self._prompt_length) // 2)
+
+    def codebook(self) -> Tensor | None:
+        return None if self.vq is None else self.vq.quantize.codes
+
+    def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
+        vocab, network = self.facts.vocab_size, self.module
+        tokens = network.tok_embeddings(ids.clamp(max=vocab - 1))
+        prompt = ids >= vocab
+        if query is None or not prompt.any():
+            return tokens
+        if self.conditions == "class_labels":
+            given = network.cls_embedding.embedding_table((ids - vocab).clamp(min=0))
+        else:
+            given = take_rows(self._captions[self._rows(query)], (ids - vocab).clamp(min=0))
+        return torch.where(prompt.unsqueeze(-1), given, tokens)
+
+    def cells(self, query: Query) -> Tensor:
+        """[R, Q] int64: the raster index of each column's cell; negative for the condition's."""
+        # a class label is one token; captions have lengths of their own
+        first = 1 if self._prompt_length is None else self._prompt_length[self._rows(query)].unsqueeze(1)
+        return query.positions - first
+
+    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+        return self.module.backbone(embeddings, self.cells(query), mask, cache)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.head(hidden)
+
+    def check_decodes(self) -> None:
+        if self.vq is None:
+            raise ValueError(
+                f"{self.facts.name} was loaded without its VQ decoder; give load(..., vq=...), or ask for "
+                "output_type='latent'"
+            )
+
+    def _pixels(self, codes: Tensor) -> Tensor:
+        self.check_decodes()
+        return self.vq.decode(codes)
+
+
+def take_rows(table: Tensor, index: Tensor) -> Tensor:
+    """table [R, T, d], index [R, Q] -> [R, Q, d]."""
+    return table.gather(1, index.clamp(max=table.shape[1] - 1).unsqueeze(-1).expand(-1, -1, table.shape[-1]))
+
+
+def _prompts(rows: list[list[int]]) -> Prompts:
+    return Prompts(rows, single=len(rows) == 1, starts=[0] * len(rows))
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+UNUSED = re.compile(r"freqs_cis$|\.kv_cache\.")
+NOT_SIZES = ("model_type", "vq", "defaults")
+"""What else a folder's config.json may hold."""
+SIZES = {"256": 16, "384": 24, "512": 32}
+"""Codes along a side, by the pixels that the published files are named after (16 pixels a code)."""
+
+
+def load_llamagen(
+    source: str | os.PathLike[str],
+    *,
+    vq: str | os.PathLike[str] | VQModel | None = None,
+    text_encoder: str | tuple[Any, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    grid: int | None = None,
+    n_head: int | None = None,
+) -> LlamaGenModel:
+    """Read a LlamaGen.
+
+    Args:
+        source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
+            (`LlamaGenConfig`'s fields; "vq", where the VQ is another file; "defaults" of requests), `model.safetensors`
+            and, if it decodes, `vq.safetensors`.
+        vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
+        text_encoder: for t2i: a folder or hub id of the T5 encoder (flan-t5-xl), or (tokenizer, encoder).
+        grid: codes along one side (16 for 256 pixels); read from the file's name (c2i_B_256.pt) when left out.
+        n_head: heads; known from the width for the published sizes.
+
+    Raises:
+        CheckpointError: a file that is missing, corrupt, of another format, or does not say what is asked for here.
+        ValueError: a codebook of another size than the vocabulary.
+    """
+    path, defaults = Path(source), None
+    if path.is_dir():
+        try:
+            fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            config = LlamaGenConfig(**{key: value for key, value in fields.items() if key not in NOT_SIZES})
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"config.json of {str(path)!r} is not a LlamaGen's: {error}") from error
+        defaults = fields.get("defaults")
+        state = _network_weights(read_weights(path / "model.safetensors", UNUSED.pattern)[0])
+        if vq is None and (path / str(fields.get("vq", "vq.safetensors"))).is_file():
+            vq = path / str(fields.get("vq", "vq.safetensors"))
+    else:
+        try:
+            state = _network_weights(read_weights(path, UNUSED.pattern)[0])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{str(path)!r} is not a folder with a checkpoint, and no LlamaGen: {error}"
+            ) from error
+        config = _config(path, state, grid, n_head)
+    module = LlamaGen(config)
+    needed = module.state_dict()
+    wrong = {
+        "missing": [name for name in needed if name not in state],
+        "unexpected": [name for name in state if name not in needed],
+        "mismatched": [
+            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
+            for name, tensor in state.items()
+            if name in needed and tensor.shape != needed[name].shape
+        ],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the weights of {str(path)!r} do not fit: {listed(wrong)}")
+    kept = state["tok_embeddings.weight"].dtype if path.suffix in PICKLES or dtype is not None else torch.float32
+    module = module.to(dtype or kept)
+    module.load_state_dict(state)
+    if not isinstance(vq, (VQModel, type(None))):
+        vq = load_vq(vq)
+    if isinstance(text_encoder, str):
+        from transformers import AutoTokenizer, T5EncoderModel
+
+        text_encoder = (AutoTokenizer.from_pretrained(text_encoder), T5EncoderModel.from_pretrained(text_encoder))
+    if device is not None:
+        module = module.to(device)
+        vq = None if vq is None else vq.to(device)
+    return LlamaGenModel(module.requires_grad_(False), vq, text_encoder, path.stem, defaults)
+
+
+def _network_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if not UNUSED.search(name)}
+
+
+def _config(path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: int | None) -> LlamaGenConfig:
+    """Sizes from the shapes of a single file's weights."""
+    try:
+        vocab, dim = state["tok_embeddings.weight"].shape
+        width = state["layers.0.attention.wqkv.weight"].shape[0]
+        inner = state["layers.0.feed_forward.w1.weight"].shape[0]
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} holds no LlamaGen: {error} is missing or misshapen") from error
+    if n_head is None:
+        n_head = next((sizes["n_head"] for sizes in PRESETS.values() if sizes["dim"] == dim), None)
+        if n_head is None:
+            raise CheckpointError(f"{str(path)!r} is {dim} wide, which no published size is; give n_head")
+    if grid is None:
+        named = re.search(r"_(256|384|512)(?!\d)", path.name)
+        if named is None:
+            raise CheckpointError(
+                f"the name of {str(path)!r} does not say how large its pictures are (c2i_B_256.pt does); give grid, "
+                "the codes along one side"
+            )
+        grid = SIZES[named[1]]
+    head = dim // n_head
+    condition: dict[str, Any] = {"condition": "t2i"}
+    if "cls_embedding.embedding_table.weight" in state:
+        classes = state["cls_embedding.embedding_table.weight"].shape[0] - 1
+        condition = {"condition": "c2i", "num_classes": classes}
+    elif "cls_embedding.uncond_embedding" in state:
+        length, caption = state["cls_embedding.uncond_embedding"].shape
+        condition |= {"caption_length": length, "caption_dim": caption}
+    layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
+    try:
+        return LlamaGenConfig(
+            dim=dim,
+            n_layer=layers,
+            n_head=n_head,
+            n_kv_head=(width // head - n_head) // 2,
+            ffn_dim=inner,
+            vocab_size=vocab,
+            grid=grid,
+            **condition,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} holds no LlamaGen: {error}") from error
+
+
+def preset(name: str, **changes: Any) -> LlamaGenConfig:
+    """Sizes by the authors' name: `preset("XL", grid=24)`.
+
+    Raises:
+        ValueError: an unknown name, or a size out of its range.
+    """
+    if name not in PRESETS:
+        raise ValueError(unknown("LlamaGen preset", name, PRESETS))
+    return LlamaGenConfig(**{**PRESETS[name], **changes})

@@ -1,0 +1,81 @@
+"""Which file or folder holds which image model, and the options that each of them takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.resources
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paradec.registry import unknown
+
+FAMILIES = {
+    "llamagen": "paradec.models.images.llamagen:load_llamagen",
+    "emu3": "paradec.models.images.emu3:load_emu3",
+    "chameleon": "paradec.models.images.chameleon:load_chameleon",
+    "janus": "paradec.models.images.janus:load_janus",
+    "uvit": "paradec.models.images.masked:load_masked_image",
+    "mar": "paradec.models.images.mar:load_mar",
+}
+"""What loads an image model, by the `model_type` of config.json."""
+PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
+"""Image models inside the package."""
+
+PACKAGED_PIPELINES = ("digits-dit",)
+"""Diffusion pipelines inside the package."""
+
+
+def packaged_image(name: str) -> str:
+    """The folder of an image model inside the package."""
+    return str(Path(str(importlib.resources.files("paradec"))) / "assets" / name)
+
+
+def file_type(source: str | os.PathLike[str]) -> str:
+    """The `model_type` of a checkpoint that is one file: MAR's by the names of its tensors, else LlamaGen's."""
+    import torch
+    from safetensors import safe_open
+
+    try:
+        if str(source).endswith(".safetensors"):
+            with safe_open(source, framework="pt") as file:
+                names = set(file.keys())
+        else:  # mapped: nothing but names is read
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+            names = set(data.get("model_ema", data.get("model", data)))
+    except Exception:  # the loader says what is wrong with it
+        return "llamagen"
+    return "mar" if "diffusion_pos_embed_learned" in names else "llamagen"
+
+
+def image_loader(model_type: Any) -> Callable[..., Any] | None:
+    """What loads checkpoints of this `model_type`, or None for other models."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        return None
+    module, _, name = FAMILIES[model_type].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:
+    """Load one.
+
+    Args:
+        options: what the user gave beyond the arguments of every model.
+        common: dtype, device, revision; those that are None, or that the family does not know, are left out.
+
+    Raises:
+        ValueError: an option that this family does not take; the message lists those it does.
+    """
+    loader = image_loader(model_type)
+    assert loader is not None  # the caller asked
+    parameters = inspect.signature(loader).parameters.values()
+    takes = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
+    for name in options:
+        if name not in takes:
+            raise ValueError(unknown(f"option of {model_type!r} models", name, takes))
+    known = {name: value for name, value in common.items() if name in takes and value is not None}
+    return loader(os.fspath(source), **known, **options)

@@ -1,0 +1,575 @@
+"""MAR: a masked autoencoder over continuous image tokens, with a diffusion head that draws each token.
+
+Li et al., "Autoregressive Image Generation without Vector Quantization", arXiv 2406.11838. Neither transformers nor
+diffusers has it; parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the
+positions, with keys and values of the rest taken from an earlier evaluation (ReCAP, arXiv 2505.19089).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from paradec.checks import check_choice, check_int, shown
+from paradec.models.calls import Evaluation
+from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
+from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys
+from paradec.models.images.grid import Grid
+from paradec.models.images.kl import KLDecoder, load_kl
+from paradec.models.weights import PICKLES, read_weights
+from paradec.registry import unknown
+
+PRESETS = {
+    "mar_base": {"width": 768, "depth": 12, "heads": 12, "head_depth": 6, "head_width": 1024},
+    "mar_large": {"width": 1024, "depth": 16, "heads": 16, "head_depth": 8, "head_width": 1280},
+    "mar_huge": {"width": 1280, "depth": 20, "heads": 16, "head_depth": 12, "head_width": 1536},
+}
+"""The published models (class-conditional ImageNet, 256 pixels: 16 x 16 tokens of KL-16's 16 channels)."""
+PUBLISHED_WIDTHS = {
+    768: {"heads": 12, "guidance_scale": 2.9},
+    1024: {"heads": 16, "guidance_scale": 3.0},
+    1280: {"heads": 16, "guidance_scale": 3.2},
+}
+"""What their weights do not tell: heads, and the guidance that their authors sample with."""
+TRAINED_STEPS = 1000
+
+
+class MAR(nn.Module):
+    """Encoder, decoder and diffusion head.
+
+    Args:
+        side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
+        classes: number of classes; the label `classes` is no class (the unconditional branch of guidance).
+        buffer: class tokens that stand before the image's.
+        head_depth, head_width: residual blocks of the diffusion head, and their width.
+        eps: of the blocks' norms; the published models have 1e-6.
+
+    Raises:
+        ValueError: a size out of its range.
+    """
+
+    def __init__(
+        self,
+        side: int = 16,
+        channels: int = 16,
+        width: int = 1024,
+        depth: int = 16,
+        heads: int = 16,
+        classes: int = 1000,
+        buffer: int = 64,
+        head_depth: int = 3,
+        head_width: int = 1024,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        sizes = {"side": side, "channels": channels, "width": width, "heads": heads, "classes": classes}
+        for name, value in {**sizes, "buffer": buffer, "head_width": head_width}.items():
+            check_int(name, value, low=1)
+        check_int("depth", depth, low=0)
+        check_int("head_depth", head_depth, low=0)
+        if width % heads:
+            raise ValueError(f"heads={heads} must divide width={width}")
+        self.side, self.channels, self.classes, self.buffer = side, channels, classes, buffer
+        self.positions = positions = side**2
+        self.class_emb = nn.Embedding(classes, width)
+        self.fake_latent = nn.Parameter(torch.zeros(1, width))
+        self.z_proj = nn.Linear(channels, width)
+        self.z_proj_ln = nn.LayerNorm(width, eps=1e-6)
+        self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, buffer + positions, width))
+        self.encoder_blocks = nn.ModuleList(Block(width, heads, eps) for _ in range(depth))
+        self.encoder_norm = nn.LayerNorm(width, eps=eps)
+        self.decoder_embed = nn.Linear(width, width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, buffer + positions, width))
+        self.decoder_blocks = nn.ModuleList(Block(width, heads, eps) for _ in range(depth))
+        self.decoder_norm = nn.LayerNorm(width, eps=eps)
+        self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, positions, width))
+        self.diffloss = DiffusionHead(channels, width, head_width, head_depth)
+
+    def encode(
+        self, tokens: Tensor, at: Tensor, labels: Tensor, kept: Keys | None = None, buffer: bool = True
+    ) -> tuple[Tensor, Keys]:
+        """Encode known tokens.
+
+        Args:
+            tokens: [R, N, channels]. at: [R, N] int64, their positions in the image, row by row. labels: [R] int64.
+            kept: keys and values of others, which are attended to as well.
+            buffer: whether the class tokens are evaluated, before the others.
+
+        Returns:
+            [R, (buffer +) N, width], and the keys and values of these.
+        """
+        position = self.encoder_pos_embed_learned[0]
+        x = self.z_proj(tokens) + position[self.buffer + at]
+        if buffer:
+            null = (labels == self.classes).unsqueeze(-1)
+            label = torch.where(null, self.fake_latent, self.class_emb(labels.clamp(max=self.classes - 1)))
+            x = torch.cat((label.unsqueeze(1) + position[: self.buffer], x), 1)
+        x, keys = run(self.encoder_blocks, self.z_proj_ln(x), kept)
+        return self.encoder_norm(x), keys
+
+    def decode(
+        self, encoded: Tensor, columns: Tensor, at: Tensor, kept: Keys | None = None, buffer: bool = True
+    ) -> tuple[Tensor, Keys]:
+        """What the diffusion head is conditioned on at any positions.
+
+        Args:
+            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64, where in `at` the encoded stand.
+            at: [R, M] int64, positions in the image; those that are not encoded are masks.
+            kept, buffer: as `encode`.
+
+        Returns:
+            [R, M, width], and the keys and values of the columns evaluated, those of class tokens first.
+        """
+        position = self.decoder_pos_embed_learned[0]
+        x = self.decoder_embed(encoded)
+        first = self.buffer if buffer else 0
+        image = self.mask_token.expand(len(at), at.shape[1], -1)
+        # autocast makes x another dtype than the parameter's
+        image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, first:].to(image.dtype))
+        image = image + position[self.buffer + at]
+        if buffer:
+            image = torch.cat((x[:, :first] + position[:first], image), 1)
+        x, keys = run(self.decoder_blocks, image, kept)
+        return self.decoder_norm(x)[:, first:] + self.diffusion_pos_embed_learned[0][at], keys
+
+
+def run(blocks: nn.ModuleList, x: Tensor, kept: Keys | None) -> tuple[Tensor, Keys]:
+    """Blocks over x [R, n, width], which also attend to what is kept; and the keys and values of x."""
+    keys: Keys = []
+    for index, block in enumerate(blocks):
+        x, fresh = block(x, None if kept is None else kept[index])
+        keys.append(fresh)
+    return x, keys
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block that sees everything."""
+
+    def __init__(self, width: int, heads: int, eps: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=eps)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=eps)
+        self.mlp = Mlp(width)
+
+    def forward(self, x: Tensor, kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        attended, fresh = self.attn(self.norm1(x), kept)
+        x = x + attended
+        return x + self.mlp(self.norm2(x)), fresh
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, n, D] each
+        fresh = key, value
+        if kept is not None:
+            key, value = torch.cat((kept[0], key), 2), torch.cat((kept[1], value), 2)
+        return self.proj(scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)), fresh
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x)))
+
+
+# ---- the diffusion head ---------------------------------------------------------------------------------------------
+
+
+class DiffusionHead(nn.Module):
+    """Draws a token from noise, given what the decoder says of its position.
+
+    A DDPM with a cosine schedule of 1000 steps, of which `steps` are taken, and a learned variance between its bounds
+    (Nichol and Dhariwal, arXiv 2102.09672).
+    """
+
+    def __init__(self, channels: int, condition: int, width: int, depth: int):
+        super().__init__()
+        self.channels = channels
+        self.net = HeadNetwork(channels, condition, width, depth)
+
+    def sample(
+        self, condition: Tensor, noise: Tensor, temperature: float = 1.0, guidance: float | None = None
+    ) -> Tensor:
+        """Draw tokens.
+
+        Args:
+            condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
+            noise: [n, steps + 1, channels] standard normal numbers: the start, then one row per step (the last of them
+                is not used: the last step adds none). Its type is that of the draws, float32 at least: the network
+                alone is evaluated in a narrower one.
+            temperature: scales the noise that steps add, not the start's.
+            guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
+
+        Returns:
+            [n, channels].
+        """
+        times, table = solver(noise.shape[1] - 1)
+        x = noise[:, 0]
+        for index in range(len(times))[::-1]:
+            branches = 1 if guidance is None else 2
+            time = torch.full((len(x) * branches,), float(times[index]), device=x.device, dtype=x.dtype)
+            found = self.net(x.repeat(branches, 1).to(condition.dtype), time, condition).to(x.dtype)
+            epsilon, variance = found.chunk(2, -1)
+            if guidance is not None:
+                (epsilon, other), variance = epsilon.chunk(2), variance.chunk(2)[0]
+                epsilon = other + guidance * (epsilon - other)
+            row = {name: float(column[index]) for name, column in table.items()}
+            share = (variance + 1) / 2
+            log_variance = share * row["log_beta"] + (1 - share) * row["log_posterior"]
+            start = row["recip"] * x - row["recip_minus_one"] * epsilon
+            x = row["of_start"] * start + row["of_x"] * x
+            if index:
+                x = x + temperature * torch.exp(0.5 * log_variance) * noise[:, len(times) - index]
+        return x
+
+
+@lru_cache(maxsize=16)
+def solver(steps: int) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The training times that `steps` evenly spaced steps evaluate, ascending, and the coefficients of each step."""
+    check_int("steps", steps, low=1, high=TRAINED_STEPS)
+    stride = (TRAINED_STEPS - 1) / (steps - 1) if steps > 1 else 1.0
+    times = [round(index * stride) for index in range(steps)]
+
+    def left(t: float) -> float:
+        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    grid = np.arange(TRAINED_STEPS)
+    betas = np.array([min(1 - left((t + 1) / TRAINED_STEPS) / left(t / TRAINED_STEPS), 0.999) for t in grid])
+    kept = np.cumprod(1 - betas)[times]
+    before = np.append(1.0, kept[:-1])
+    betas = 1 - kept / before  # of the steps that are taken
+    posterior = betas * (1 - before) / (1 - kept)
+    table = {
+        "log_beta": np.log(betas),
+        # the first one is 0; the second one stands in for it
+        "log_posterior": np.log(np.append(posterior[1] if steps > 1 else betas[0], posterior[1:])),
+        "recip": np.sqrt(1 / kept),
+        "recip_minus_one": np.sqrt(1 / kept - 1),
+        "of_start": betas * np.sqrt(before) / (1 - kept),
+        "of_x": (1 - before) * np.sqrt(1 - betas) / (1 - kept),
+    }
+    return times, table
+
+
+class HeadNetwork(nn.Module):
+    """Residual MLP blocks, modulated by time and condition: [n, channels] -> noise and variance [n, 2 * channels]."""
+
+    def __init__(self, channels: int, condition: int, width: int, depth: int):
+        super().__init__()
+        self.time_embed = TimeEmbedding(width)
+        self.cond_embed = nn.Linear(condition, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(HeadBlock(width) for _ in range(depth))
+        self.final_layer = HeadOutput(width, 2 * channels)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        x, y = self.input_proj(x), self.time_embed(time) + self.cond_embed(condition)
+        for block in self.res_blocks:
+            x = block(x, y)
+        return self.final_layer(x, y)
+
+
+class TimeEmbedding(nn.Module):
+    """Sines and cosines of 128 frequencies, and two layers."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, time: Tensor) -> Tensor:
+        frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=time.device, dtype=time.dtype) / 128)
+        angles = time.unsqueeze(-1) * frequencies
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(self.mlp[0].weight.dtype))
+
+
+class HeadBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.in_ln = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale, gate = self.adaLN_modulation(y).chunk(3, -1)
+        return x + gate * self.mlp(self.in_ln(x) * (1 + scale) + shift)
+
+
+class HeadOutput(nn.Module):
+    def __init__(self, width: int, channels: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.linear = nn.Linear(width, channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(y).chunk(2, -1)
+        return self.linear(self.norm_final(x) * (1 + scale) + shift)
+
+
+# ---- the adapter ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MARFacts:
+    """What messages say of the model."""
+
+    name: str
+
+
+class MARModel:
+    """The adapter of a `MAR`.
+
+    Args:
+        module: the network; it is put into evaluation mode.
+        vae: a `paradec.models.images.kl.KLDecoder`; None gives latents alone.
+        defaults: what requests are given that do not say otherwise: `steps`, `guidance_scale`.
+        name: what messages call it.
+
+    Raises:
+        TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
+    """
+
+    makes = "continuous image"
+    conditions = "class_labels"
+
+    def __init__(
+        self,
+        module: MAR,
+        vae: KLDecoder | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        if not isinstance(module, MAR):
+            raise TypeError(f"module must be a paradec.models.images.mar.MAR, not {type(module).__name__}")
+        if vae is not None and not isinstance(vae, KLDecoder):
+            raise TypeError(f"vae must be a paradec.models.images.kl.KLDecoder, not {type(vae).__name__}")
+        if vae is not None and vae.config.z_channels != module.channels:
+            raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
+        self.module, self.vae, self.facts = module.eval(), vae, MARFacts(name or "MAR")
+        own = {"steps": min(64, module.positions), "guidance_scale": 1.0}
+        for key in defaults or ():
+            if key not in own:
+                raise ValueError(unknown("default of requests", key, own))
+        self.defaults = own | dict(defaults or {})
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens live."""
+        return self.module.mask_token.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return self.module.mask_token.dtype
+
+    def unwrap(self) -> MAR:
+        """The network; nothing was put on it."""
+        return self.module
+
+    def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
+        """Evaluate one query."""
+        with torch.no_grad(), Evaluation(self.module):
+            return self._answer(query)
+
+    def _answer(self, query: ContinuousQuery) -> ContinuousAnswer:
+        module = self.module
+
+        def both(x: Tensor) -> Tensor:
+            return x.repeat(query.branches, *[1] * (x.ndim - 1))
+
+        labels = query.labels
+        if query.branches == 2:
+            labels = torch.cat((labels, torch.full_like(labels, module.classes)))
+        buffer = query.kept is None or not query.keep_buffer
+        tokens, known, targets, columns = map(both, (query.tokens, query.known, query.targets, query.columns))
+        reads = query.kept
+        encoded, encoder = module.encode(
+            tokens.to(module.mask_token.dtype), known, labels, None if reads is None else reads.encoder, buffer
+        )
+        decoded, decoder = module.decode(encoded, columns, targets, None if reads is None else reads.decoder, buffer)
+        wanted = both(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
+        conditions = decoded.gather(1, wanted)  # [R, W, width]
+        noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
+        drawn = module.diffloss.sample(conditions.flatten(0, 1), noise, query.temperature, query.guidance)
+        kept = None if query.drop is None else self._kept(encoder, decoder, both(query.drop), query.keep_buffer)
+        return ContinuousAnswer(drawn.unflatten(0, query.wanted.shape), conditions, kept)
+
+    def _kept(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
+        """Keys and values of a full step, but for the positions [R, U] that its group decides."""
+        first = self.module.buffer
+        out = torch.zeros(len(drop), self.module.positions, dtype=torch.bool, device=drop.device).scatter(1, drop, True)
+        rest = out.int().argsort(dim=1, stable=True)[:, : self.module.positions - drop.shape[1]]
+        index = torch.cat((torch.arange(first, device=drop.device).expand(len(drop), first), first + rest), 1)
+        index = index if keep_buffer else index[:, first:]
+
+        def of(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            at = index[:, None, :, None].expand(-1, pair[0].shape[1], -1, pair[0].shape[3])
+            return pair[0].gather(2, at), pair[1].gather(2, at)
+
+        known = encoder if keep_buffer else [(key[:, :, first:], value[:, :, first:]) for key, value in encoder]
+        return Kept(known, [of(pair) for pair in decoder])
+
+    def image(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, positions, channels] as the latent [B, channels, side, side] that the VAE decodes (divide by its
+        scale, 0.2325 for KL-16)."""
+        return tokens.transpose(1, 2).unflatten(2, (self.module.side, self.module.side))
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture; its one kind of cell stands for all continuous tokens.
+
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        side, scale = self.module.side, 16 if self.vae is None else self.vae.config.scale
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels_to_codes(name, pixels, side, scale) != side:
+                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
+        return Grid(side, side, range(1))
+
+    def check_decodes(self) -> None:
+        """Raise ValueError where there is nothing to make pixels with."""
+        if self.vae is None:
+            raise ValueError(
+                f"{self.facts.name} has no VAE decoder; load it with vae=..., or take output_type='latent'"
+            )
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, positions, channels] -> images [B, C, H, W] float32 in [0, 1]."""
+        self.check_decodes()
+        assert self.vae is not None
+        with torch.no_grad():
+            images = self.vae.decode(self.image(tokens.to(self.device, self.vae.post_quant_conv.weight.dtype)))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def load_mar(
+    source: str | os.PathLike[str],
+    preset: str | None = None,
+    *,
+    vae: str | os.PathLike[str] | KLDecoder | None = None,
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    **sizes: Any,
+) -> MARModel:
+    """Read a published MAR checkpoint: safetensors, or a `.pth` of which tensors alone are read (its averaged weights,
+    "model_ema", where it has them).
+
+    Args:
+        source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; where there are such, "eps",
+            "vae", the file of the VAE beside it, and "defaults" of requests).
+        preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
+        vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
+        heads: of encoder and decoder, which the weights do not tell; known from the width for the published models.
+        dtype: of the network's parameters; float32 by default. Tokens are float32 at least.
+        sizes: of `MAR`, instead of the preset's or the weights'.
+
+    Raises:
+        ValueError: an unknown preset or size. CheckpointError: no such file, or other weights than expected.
+    """
+    if preset is not None:
+        check_choice("preset", preset, PRESETS)
+    path, fields = Path(source), {}
+    name = path.stem
+    if path.is_dir():
+        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
+        named = path / str(fields.get("vae", "vae.safetensors"))
+        vae = named if vae is None and named.is_file() else vae
+        path = path / "model.safetensors"
+    weights = _weights(path)
+    published = PUBLISHED_WIDTHS.get(weights["mask_token"].shape[-1] if "mask_token" in weights else 0, {})
+    try:
+        if preset is None:
+            known = sizes_of(weights)
+            heads = fields.get("heads", published.get("heads")) if heads is None else heads
+        else:
+            known = dict(PRESETS[preset])
+        sizes = known | ({"eps": fields["eps"]} if "eps" in fields else {}) | sizes
+        if heads is not None:
+            sizes["heads"] = heads
+        if "heads" not in sizes:
+            raise CheckpointError(f"heads: no published MAR is {sizes['width']} wide; give heads=...")
+        module = MAR(**sizes)
+    except (KeyError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{str(path)!r} does not hold the weights of a MAR: {error}") from error
+    found = module.state_dict()
+    wrong = [
+        key
+        for key in sorted({*found, *weights})
+        if key not in found or key not in weights or found[key].shape != weights[key].shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{str(path)!r} does not hold the weights of {preset or 'a MAR'!r}: {', '.join(wrong[:4])}"
+        )
+    module.load_state_dict(weights)
+    module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
+    if vae is not None and not isinstance(vae, KLDecoder):
+        vae = load_kl(vae, fields.get("norm_groups", 32))
+    vae = None if vae is None else vae.to(device)
+    scale = {"guidance_scale": published["guidance_scale"]} if published else {}
+    return MARModel(module, vae, scale | fields.get("defaults", {}), name)
+
+
+def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """The sizes of `MAR` that its weights tell: all but `heads` and `eps`.
+
+    Raises:
+        KeyError: a tensor that every MAR has is missing.
+    """
+    positions, width = weights["diffusion_pos_embed_learned"].shape[1:]
+    return {
+        "side": math.isqrt(positions),
+        "channels": weights["z_proj.weight"].shape[1],
+        "width": width,
+        "depth": _count(weights, "encoder_blocks"),
+        "classes": weights["class_emb.weight"].shape[0],
+        "buffer": weights["encoder_pos_embed_learned"].shape[1] - positions,
+        "head_depth": _count(weights, "diffloss.net.res_blocks"),
+        "head_width": weights["diffloss.net.input_proj.weight"].shape[0],
+    }
+
+
+def _count(weights: Mapping[str, Tensor], blocks: str) -> int:
+    numbers = [name[len(blocks) + 1 :].partition(".")[0] for name in weights if name.startswith(f"{blocks}.")]
+    return 1 + max(map(int, numbers), default=-1)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """Raises CheckpointError: no such file, or none with tensors."""
+    if path.suffix not in PICKLES or not path.is_file():
+        return read_weights(path)[0]
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # an older file, or a broken one, which this names
+        return read_weights(path)[0]
+    weights = data.get("model_ema", data.get("model", data)) if isinstance(data, dict) else None
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{str(path)!r} holds no weights by name")
+    check_dtypes(str(path), {name: getattr(tensor, "dtype", type(tensor)) for name, tensor in weights.items()})
+    return weights

@@ -1,0 +1,162 @@
+"""What image models on transformers' own classes share: prompts of text, and a backbone that takes embeddings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import check_int, shown
+from paradec.models.facts import ModelFacts
+from paradec.models.images.adapter import ImageModel, ImageRequest
+from paradec.models.images.grid import Grid
+from paradec.prompts import Prompts
+from paradec.protocol import Query
+
+
+class TextToImageModel(ImageModel):
+    """Base of the families that read text. A family says which ids a caption becomes (`_prompt`), what the guidance
+    branch reads instead (`_unconditional`), and where its parts stand (`_language_model`, `_head`).
+
+    Args:
+        module: transformers' `...ForConditionalGeneration`.
+        vocab_size: ids that the output names.
+        tokenizer: of the checkpoint; None takes prompts as ids alone.
+    """
+
+    conditions = "prompts"
+
+    def __init__(self, module: nn.Module, vocab_size: int, tokenizer: Any = None, name: str | None = None):
+        text = module.config.get_text_config()
+        facts = ModelFacts(
+            vocab_size=vocab_size,
+            max_length=text.max_position_embeddings,
+            prediction="shifted",
+            topology="causal",
+            name=name or type(module).__name__,
+        )
+        super().__init__(module.eval(), facts, tokenizer)
+
+    # ---- what a family says ---------------------------------------------------------------------------------------
+
+    @property
+    def _language_model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def _prompt(self, text: str, grid: Grid) -> list[int]:
+        """Ids of a whole prompt, up to the first token of the picture."""
+        raise NotImplementedError
+
+    def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
+        """The guidance branch's prompt where the request gives no negative one."""
+        raise NotImplementedError
+
+    def _from_text_ids(self, ids: list[int]) -> list[int]:
+        """The tokenizer's ids as samplers see them."""
+        return ids
+
+    # ---- what all share -------------------------------------------------------------------------------------------
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: captions, one or several; or rows of the tokenizer's ids, then of whole prompts: with everything
+        that stands before the picture's first token. `negative_prompt`: as `given`, one for all or one for each."""
+        rows = self._rows("prompts", given, grid)
+        if negative_prompt is None:
+            against = [self._unconditional(row, grid) for row in rows]
+        else:
+            against = self._rows("negative_prompt", negative_prompt, grid)
+            against = against * len(rows) if len(against) == 1 else against
+            if len(against) != len(rows):
+                raise ValueError(
+                    f"negative_prompt has {len(against)} entries for {len(rows)} prompts; give one or as many"
+                )
+        longest = max(map(len, rows + against))
+        if longest + grid.length > self.facts.max_length:
+            raise ValueError(
+                f"a prompt of {longest} tokens and a picture of {grid.length} are longer than {self.facts.name} takes "
+                f"({self.facts.max_length}); shorten the prompt, or give a smaller height or width"
+            )
+        both = ([self._from_text_ids(row) for row in part for _ in range(num_images)] for part in (rows, against))
+        return ImageRequest(self, *(Prompts(part, single=len(part) == 1, starts=[0] * len(part)) for part in both))
+
+    def _rows(self, name: str, given: Any, grid: Grid) -> list[list[int]]:
+        if hasattr(given, "tolist"):
+            given = given.tolist()
+        if isinstance(given, str) or not isinstance(given, Sequence) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given:
+            raise ValueError(f"{name} is empty; give at least one")
+        rows = []
+        for entry in given:
+            if isinstance(entry, str):
+                if self.tokenizer is None:
+                    raise ValueError(f"{name} is text, and {self.facts.name} was made without a tokenizer; give ids")
+                rows.append(self._prompt(entry, grid))
+                continue
+            entry = entry.tolist() if hasattr(entry, "tolist") else entry
+            if not isinstance(entry, Sequence) or not len(entry):
+                raise TypeError(f"{name} holds {shown(entry)}; give texts, or rows of token ids")
+            for token in entry:
+                check_int(f"a token id of {name}", token, low=0, high=self.text_config.vocab_size - 1)
+            rows.append([int(token) for token in entry])
+        return rows
+
+    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+        if mask is not None and self._language_model.config._attn_implementation == "eager":
+            lowest = torch.finfo(embeddings.dtype).min
+            mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill(~mask, lowest)
+        return self._language_model(
+            inputs_embeds=embeddings,
+            attention_mask=mask,
+            position_ids=query.positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+
+    def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
+        """[vocab_size, d]: row `cells[c]` holds code c of the table [codes, d], the rest NaN."""
+        wide = table.new_full((self.facts.vocab_size, table.shape[1]), torch.nan)
+        wide[torch.tensor(list(cells), device=table.device)] = table
+        return wide
+
+
+def in_order(codes: dict[int, int], size: int, what: str) -> tuple[int, ...]:
+    """Ids in the order of the codebook, from {code: id}.
+
+    Raises:
+        ValueError: a code without an id.
+    """
+    missing = [code for code in range(size) if code not in codes]
+    if missing:
+        raise ValueError(f"{what} names no token for code {missing[0]} of {size}")
+    return tuple(codes[code] for code in range(size))
+
+
+def pretrained(source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None) -> tuple[Any, Any]:
+    """(module, tokenizer) of a folder or hub repository by transformers' own class; safetensors alone are read.
+
+    Raises:
+        CheckpointError: a checkpoint that the class cannot read, or weights of a wrong dtype.
+    """
+    import transformers
+
+    from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, read_json
+
+    name = os.fspath(source)
+    check_foreign_dtypes(name, read_json(name, "config.json", revision), revision)
+    options = {} if revision is None else {"revision": revision}
+    try:
+        module = getattr(transformers, architecture).from_pretrained(
+            source, dtype=dtype or "auto", use_safetensors=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"{os.fspath(source)!r} cannot be read as a {architecture}: {reason}") from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    return module, tokenizer

@@ -1,0 +1,47 @@
+"""SDAR and TraDo checkpoints (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3.
+
+Same blocks and names as Qwen3; logits row i predicts token i. Attention is block-causal: a position sees its own block
+and all blocks before it, blocks being counted from position 0, so that a prompt's last block may hold the first
+undecided positions; the last block is decoded whole and cut to the answer length that was asked for. Cheng et al.,
+"SDAR", arXiv 2510.06303; Wang et al., "Revolutionizing reinforcement learning framework for diffusion large language
+models" (TraDo), arXiv 2509.06949.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.models.family import Family
+from paradec.models.text.qwen import qwen3_config, stated_block
+
+PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B-Chat(?:-b(\d+))?|TraDo-[\d.]+B-Instruct)")
+"""Published names: `-b16` stands for blocks of 16, no ending for blocks of 4; their config.json may not say it."""
+
+BLOCK_NAME = "block_size"
+
+
+def block_length(config: Mapping[str, Any], source: str) -> int | None:
+    """The block of the checkpoint: from config.json, else from its published name.
+
+    Raises:
+        CheckpointError: config.json states something else than a positive integer.
+    """
+    stated = stated_block(config, BLOCK_NAME)
+    named = PUBLISHED.fullmatch(os.path.basename(source.rstrip("/")))
+    if stated is not None or named is None:
+        return stated
+    return int(named.group(1) or 4)
+
+
+FAMILY = Family(
+    module="Qwen3ForCausalLM",
+    config=qwen3_config,
+    prediction="same",
+    block_name=BLOCK_NAME,
+    block_length=block_length,
+    mask_token="<|MASK|>",
+    qwen2_tokenizer=True,
+)

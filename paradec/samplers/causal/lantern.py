@@ -1,0 +1,182 @@
+"""LANTERN: a draft also stands for the image tokens that lie next to it in the codebook.
+
+LANTERN, arXiv 2410.03355, section 4; LANTERN++, arXiv 2502.06352. Tokens whose code vectors are close are exchangeable
+in a picture, so that the model's probability of a draft may count that of its neighbours too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paradec.checks import check_int, check_number
+from paradec.samplers.causal.base import JacobiState
+from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
+from paradec.samplers.causal.verification import DraftLaws, probability
+
+
+def neighbours(latents: Tensor, words: Tensor, count: int) -> Tensor:
+    """The `count` nearest other words of words [...] by Euclidean distance: [..., count] int64, nearest first; -1 where
+    there are no more. latents: [V, d], NaN rows for words that have no code."""
+    distance = torch.cdist(latents[words.reshape(-1)], latents).nan_to_num(nan=torch.inf)
+    distance.scatter_(1, words.reshape(-1, 1), torch.inf)
+    near = distance.topk(min(count, len(latents) - 1), largest=False)
+    return near.indices.masked_fill(near.values.isinf(), -1).unflatten(0, words.shape)
+
+
+def relaxed(law: Tensor, words: Tensor, near: Tensor, additive: bool, bound: float) -> tuple[Tensor, Tensor]:
+    """A word's probability with that of its neighbours, nearest first, as long as they do not exceed a limit together.
+
+    Args:
+        law: [..., V]. words: [...]. near: [..., K], -1 where there is none.
+        additive: the limit is `bound`; else (bound - 1) times the word's own probability.
+
+    Returns:
+        [...], and whether any neighbour was taken in [...].
+    """
+    own = probability(law, words)
+    share = law.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
+    limit = torch.full_like(own, bound) if additive else (bound - 1) * own
+    within = (near >= 0) & (share <= limit.unsqueeze(-1))  # the shares grow, so these come first
+    return own + share.masked_fill(~within, 0).amax(-1), within.any(-1)
+
+
+@dataclass(frozen=True)
+class Lantern(DraftingSampler):
+    """A draft x stands with probability min(1, m(x) / q(x)), m(x) = p(x) and that of as many of the `k` codes nearest
+    to x as stay within `delta` together. One that falls is redrawn from norm(max(0, p - q)).
+
+    Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
+    variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD (with a drafter:
+    speculative decoding). At temperature 0 it is greedy decoding: laws of one word have no neighbours to add. (The
+    public code relaxes untempered laws there.)
+
+    Without a drafter the drafts are SJD's own. The public code has a trained drafter (`paradec.load_drafter`), which
+    draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes are
+    judged by `NodeRule`, the rule that its traces replay with. That rule leaves another law than p - q of a node that
+    falls, and is not exact at delta=0 either where words have no probability.
+
+    Args:
+        k: neighbours looked at.
+        delta: the most probability that they may add.
+        drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
+        tree: of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None is a chain of `window - 1`.
+        random_law: "one_hot" lets a random guess stand with m(x). Under the uniform law nearly every guess would, since
+            `delta` is far above one word's share.
+        window, init, refresh: see `JacobiSampler` in `base.py`.
+    """
+
+    random_law: str = "one_hot"
+    k: int = 1000
+    delta: float = 0.1
+
+    name = "lantern"
+    paper = "LANTERN"
+    arxiv = "2410.03355"
+    summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
+    lossless = False
+    reads = "codebook"
+    hits: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("k", self.k, low=1)
+        check_number("delta", self.delta, low=0, high=1)
+
+    @property
+    def bound(self) -> tuple[bool, float]:
+        """Whether the limit is additive, and its number."""
+        return True, self.delta
+
+    def node_rule(self, state: JacobiState) -> NodeRule:
+        """See `DraftingSampler.node_rule`."""
+        assert state.latents is not None  # `reads` has seen to it
+        drawn = not isinstance(self.tree, DynamicTree)
+        # a law of one word has no neighbours to add, and a draft that falls must not take that word along
+        k = self.k if state.request.temperature else 0
+        return NodeRule(state.latents, k, *self.bound, drawn, state.allowed)
+
+    def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
+        assert latents is not None  # likewise
+        near = neighbours(latents, drafts.tokens, self.k)
+        return (relaxed(law, drafts.tokens, near, *self.bound)[0] / drafts.of_drafts()).clamp(max=1)
+
+
+@dataclass(frozen=True)
+class LanternPlusPlus(Lantern):
+    """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x), so that
+    m(x) <= lam p(x) and an unlikely draft is not carried by likely neighbours. Not lossless; lam=1 is SJD.
+
+    Args:
+        k: neighbours looked at.
+        lam: the paper's lambda.
+        delta: takes no part.
+        drafter, tree, random_law: see `Lantern`. window, init, refresh: see `JacobiSampler` in `base.py`.
+    """
+
+    k: int = 10
+    lam: float = 5.0
+
+    name = "lantern++"
+    paper = "LANTERN++"
+    arxiv = "2502.06352"
+    summary = "LANTERN whose neighbours count in proportion to the draft's own probability; not lossless"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("lam", self.lam, low=1)
+
+    @property
+    def bound(self) -> tuple[bool, float]:
+        return False, self.lam
+
+
+class NodeRule(Sequential):
+    """The public code's rule for a node of a tree (`paradec.samplers.causal.trees.Rule`). Not exact.
+
+    Drafts that were taken, not drawn (dynamic trees), stand with m(x); those drawn without replacement (static trees)
+    with m(x) / q(x), q being what is left of the drafter's law, and are passed over where that is nothing. A draft that
+    falls takes its neighbours along, one more than `k` of them, and where nothing is left every word is as likely, as
+    that code has it.
+
+    Args:
+        latents: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed`.
+        drawn: whether the drafts were drawn.
+        allowed: [V] bool: the words that are likely where nothing is left (that code: all); None is all.
+    """
+
+    distinct = True
+
+    def __init__(
+        self, latents: Tensor, k: int, additive: bool, bound: float, drawn: bool, allowed: Tensor | None = None
+    ):
+        self.latents, self.k, self.additive, self.bound, self.drawn = latents, k, additive, bound, drawn
+        floor = torch.ones((), device=latents.device) if allowed is None else allowed
+        self.floor = floor.to(latents.dtype)
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """See `Rule.children`."""
+        rule = WithoutReplacement() if self.drawn else Naive()
+        return rule.children(q, count, uniform)
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mass, gone = probability(p, x), torch.full_like(x, -1).unsqueeze(1)
+        if self.k:
+            near = neighbours(self.latents, x, self.k + 1)
+            mass, any_near = relaxed(p, x, near[..., : self.k], self.additive, self.bound)
+            gone = torch.where(any_near.unsqueeze(1), near, -1)
+        if not self.drawn:
+            return mass, self._or_uniform(without(without(p, x.unsqueeze(1)), gone)), q
+        own = probability(q, x)
+        possible = (own > 0).unsqueeze(1)
+        left = self._or_uniform(without(q, x.unsqueeze(1)))  # uniform only where no draft can follow
+        rest = torch.where(possible, self._or_uniform((p - without(q, gone)).clamp(min=0)), p)
+        return torch.where(own > 0, mass / own, 0), rest, left
+
+    def _or_uniform(self, weights: Tensor) -> Tensor:
+        """weights [R, V] of sum 1, all allowed words alike where there are none."""
+        return normalized(torch.where((weights > 0).any(-1, keepdim=True), weights, self.floor))

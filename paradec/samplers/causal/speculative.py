@@ -1,0 +1,60 @@
+"""Speculative decoding: a smaller model drafts, the model judges its drafts in one forward.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192; Chen et al., arXiv
+2302.01318. With trees of drafts: SpecInfer, arXiv 2305.09781, and the rules of `paradec.samplers.causal.trees`. With a
+drafter that goes on from the model's own hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paradec.checks import check_choice
+from paradec.samplers.causal.base import JacobiState
+from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
+
+
+@dataclass(frozen=True)
+class Speculative(DraftingSampler):
+    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules judge them.
+
+    Lossless for any drafter, at any temperature, top-k, top-p, guidance and structure; these shape the drafter's law
+    too. `nfe` counts the model's forwards; the drafter's are in `state.draft_nfe`.
+
+    Args:
+        drafter: a causal model with the same vocabulary, from `paradec.wrap` or of the same image family; or an EAGLE
+            drafter of this very model, from `paradec.load_drafter`. `to_dict` names it only.
+        window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
+        tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
+            EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
+        rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
+            EAGLE-2's "naive".
+        init, refresh, random_law: take no part, and must be left alone.
+    """
+
+    window: int = 5
+    rule: str = "without_replacement"
+
+    name = "speculative"
+    paper = "Speculative decoding"
+    arxiv = "2211.17192"
+    summary = "a smaller model drafts a chain or a tree that the model judges in one forward; lossless"
+    needs_drafter = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("rule", self.rule, RULES)
+        if isinstance(self.tree, DynamicTree) and self.rule != "naive":
+            raise ValueError(f"rule={self.rule!r} is not exact for a DynamicTree, whose drafts are taken; use 'naive'")
+        if self.tree is not None and self.rule == "greedy":
+            tree = tree_of(self.tree)
+            counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
+            if len({depth for depth, _ in counts}) < len(counts):
+                raise ValueError(
+                    f"rule='greedy' needs as many children at every node of a depth; tree={self.tree} has not"
+                )
+
+    def node_rule(self, state: JacobiState) -> Rule:
+        """See `DraftingSampler.node_rule`."""
+        return RULES[self.rule]

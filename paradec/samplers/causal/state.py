@@ -1,0 +1,257 @@
+"""The state of a request whose drafts are verified: what is final, the window of drafts behind it, and the model calls
+that evaluate spans of rows over the key/value store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.models.facts import ModelFacts
+from paradec.models.images.grid import Grid
+from paradec.protocol import Query, State
+from paradec.samplers.causal.verification import token_law
+from paradec.samplers.request import Request
+
+
+@dataclass
+class JacobiState(State):
+    """What changes while a window of drafts is verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
+    words.
+
+    Slot i of a row's window stands for position `committed + i`. What stands in the last slot is never judged.
+    Memory: "drafts" [B, W], "draft_source" [B, W] and "draft_law" [B, W, V], as `DraftLaws` has them; with Gumbel noise
+    "noise" [B, W, V], where position i has place i % W; with inits that look at the likeliest word "best" [B, L].
+    """
+
+    facts: ModelFacts
+    request: Request
+    pads: bool
+    context: Tensor
+    """[branches * B, L] int64 ids, conditional rows first; positions from `committed` on hold the fill id."""
+    shift: np.ndarray
+    """[branches, B] int64: how much further right a position lies in a branch, whose prompt may have another length."""
+    prompt_length: np.ndarray
+    length: np.ndarray
+    """[B] int64 on the host: where each row ends."""
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    width: int
+    """W: the sampler's window, or the whole answer where that is shorter; of a tree its nodes."""
+    support: Tensor
+    """[V] float: the uniform law of random guesses."""
+    support_ids: Tensor
+    """[S] int64: words that have a share in it."""
+    allowed: Tensor | None
+    """[V] bool: words that may be drawn; None when all may."""
+    ends: Tensor
+    """[E] int64: ids that end a row."""
+    grid: Grid | None = None
+    layout: Tensor | None = None
+    """[N] int64: what must stand at each offset behind the prompt, -1 where the model chooses."""
+    latents: Tensor | None = None
+    """[V, d] float: what the method's `accept` reads of the model's words."""
+    store: Any = None
+    draft_store: Any = None
+    """Of the model that drafts, if there is one; likewise what follows with that name."""
+    drafter: Any = None
+    """What drafts, where it is bound to this request's model."""
+    features: Tensor | None = None
+    """[branches * R, F, D]: hidden states of the step that is being committed, for a drafter that reads them."""
+    draft_broken: Tensor | None = None
+    """[] bool: whether it has returned NaN or infinite logits."""
+    parents: Tensor | None = None
+    """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
+
+    revises: ClassVar[bool] = False
+    attention_state: ClassVar[None] = None
+    cache: ClassVar[Any] = SimpleNamespace(name="causal")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.committed = self.prompt_length.copy()
+        self.row_step = np.zeros(self.batch, np.int64)
+        self.asked, self.end = self.length, self.length.copy()
+        self.answer_start = self.prompt_length
+        self.stopped = np.zeros(self.batch, bool)
+        self.reused = np.zeros(self.batch, np.int64)
+        self.rows = np.arange(self.batch)
+        """[R] int64 on the host: the rows that are not finished."""
+        self.accepted: list[np.ndarray] = []
+        """[B] int64 per step: how many tokens each row made final."""
+        self.held, self.draft_fed, self.draft_nfe = np.zeros((3, self.batch), np.int64)
+        """[B] int64: positions that the stores hold, where that is not `committed - 1`; and the drafter's forwards."""
+        self.schedule: list[Any] = []
+        """What each step evaluates, for methods that know it beforehand."""
+
+    @property
+    def canvas(self) -> Tensor:
+        """[B, L] int64 ids."""
+        return self.context[: self.batch]
+
+    @property
+    def branches(self) -> int:
+        """Rows of the model per row of the state: 2 under guidance."""
+        return len(self.shift)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int((self.length - self.prompt_length).max())
+
+    @property
+    def running(self) -> np.ndarray:
+        """[B] bool."""
+        return np.isin(np.arange(self.batch), self.rows)
+
+    @property
+    def decided(self) -> np.ndarray:
+        """[B] int64: tokens that are final."""
+        return self.committed - self.prompt_length
+
+    @property
+    def given(self) -> Tensor:
+        """[B, L] bool: prompts."""
+        return self._column < torch.as_tensor(self.prompt_length, device=self.context.device).unsqueeze(1)
+
+    @property
+    def undecided(self) -> Tensor:
+        """[B, L] bool: positions that a row has not reached yet."""
+        ends = torch.as_tensor(np.stack((self.committed, self.end)), device=self.context.device).unsqueeze(-1)
+        return (self._column >= ends[0]) & (self._column < ends[1])
+
+    @property
+    def done(self) -> bool:
+        return len(self.rows) == 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        total = self.length - self.prompt_length
+        return int(np.where(self.running, self.decided, total).sum()), int(total.sum())
+
+    @property
+    def _column(self) -> Tensor:
+        return torch.arange(self.context.shape[1], device=self.context.device)
+
+    def slots(self, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: slots of each row's window that lie before its end."""
+        return np.minimum(self.width, self.length[rows] - self.committed[rows])
+
+    def positions(self, rows: np.ndarray) -> Tensor:
+        """[R, W] int64: positions of the slots; those past a row's end are counted on."""
+        return torch.as_tensor(self.committed[rows, None] + np.arange(self.width), device=self.context.device)
+
+    def uniform(self, rows: np.ndarray, positions: Tensor, words: int, stream: int, ahead: int = 0) -> Tensor:
+        """[R, W, words] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""
+        steps = torch.as_tensor(self.row_step[rows] + ahead, device=positions.device)
+        return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, words, stream)
+
+    def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
+        """[R, W] int64: what must stand at positions, -1 where the model chooses and behind the end."""
+        offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)
+        found = self.layout[offset.clamp(0, len(self.layout) - 1)]
+        return torch.where(offset < len(self.layout), found, -1)
+
+    def laws(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
+        """What tokens are drawn from at positions [R, W]: logits [R, W, V] -> [R, W, V]."""
+        law = token_law(logits, self.request, self.allowed)
+        if self.grid is not None and self.grid.length > self.grid.height * self.grid.width:
+            forced = self.forced(rows, positions).unsqueeze(-1)
+            law = law.masked_fill(forced >= 0, 0)
+            law.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(law.dtype))
+        return law
+
+    def calls(
+        self,
+        store: Any,
+        pads: bool,
+        rows: np.ndarray,
+        drafts: Tensor,
+        begin: np.ndarray,
+        stop: np.ndarray,
+        first: np.ndarray,
+        count: int,
+    ) -> list[Query]:
+        """Evaluate spans of rows: one call, or one per length for models without padding.
+
+        Args:
+            store: where what lies before a span is read from and the span is written; None evaluates rows from 0.
+            drafts: [R, W] int64: tokens from `committed` on.
+            begin, stop: [R] int64: the positions to evaluate; from 0 on this is the branch's own whole prompt.
+            first: [R] int64: logits are wanted of `count` positions from here on; those past the span repeat its last.
+        """
+        begin = np.zeros_like(begin) if store is None else begin
+        groups = [np.arange(len(rows))]
+        if not pads:
+            spans = np.stack((begin, stop), 1)
+            groups = [np.flatnonzero((spans == span).all(1)) for span in np.unique(spans, axis=0)]
+        return [
+            self._call(store, rows[index], index, drafts, begin[index], stop[index], first[index], count)
+            for index in groups
+        ]
+
+    def _call(
+        self,
+        store: Any,
+        rows: np.ndarray,
+        index: np.ndarray,
+        drafts: Tensor,
+        begin: np.ndarray,
+        stop: np.ndarray,
+        first: np.ndarray,
+        count: int,
+    ) -> Query:
+        device, shift = self.context.device, self.shift[:, rows]
+        # [branches * N], branch after branch, as all that follows
+        committed, stop, first = ((each + shift).reshape(-1) for each in (self.committed[rows], stop, first))
+        whole = not begin.any()
+        begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
+        column = begin[:, None] + np.arange((stop - begin).max())
+        valid = column < stop[:, None]
+        # slots past a row's end ask for any logits
+        wanted = np.minimum(first[:, None] + np.arange(count), stop[:, None] - 1) - begin[:, None]
+        store_rows = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+        at = torch.as_tensor(store_rows, device=device)
+        positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
+        slot = torch.as_tensor(column - committed[:, None], device=device)
+        drafted = drafts[torch.as_tensor(index, device=device)].repeat(self.branches, 1)
+        final = self.context[at.unsqueeze(1), positions]
+        query = Query(
+            rows=rows,
+            tokens=torch.where(slot < 0, final, drafted.gather(1, slot.clamp(0, drafted.shape[1] - 1))),
+            positions=positions,
+            wanted=torch.as_tensor(wanted, device=device),
+            valid=None if valid.all() else torch.as_tensor(valid, device=device),
+            step=self.commits,
+            branches=self.branches,
+            # the branches' prompts may have different lengths: their mean, rounded up
+            forwarded=-(-(stop - begin).reshape(self.branches, -1).sum(0) // self.branches),
+            index=index,
+            kind="full" if whole else "window",
+        )
+        if store is None:
+            return query
+        slots = torch.as_tensor(np.where(valid, column, -1), device=device)
+        return query.but(store_rows=at, store_index=store_rows, slots=slots, reach=int(stop.max()))
+
+    @contextmanager
+    def freed_store(self) -> Iterator[None]:
+        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
+        try:
+            yield
+        finally:
+            for store in (self.store, self.draft_store):
+                if store is not None:
+                    store.release()
+
+    def cache_advice(self) -> None:
+        """There is nothing to advise: the store is always exact."""
+
+    def kept_prefix(self, model: Any) -> None:
+        """Nothing is kept for the next request."""

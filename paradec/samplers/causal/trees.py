@@ -1,0 +1,444 @@
+"""Verification where several drafts compete for one place: rules for a node, and the walk down a tree of drafts.
+
+A rule draws the children of a node from the drafter's law q and judges them against the model's law p. The rules of
+`RULES` are exact: whatever q is, the token that a node puts out has the law p; it is one of the children where that can
+be, and the walk goes on below it. They differ in how often. A rule is a stateless value; shapes: `R` rows, `K` children
+in the order in which they are judged, `V` words.
+
+- "recursive": independent children; each is judged against what those before it left. SpecInfer, arXiv 2305.09781.
+- "without_replacement": the same with distinct children, each judged against the law it was drawn from. arXiv
+  2402.14160.
+- "k_seq": independent children against fixed laws, p divided by the best rho in [1, K]. SpecTr, arXiv 2310.15141.
+- "naive": the K likeliest words; a draw from p is a hit when it is one of them.
+- "greedy": the K - 1 likeliest words and one drawn from the rest: of the rules with a such child the one that hits most
+  often. arXiv 2502.18779.
+
+For laws that are spread out (images) "k_seq" is the best of the independent ones; for peaked ones
+"without_replacement" and "greedy" are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from paradec.checks import check_int, shown
+from paradec.registry import unknown
+from paradec.samplers.causal.verification import draw, leftover, probability
+
+BISECTIONS = 40
+MOST_NODES = 256
+
+
+class Rule(Protocol):
+    """How one node's children are drawn and judged."""
+
+    distinct: ClassVar[bool]
+    """Whether a child that repeats an earlier one is passed over."""
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """Children [R, K] int64 from q [R, V] with uniform [R, K]; -1 where q has no further word."""
+        ...
+
+    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Which child stands, [R] int64 (-1: none), and the weights [R, V] that the token is drawn from when none does.
+
+        Args:
+            p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K].
+        """
+        ...
+
+
+def normalized(weights: Tensor) -> Tensor:
+    """weights [..., V] of sum 1."""
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def without(law: Tensor, words: Tensor) -> Tensor:
+    """law [R, V] with words [R, N] set to 0 (-1 sets none), not normalised."""
+    return law.masked_fill(_holds(words, law.shape[-1]), 0)
+
+
+def _holds(words: Tensor, size: int) -> Tensor:
+    """[R, V] bool: whether a word is one of words [R, N]."""
+    held = torch.zeros((len(words), size + 1), dtype=torch.bool, device=words.device)
+    return held.scatter_(1, torch.where(words < 0, size, words), True)[:, :size]
+
+
+class Sequential:
+    """Judge the children one by one until one stands; a rule says how likely that is and what a fallen one leaves."""
+
+    distinct: ClassVar[bool] = False
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For children x [R]: the chance that each stands [R], and p and q [R, V] for the next one if it falls."""
+        raise NotImplementedError
+
+    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rule.judge`."""
+        chosen = torch.full_like(drafts[:, 0], -1)
+        for i, x in enumerate(drafts.unbind(1)):
+            chance, next_p, next_q = self.step(p, q, x.clamp(min=0))
+            tried = (chosen < 0) & (x >= 0)
+            chosen = torch.where(tried & (uniform[:, i] < chance), i, chosen)
+            fell = (tried & (chosen < 0)).unsqueeze(1)
+            p, q = torch.where(fell, next_p, p), torch.where(fell, next_q, q)
+        return chosen, p
+
+
+class Recursive(Sequential):
+    """Independent children; each is judged against what those before it left."""
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """See `Rule.children`."""
+        return draw(q.unsqueeze(1).expand(-1, count, -1), uniform)
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return probability(p, x) / probability(q, x), normalized(leftover(p, q)), q
+
+
+class WithoutReplacement(Sequential):
+    """Distinct children, each judged against the law that it was drawn from."""
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """See `Rule.children`."""
+        found = []
+        for i in range(count):
+            x = draw(q, uniform[:, i])
+            found.append(torch.where((q > 0).any(-1), x, -1))
+            q = without(q, x.unsqueeze(1))
+        return torch.stack(found, 1)
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rest = without(q, x.unsqueeze(1))
+        rest = torch.where((rest > 0).any(-1, keepdim=True), normalized(rest), q)
+        return probability(p, x) / probability(q, x), normalized(leftover(p, q)), rest
+
+
+class Naive(Sequential):
+    """The likeliest words; each stands with its share of what p has left, so that all together are one draw from p."""
+
+    distinct = True
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """See `Rule.children`."""
+        return q.topk(count, -1).indices
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rest = without(p, x.unsqueeze(1))
+        return probability(p, x), torch.where((rest > 0).any(-1, keepdim=True), normalized(rest), p), q
+
+
+class KSeq:
+    """Independent children against fixed laws, p divided by the rho that hits most often."""
+
+    distinct: ClassVar[bool] = False
+    children = Recursive.children
+
+    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rule.judge`."""
+        real = drafts >= 0
+        count = real.sum(1, keepdim=True).to(p.dtype)
+        low, high = torch.ones_like(count), count.clamp(min=1)
+        for _ in range(BISECTIONS):  # the smallest rho with 1 - (1 - beta)^K <= rho beta; K is always one
+            middle = (low + high) / 2
+            beta = q.minimum(p / middle).sum(-1, keepdim=True)
+            fits = 1 - (1 - beta).clamp(min=0) ** count <= middle * beta
+            low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+        x = drafts.clamp(min=0)
+        stands = real & (uniform < p.gather(1, x) / (high * q.gather(1, x)))
+        chosen = torch.where(stands.any(1), stands.int().argmax(1), -1)
+        taken = q.minimum(p / high)
+        beta = taken.sum(-1, keepdim=True)
+        share = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** count) / beta, 0)
+        return chosen, normalized(leftover(p, taken * share))
+
+
+class Greedy:
+    """The likeliest words and one drawn from the rest, which alone is judged; a hit on the others is left to the
+    draw."""
+
+    distinct: ClassVar[bool] = False
+
+    def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
+        """See `Rule.children`."""
+        best = q.topk(count - 1, -1).indices
+        rest = without(q, best)
+        last = torch.where((rest > 0).any(-1), draw(rest, uniform[:, -1]), -1)
+        return torch.cat((best, last.unsqueeze(1)), 1)
+
+    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rule.judge`."""
+        # a node's children end where it has no more: columns are as many as the tree's widest node has
+        at = (drafts >= 0).sum(1, keepdim=True) - 1
+        column = torch.arange(drafts.shape[1], device=drafts.device)
+        rest = without(q, drafts.masked_fill(column >= at, -1))
+        total = rest.sum(-1, keepdim=True)
+        real, place = (at >= 0) & (total > 0), at.clamp(min=0)
+        rest = torch.where(real, rest / total, 0)
+        last = drafts.gather(1, place).clamp(min=0)
+        chance = p.gather(1, last) / rest.gather(1, last)
+        stands = real & (uniform.gather(1, place) < chance)
+        return torch.where(stands, at, -1).squeeze(1), torch.where(real, normalized(leftover(p, rest)), p)
+
+
+RULES: dict[str, Rule] = {
+    "recursive": Recursive(),
+    "without_replacement": WithoutReplacement(),
+    "k_seq": KSeq(),
+    "naive": Naive(),
+    "greedy": Greedy(),
+}
+
+
+TREES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "mc_sim_7b_63": tuple(
+        tuple(map(int, path))
+        for path in "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001".split()
+    ),
+}
+"""Published static trees by the name that their code gives them: EAGLE's, which LANTERN's command line takes too."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A static tree of drafts. Node 0 is the last final token; the others stand in order of depth, then of their paths.
+
+    Args:
+        paths: one for every node but the root: which child to take at each depth.
+
+    Raises:
+        ValueError: a path whose parent or elder sibling is missing.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        paths = sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
+        if not paths or not paths[0] or len(paths) > MOST_NODES:
+            raise ValueError(f"tree={shown(self.paths)} must have 1 to {MOST_NODES} paths, none of them empty")
+        for path in paths:
+            for entry in path:
+                check_int("tree", entry, low=0)
+            elder = (*path[:-1], path[-1] - 1)
+            if (len(path) > 1 and path[:-1] not in paths) or (path[-1] > 0 and elder not in paths):
+                raise ValueError(f"tree={shown(self.paths)} has the path {path} without its parent or elder sibling")
+        object.__setattr__(self, "paths", tuple(paths))
+
+    @classmethod
+    def of(cls, tree: Any) -> Tree:
+        """A tree from its paths, from how many children every node of each depth has: (2, 2, 1), or by name.
+
+        Raises:
+            ValueError: none of these.
+        """
+        if isinstance(tree, str):
+            if tree not in TREES:
+                raise ValueError(unknown("tree", tree, TREES))
+            return cls(TREES[tree])
+        if not isinstance(tree, Sequence) or len(tree) == 0:
+            raise ValueError(f"tree={shown(tree)} must be children per depth, (2, 2, 1) say, or paths")
+        if not all(isinstance(entry, int) for entry in tree):
+            if not all(isinstance(entry, Sequence) and not isinstance(entry, str) for entry in tree):
+                raise ValueError(f"tree={shown(tree)} must be children per depth, (2, 2, 1) say, or paths")
+            return cls(tuple(map(tuple, tree)))
+        nodes: list[tuple[int, ...]] = [()]
+        paths: list[tuple[int, ...]] = []
+        for count in tree:
+            check_int("tree", count, low=1, high=MOST_NODES)
+            if len(paths) + len(nodes) * count > MOST_NODES:
+                raise ValueError(f"tree={shown(tree)} has more than {MOST_NODES} nodes")
+            nodes = [(*path, i) for path in nodes for i in range(count)]
+            paths += nodes
+        return cls(tuple(paths))
+
+    @property
+    def size(self) -> int:
+        """Nodes, the root included."""
+        return len(self.paths) + 1
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """[N]: how far each node is from the root."""
+        return [0, *map(len, self.paths)]
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        return self.depths[-1]
+
+    @cached_property
+    def children(self) -> Tensor:
+        """[N, K] int64: every node's children, -1 where it has fewer than the widest."""
+        index = {(): 0} | {path: i for i, path in enumerate(self.paths, start=1)}
+        of: list[list[int]] = [[] for _ in range(self.size)]
+        for path, i in index.items():
+            if path:
+                of[index[path[:-1]]].append(i)
+        widest = max(map(len, of))
+        return torch.tensor([nodes + [-1] * (widest - len(nodes)) for nodes in of])
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[N, N] bool: whether a node (row) sees another: those on the path to it, and itself."""
+        path_of = [(), *self.paths]
+        return torch.tensor([[own[: len(other)] == other for other in path_of] for own in path_of])
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The same for all rows."""
+        index = {(): 0} | {path: i for i, path in enumerate(self.paths, start=1)}
+        parents = torch.tensor([[-1, *(index[path[:-1]] for path in self.paths)]])
+        return Layout(parents, self.depth, self.children.shape[1])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the nodes of the rows' trees hang together. Parents stand before their children, siblings in the order in
+    which they are judged. `R` rows, or 1 where all have the same tree.
+
+    Args:
+        parents: [R, N] int64, -1 for the root, which is node 0.
+        depth: of the deepest node that there may be.
+        widest: the most children that a node may have.
+    """
+
+    parents: Tensor
+    depth: int
+    widest: int
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[R, N, N] bool: whether a node (row) sees another: those on the path to it, and itself."""
+        column = torch.arange(self.parents.shape[1], device=self.parents.device)
+        up = column.expand_as(self.parents)
+        found = torch.zeros((), dtype=torch.bool, device=up.device)
+        for _ in range(self.depth + 1):
+            found = found | (up.unsqueeze(-1) == column)
+            up = torch.where(up < 0, -1, self.parents.gather(1, up.clamp(min=0)))
+        return found
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[R, N] int64: how far each node is from the root."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def children(self) -> Tensor:
+        """[R, N, K] int64: every node's children, -1 where it has fewer than `widest`."""
+        rows, size = self.parents.shape
+        elder = (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
+        found = torch.full((rows, size * self.widest), -1, dtype=torch.int64, device=self.parents.device)
+        node = torch.arange(1, size, device=found.device).expand(rows, -1)
+        return found.scatter_(1, (self.parents * self.widest + elder)[:, 1:], node).unflatten(1, (size, -1))
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's tree, another one for every row and step (arXiv 2406.16858, section 4). Level by level the drafter
+    names the `top_k` likeliest words below each of the `top_k` likeliest nodes of the level before (below the root at
+    first), all by their path's probability; of everything that it named, the likeliest `nodes - 1` are kept.
+
+    These drafts are taken, not drawn: of the exact rules "naive" alone judges them.
+
+    Args:
+        nodes: the root and the drafts that are kept (the paper's 60 for 7B models).
+        depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
+        top_k: see above.
+
+    Raises:
+        ValueError: a number out of its range, or more nodes than are ever named.
+    """
+
+    nodes: int = 60
+    depth: int = 6
+    top_k: int = 10
+
+    def __post_init__(self) -> None:
+        check_int("nodes", self.nodes, low=2, high=MOST_NODES)
+        check_int("depth", self.depth, low=1)
+        check_int("top_k", self.top_k, low=1)
+        named = self.top_k + (self.depth - 1) * self.top_k**2
+        if self.nodes - 1 > named:
+            raise ValueError(
+                f"nodes={self.nodes} is more than depth={self.depth} and top_k={self.top_k} name ({named}) and the root"
+            )
+
+    @property
+    def size(self) -> int:
+        """Nodes, the root included."""
+        return self.nodes
+
+    def to_dict(self) -> dict[str, int]:
+        """Its settings as plain data."""
+        return {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}
+
+
+@lru_cache(maxsize=64)
+def tree_of(tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tree:
+    """`Tree.of`, once for equal trees."""
+    return Tree.of(tree)
+
+
+@dataclass
+class Walk:
+    """What a tree's verification found, for `R` rows. D is the depth of the tree."""
+
+    nodes: Tensor
+    """[R, D + 1] int64: the node reached at each depth, root first; -1 behind the last."""
+    tokens: Tensor
+    """[R, D + 1] int64: the tokens that become final: `accepted` children, then one more."""
+    accepted: Tensor
+    """[R] int64."""
+    weights: Tensor
+    """[R, V]: what the last token was drawn from; not normalised."""
+
+
+def walk(
+    tree: Tree | Layout, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True
+) -> Walk:
+    """Judge a tree of drafts from the root down.
+
+    Args:
+        drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
+        p, q: [R, N, V]: the model's and the drafter's law of what follows each node.
+        uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw when none stands.
+        hits: whether a token that was drawn because no child stood, and equals a child, leads on to it; exact for every
+            rule of `RULES`.
+    """
+    rows, device = len(drafts), drafts.device
+    layout = tree.layout if isinstance(tree, Tree) else tree
+    children = layout.children.to(device).expand(rows, -1, -1)
+    node = torch.zeros(rows, dtype=torch.int64, device=device)
+    going = torch.ones(rows, dtype=torch.bool, device=device)
+    nodes, tokens = [node], []
+    accepted, weights = torch.zeros_like(node), p[:, 0]
+    row = torch.arange(rows, device=device)
+    for depth in range(tree.depth + 1):
+        below = children[row, node]
+        words = torch.where(below >= 0, drafts.gather(1, below.clamp(min=0)), -1)
+        if rule.distinct:
+            again = (words.unsqueeze(2) == words.unsqueeze(1)).tril(-1).any(-1)
+            words = words.masked_fill(again, -1)
+        here = p[row, node]
+        chosen, left = rule.judge(here, q[row, node], words, uniform[:, depth, :-1])
+        left = torch.where((words >= 0).any(1, keepdim=True), left, here)
+        token = draw(left, uniform[:, depth, -1])
+        if hits:
+            same = words == token.unsqueeze(1)
+            chosen = torch.where((chosen < 0) & same.any(1), same.int().argmax(1), chosen)
+        stands = chosen >= 0
+        at = chosen.clamp(min=0).unsqueeze(1)
+        token = torch.where(stands, words.gather(1, at).squeeze(1), token)
+        tokens.append(torch.where(going, token, -1))
+        weights = torch.where(going.unsqueeze(1), left, weights)
+        going = going & stands
+        accepted = accepted + going.long()
+        node = torch.where(going, below.gather(1, at).squeeze(1), node)
+        nodes.append(torch.where(going, node, -1))
+    return Walk(torch.stack(nodes[:-1], 1), torch.stack(tokens, 1), accepted, weights)

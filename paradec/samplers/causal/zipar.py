@@ -1,0 +1,191 @@
+"""ZipAR: the rows of an image are decoded side by side, each some tokens behind the one above it.
+
+He et al., "ZipAR: Accelerating Auto-regressive Image Generation through Spatial Locality", arXiv 2412.04062.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.models.images.grid import Grid
+from paradec.protocol import Commit, Cost, Proposal, Query
+from paradec.samplers.causal.base import JacobiSampler, JacobiState, read_logits
+from paradec.samplers.causal.verification import draw, probability
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: which positions are evaluated, with the tokens of which, and which tokens their logits choose. All are
+    offsets from the end of the prompt; -1 is its last token."""
+
+    fed: list[int]
+    token_of: list[int]
+    read: list[int]
+    """Columns of `fed` whose logits are wanted."""
+    chosen: list[int]
+    """The offsets that they choose."""
+
+
+def schedule(grid: Grid, window: int) -> list[Step]:
+    """The steps of a grid; the first one evaluates the prompt too."""
+    first = [len(grid.head) + row * grid.stride for row in range(grid.height)]
+    forced = grid.layout.tolist()
+    done = [0] * grid.height
+    unfed: list[int] = []  # what a row that is full leaves to evaluate
+    steps: list[Step] = []
+    while done[-1] < grid.width:
+        fed: dict[int, int] = {at: at for at in unfed}
+        chosen: dict[int, int] = {}
+        before, unfed = list(done), []
+        for row, start in enumerate(first):
+            if row > 0 and before[row - 1] < min(window, grid.width):
+                break
+            if before[row] == grid.width:
+                continue
+            at = start + before[row]  # the token to choose
+            chosen[at - 1] = at
+            known = before[row] > 0 or row == 0 or forced[at - 1] >= 0 or before[row - 1] == grid.width
+            # the end of the row above is not known: its last token so far takes the place
+            fed.setdefault(at - 1, at - 1 if known else first[row - 1] + before[row - 1] - 1)
+            done[row] += 1
+            if done[row] == grid.width:
+                unfed += range(at, start + grid.stride)
+        if not steps:  # all that stands before the first image token
+            fed = {at: at for at in range(-1, first[0])} | fed
+        order = sorted(fed)
+        steps.append(Step(order, [fed[at] for at in order], [order.index(at) for at in chosen], list(chosen.values())))
+    return steps
+
+
+@dataclass(frozen=True)
+class ZipAR(JacobiSampler):
+    """A row begins once `window` tokens of the row above are there; all open rows grow by one token a step.
+
+    Not lossless: tokens do not see what is right of them in the rows above, and where rows have no end token the first
+    token of a row takes the latest token of the row above for the one before it. With `window` at least the width of
+    the image it is token-by-token decoding. Needs a grid and a model with a key/value store.
+
+    Args:
+        window: the lead of a row over the next one, in tokens.
+        init, refresh, random_law: take no part, and must be left alone.
+    """
+
+    window: int = 16
+
+    name = "zipar"
+    paper = "ZipAR"
+    arxiv = "2412.04062"
+    summary = "the rows of an image side by side, each a window behind the one above; not lossless"
+    lossless = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform")):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no meaning where nothing is drafted; leave it out"
+                )
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(self, model: Any, prompt: Any, **request: Any) -> JacobiState:
+        """Make the state of one request: see `paradec.samplers.causal.base.JacobiSampler.start`.
+
+        Raises:
+            ValueError: no grid, or a model without a store.
+        """
+        self.check_model(model)
+        if request.get("grid") is None:
+            raise ValueError(f"sampler {self.name!r} decodes the rows of an image: it needs a grid")
+        if not model.supports_store:
+            raise ValueError(
+                f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
+            )
+        state = super().start(model, prompt, **request)
+        state.schedule = schedule(state.grid, self.window)
+        layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start
+        self._write(state, _columns(state, range(len(state.layout))), state.rows, layout)
+        return state
+
+    def _width(self, new: int) -> int:
+        return 1
+
+    def _draft(
+        self, state: JacobiState, rows: np.ndarray, count: Tensor, tokens: Tensor, source: Tensor, law: Tensor | None
+    ) -> None:
+        """Nothing is drafted."""
+
+    def query(self, state: JacobiState) -> list[Query]:
+        """The last token of every open row, at its place; at first the prompt."""
+        step, device = state.schedule[state.commits], state.context.device
+        start = (state.prompt_length + state.shift).reshape(-1)[:, None]
+        at, token_at = start + np.array(step.fed), start + np.array(step.token_of)
+        if not state.commits:  # every row's own prompt, from its beginning; they end in one column
+            at = token_at = start + np.arange(-int(start.max()), step.fed[-1] + 1)
+        valid = at >= 0
+        read = np.array(step.read) + at.shape[1] - len(step.fed)
+        positions, tokens = (torch.as_tensor(np.maximum(each, 0), device=device) for each in (at, token_at))
+        store_rows = np.arange(len(start))
+        return [
+            Query(
+                rows=state.rows,
+                tokens=state.context.gather(1, tokens),
+                positions=positions,
+                wanted=torch.as_tensor(read, device=device).expand(len(start), -1),
+                valid=None if valid.all() else torch.as_tensor(valid, device=device),
+                store_rows=torch.as_tensor(store_rows, device=device),
+                store_index=store_rows,
+                slots=torch.as_tensor(np.where(valid, at, -1), device=device),
+                reach=int(at.max()) + 1,
+                step=state.commits,
+                branches=state.branches,
+                forwarded=-(-valid.sum(1).reshape(state.branches, -1).sum(0) // state.branches),
+                index=state.rows,
+                kind="window" if state.commits else "full",
+            )
+        ]
+
+    def propose(self, state: JacobiState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+        """A token for every open row. Quantities: "top_logit" [R, W]."""
+        positions = _columns(state, state.schedule[state.commits].chosen)
+        logits = read_logits(state, outputs, queries)
+        law = state.laws(logits, state.rows, positions)
+        tokens = draw(law, state.uniform(state.rows, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
+        return Proposal(
+            rows=state.rows,
+            values=tokens,
+            cost=Cost(queries, state.batch),
+            positions=positions,
+            scores=probability(law, tokens),
+            available=torch.ones_like(tokens, dtype=torch.bool),
+            quantities={"top_logit": logits.amax(-1)},
+            made_at=state.commits,
+            kind=queries[0].kind,
+        )
+
+    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+        """Write the tokens."""
+        state.check_current(proposal)
+        tokens, rows = proposal.values, proposal.rows
+        self._written(state, proposal, tokens, torch.full_like(tokens[:, :1], tokens.shape[1]))
+        self._write(state, proposal.positions, rows, tokens)
+        state.count(proposal.cost)
+        state.row_step[rows] += 1
+        state.commits += 1
+        # all before the first token that some later step chooses is final
+        rest = [at for step in state.schedule[state.commits :] for at in step.chosen]
+        state.committed = state.prompt_length + min(rest, default=state.grid.length)
+        state.rows = np.flatnonzero(state.committed < state.end)
+        selected = torch.ones_like(tokens, dtype=torch.bool)
+        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
+
+
+def _columns(state: JacobiState, offsets: Any) -> Tensor:
+    """[B, N] int64: positions of offsets [N]."""
+    return torch.as_tensor(state.prompt_length[:, None] + np.array(list(offsets)), device=state.context.device)

@@ -1,0 +1,274 @@
+"""The forecast family: continuous models, whose output at some solver steps is forecast instead of evaluated.
+
+A method of this family is one decision, `refreshes`: evaluate or forecast this time; and, beside it, what it remembers
+of the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
+The solver is a diffusers scheduler. All rows stand at the same solver step.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.checks import check_int, check_number
+from paradec.protocol import Commit, Cost, LatentProposal, LatentQuery, Memory, MemorySpec, Sampler, State
+from paradec.samplers.forecast.refresh import Course
+from paradec.trace import Trace
+
+
+@dataclass
+class ForecastState(State):
+    """What changes while a latent is denoised. `B` rows."""
+
+    scheduler: Any
+    """The request's own copy of the diffusers scheduler, its timesteps set."""
+    latent: Tensor
+    """[B, ...] float."""
+    conditions: dict[str, Tensor]
+    guidance_scale: float
+    generator: torch.Generator | list[torch.Generator] | None
+    """Where a stochastic scheduler draws its noise: one generator per row, or the caller's."""
+    positions: int
+    """Positions (patches) that one evaluation costs per row."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the method keeps on the host beside its memory, for all rows; only `commit` replaces it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rows = np.arange(self.batch)
+        self.course = Course(total=self.total)
+        """Which step comes next, and what the refresh rules read."""
+        self.input = self._model_input()
+
+    @property
+    def index(self) -> int:
+        """The solver step that comes next."""
+        return self.course.index
+
+    @property
+    def last_full(self) -> int:
+        """The latest solver step that was evaluated."""
+        return self.course.last_full
+
+    @property
+    def total(self) -> int:
+        """Solver steps; a scheduler that evaluates twice a step has more timesteps than `num_inference_steps`."""
+        return len(self.scheduler.timesteps)
+
+    @property
+    def done(self) -> bool:
+        return self.index >= self.total
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.index, self.total
+
+    def advance(self, output: Tensor, full: bool) -> None:
+        """Take one solver step with the model's output, or (not `full`) with its forecast."""
+        options = {} if self.generator is None else {"generator": self.generator}
+        timestep = self.scheduler.timesteps[self.index]
+        self.latent = self.scheduler.step(output, timestep, self.latent, return_dict=False, **options)[0]
+        self.course.finished(full)
+        self.input = self._model_input()
+
+    def _model_input(self) -> Tensor:
+        # here and not in the query: some schedulers change while they scale
+        if self.done or not hasattr(self.scheduler, "scale_model_input"):
+            return self.latent
+        return self.scheduler.scale_model_input(self.latent, self.scheduler.timesteps[self.index])
+
+
+@dataclass(frozen=True)
+class ForecastSampler(Sampler):
+    """Base of the family. A subclass implements `refreshes`, `memory`, `remember` and `forecast`."""
+
+    family: ClassVar[str] = "forecast"
+    models: ClassVar[tuple[str, ...]] = ("latent",)
+
+    # ---- the method's own decisions -------------------------------------------------------------------------------
+
+    def refreshes(self, state: ForecastState) -> bool:
+        """Whether the model is evaluated at `state.index`. It must be at index 0."""
+        raise NotImplementedError
+
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
+        """Tensors that the method keeps between steps, for outputs [B, *shape] of a dtype."""
+        raise NotImplementedError
+
+    def remember(
+        self, state: ForecastState, output: Tensor, full: bool
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        """New values of the memory and the notes after `state.index`, which was evaluated or (not `full`) forecast.
+
+        output: [B, ...]. Both are left as they are where the mapping is empty.
+        """
+        raise NotImplementedError
+
+    def watched_change(self, state: ForecastState, before: Tensor) -> float:
+        """What the step added to `course.change`; `before` was the model's input, `state.input` is the next one."""
+        return 0.0
+
+    def forecast(self, state: ForecastState) -> Tensor:
+        """The output [B, ...] at `state.index`, from the memory. Changes nothing."""
+        raise NotImplementedError
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self,
+        model: Any,
+        latent: Tensor,
+        *,
+        scheduler: Any,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 1.0,
+        seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        trace: bool = False,
+        **conditions: Any,
+    ) -> ForecastState:
+        """Make the state of one request.
+
+        Args:
+            model: from `paradec.models.images.diffusion`.
+            latent: [B, ...] float noise, as the scheduler starts from it (times `init_noise_sigma`). It is not changed.
+            scheduler: a diffusers scheduler. It is copied: the caller's stays as it is.
+            num_inference_steps: solver steps.
+            guidance_scale: s in uncond + s (cond - uncond); 1 is off, else a call evaluates two rows for each.
+            seed: one for all rows or one per row, for schedulers that draw noise. A row's noise depends on its seed
+                and its latent, not on its neighbours.
+            generator: the caller's, one or one per row, instead of a seed.
+            conditions: what the model asks for: `class_labels` for DiT.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, before any work; the message names it.
+        """
+        self.check_model(model)
+        if not isinstance(latent, Tensor) or not latent.is_floating_point():
+            raise TypeError(f"latent must be a floating tensor, not {getattr(latent, 'dtype', type(latent).__name__)}")
+        if latent.ndim < 2 or latent.numel() == 0 or not latent.isfinite().all():
+            raise ValueError(f"latent has shape {tuple(latent.shape)}; it must be [batch, ...], not empty, and finite")
+        for method in ("set_timesteps", "step"):
+            if not hasattr(scheduler, method):
+                raise TypeError(f"scheduler must be a diffusers scheduler; {type(scheduler).__name__} has no {method}")
+        check_int("num_inference_steps", num_inference_steps, low=1)
+        check_number("guidance_scale", guidance_scale, low=0)
+        latent = latent.to(model.device)
+        branches = 1 if guidance_scale == 1.0 else 2
+        conditions = model.conditions(latent, conditions, branches)
+        scheduler = copy.deepcopy(scheduler)
+        generator = _generators(scheduler, seed, generator, latent)
+        scheduler.set_timesteps(num_inference_steps, device=latent.device)
+        state = ForecastState(
+            batch=len(latent),
+            memory=Memory(self.memory(tuple(latent.shape[1:]), latent.dtype), len(latent), {}, latent.device),
+            scheduler=scheduler,
+            latent=latent,
+            conditions=conditions,
+            guidance_scale=guidance_scale,
+            generator=generator,
+            positions=model.positions(latent),
+        )
+        if trace:
+            request = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
+            state.trace = Trace(canvas=[], settings=self.to_dict() | request)
+        return state
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: ForecastState) -> list[LatentQuery]:
+        """The whole model on all rows, or nothing where the output is forecast."""
+        if not self.refreshes(state):
+            return []
+        branches = 1 if state.guidance_scale == 1.0 else 2
+        return [
+            LatentQuery(
+                rows=state.rows,
+                latent=torch.cat([state.input] * branches) if branches > 1 else state.input,
+                timestep=state.scheduler.timesteps[state.index],
+                conditions=state.conditions,
+                branches=branches,
+                forwarded=np.full(state.batch, state.positions),
+            )
+        ]
+
+    def propose(self, state: ForecastState, outputs: list[Tensor], queries: list[LatentQuery]) -> LatentProposal:
+        """The model's output under guidance, or its forecast. outputs: [R, ...], one per query."""
+        cost = Cost(queries, state.batch)
+        if not queries:
+            return LatentProposal(state.rows, self.forecast(state), cost, kind="forecast", made_at=state.commits)
+        output = outputs[0]
+        if queries[0].branches == 2:
+            conditional, unconditional = output.chunk(2)
+            output = unconditional + state.guidance_scale * (conditional - unconditional)
+        return LatentProposal(state.rows, output, cost, kind=queries[0].kind, made_at=state.commits)
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: ForecastState, proposal: LatentProposal) -> Commit:
+        """Take the solver's step, and remember what was evaluated.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite values. Nothing is written then.
+            ValueError: a proposal made from an earlier state.
+        """
+        state.check_current(proposal)
+        full = proposal.kind != "forecast"
+        if full:
+            finite = proposal.values.flatten(1).isfinite().all(1).cpu()
+            if not finite.all():
+                row = int(finite.int().argmin())
+                raise FloatingPointError(
+                    f"the model returned NaN or infinite values for row {row} at step {state.index}"
+                )
+        remembered, notes = self.remember(state, proposal.values, full)
+        before = state.input
+        state.advance(proposal.values, full)  # first: a scheduler that raises leaves the memory as it was
+        for name, value in remembered.items():
+            state.memory[name] = value
+        state.notes = notes or state.notes
+        if not state.done:
+            state.course.change += self.watched_change(state, before)
+        state.count(proposal.cost)
+        state.commits += 1
+        return Commit(proposal.rows, state.latent, kind=proposal.kind)
+
+
+def _generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> Any:
+    """Where the scheduler draws its noise: nowhere if it draws none."""
+    if seed is not None and generator is not None:
+        raise ValueError("give seed or generator, not both")
+    seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(latent)
+    if len(seeds) != len(latent):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(latent)} rows; give one int, or one per row")
+    for entry in seeds:
+        check_int("seed", entry.item() if isinstance(entry, Tensor) else entry, low=0, high=2**63 - 1, none=True)
+    owners = generator if isinstance(generator, list) else [generator] * len(latent)
+    if not all(owner is None or isinstance(owner, torch.Generator) for owner in owners):
+        raise ValueError(f"generator={generator!r} must be a torch.Generator, or a list of them")
+    if len(owners) != len(latent):
+        raise ValueError(f"generator has {len(owners)} entries for {len(latent)} rows; give one, or one per row")
+    if "generator" not in inspect.signature(scheduler.step).parameters:
+        return None
+    if generator is not None:
+        return generator
+    if None in seeds:
+        drawn = int(torch.randint(2**63 - 1, (1,)))
+        seeds = [drawn if entry is None else entry for entry in seeds]
+    digests = [hashlib.blake2b(row.double().cpu().numpy().tobytes(), digest_size=8).digest() for row in latent]
+    keys = rng.row_keys([int(entry) for entry in seeds], [np.frombuffer(d, dtype="<i8").tolist() for d in digests])
+    made = [torch.Generator(latent.device) for _ in keys]
+    for owner, (low, high) in zip(made, keys.tolist(), strict=True):
+        owner.manual_seed(low | (high & 0x7FFFFFFF) << 32)
+    return made

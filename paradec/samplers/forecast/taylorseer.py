@@ -1,0 +1,268 @@
+"""TaylorSeer: a diffusion transformer's features between full evaluations are forecast by a Taylor expansion.
+
+Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", arXiv 2503.06923, section 3.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paradec.checks import check_choice, check_int, check_number, shown
+from paradec.protocol import MemorySpec
+from paradec.samplers.forecast.bac import BlockSchedule
+from paradec.samplers.forecast.base import ForecastSampler, ForecastState
+from paradec.samplers.forecast.bases import BASES, Basis, History
+from paradec.samplers.forecast.refresh import (
+    STYLES,
+    AccumulatedChange,
+    Course,
+    Verification,
+    interval_is_full,
+    refresh_from,
+    relative_change,
+)
+
+TARGETS = ("module", "block", "output")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class TaylorSeer(ForecastSampler):
+    """Evaluate every `interval`-th solver step, forecast the others from finite differences of what was evaluated.
+
+    Attached to a diffusers pipeline (`paradec.accelerate`), it forecasts inside the transformer. In paradec's own loop
+    it forecasts the whole output, under guidance the guided one. The defaults are the public code's for FLUX.1-dev;
+    the presets have those of the other models ("lite_*" are set for the whole output).
+
+    Args:
+        interval: N: one full evaluation, then N - 1 forecasts; 1 evaluates always.
+        order: O: derivatives in the expansion; 0 reuses the last feature.
+        first_enhance: solver steps at the start that are all evaluated.
+        style: "reference" is the public code's schedule. "diffusers" is that of `TaylorSeerCacheConfig`: the second
+            step after the first ones is evaluated too, and differences are taken from the first steps on.
+        full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
+        full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule.
+        refresh: a rule that measures when to evaluate, instead of a schedule: `Verification` or `AccumulatedChange`
+            (also by name). `first_enhance` holds with both.
+        schedule: steps of every module by itself, as `paradec.hooks.bac.calibrate` finds them: a `BlockSchedule` or
+            its file.
+        basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`.
+        sigma: of `hermite`, and of `dmd` while it has too few snapshots.
+        window: snapshots that `dmd` keeps.
+        target: what is forecast in a pipeline: "module" (the paper's: attention and feed-forward outputs before their
+            gates), "block" (each block's residual), or "output" (the transformer is skipped as a whole; least memory).
+            None is "module" there; paradec's own loop knows the output only.
+        modules: patterns (`re.fullmatch` on names within the transformer) of what is forecast, instead of `target`.
+        skip: patterns of modules that are left out at forecast steps, since a forecast behind them replaces what they
+            feed; goes with `modules`.
+        derivative_dtype: what differences are kept in, "bfloat16", say; None keeps the features' own type.
+        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB". A lower order, or a target
+            that needs less, is taken where the asked-for one does not fit, and the session says so.
+    """
+
+    interval: int = 6
+    order: int = 1
+    first_enhance: int = 3
+    style: str = "reference"
+    full_after: int | None = None
+    full_steps: tuple[int, ...] | None = None
+    refresh: Verification | AccumulatedChange | None = None
+    schedule: BlockSchedule | None = None
+    basis: str = "taylor"
+    sigma: float = 0.5
+    window: int = 6
+    target: str | None = None
+    modules: tuple[str, ...] | None = None
+    skip: tuple[str, ...] | None = None
+    derivative_dtype: str | None = None
+    max_memory: int | None = None
+
+    name = "taylorseer"
+    paper = "TaylorSeer"
+    arxiv = "2503.06923"
+    summary = "most solver steps skip the transformer; its output is forecast by a Taylor expansion"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "flux": {"interval": 6, "order": 1, "first_enhance": 3},
+        "dit": {"interval": 4, "order": 4, "first_enhance": 2},
+        "hunyuan_video": {"interval": 5, "order": 1, "first_enhance": 1},
+        "wan": {"interval": 5, "order": 1, "first_enhance": 1},
+        "hidream": {"interval": 4, "order": 2, "first_enhance": 1},
+        "lite_fast": {"interval": 5, "order": 2, "first_enhance": 3, "target": "output"},
+        "lite_medium": {"interval": 4, "order": 2, "first_enhance": 3, "target": "output"},
+        "lite_detailed": {"interval": 3, "order": 2, "first_enhance": 3, "target": "output"},
+        "diffusers": {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"},
+    }
+
+    def __post_init__(self) -> None:
+        check_int("interval", self.interval, low=1)
+        check_int("order", self.order, low=0)
+        check_int("first_enhance", self.first_enhance, low=1)
+        check_choice("style", self.style, STYLES)
+        check_int("full_after", self.full_after, low=1, none=True)
+        check_choice("basis", self.basis, BASES)
+        check_number("sigma", self.sigma, low=0, open_low=True)
+        check_int("window", self.window, low=4)
+        if self.target is not None:
+            check_choice("target", self.target, TARGETS)
+        if self.derivative_dtype is not None:
+            name = str(self.derivative_dtype).removeprefix("torch.")
+            check_choice("derivative_dtype", name, DTYPES)
+            object.__setattr__(self, "derivative_dtype", name)
+        object.__setattr__(self, "max_memory", _bytes(self.max_memory))
+        object.__setattr__(self, "refresh", refresh_from(self.refresh))
+        if isinstance(self.schedule, (str, os.PathLike)):
+            object.__setattr__(self, "schedule", BlockSchedule.load(Path(self.schedule)))
+        elif self.schedule is not None and not isinstance(self.schedule, BlockSchedule):
+            object.__setattr__(self, "schedule", BlockSchedule.from_dict(self.schedule))
+        object.__setattr__(self, "full_steps", _steps(self.full_steps))
+        for setting in ("modules", "skip"):
+            object.__setattr__(self, setting, _patterns(setting, getattr(self, setting)))
+        if self.skip is not None and self.modules is None:
+            raise ValueError("skip=... needs modules=...: which forecast would replace what the skipped modules feed?")
+        chosen = [key for key in ("full_steps", "refresh", "schedule") if getattr(self, key) is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{chosen[0]} and {chosen[1]} both say when to evaluate; give one of them")
+        for setting in ("modules", "schedule"):
+            if getattr(self, setting) is not None and self.target not in (None, "module"):
+                raise ValueError(
+                    f"{setting} names modules, which target={self.target!r} does not forecast; leave one out"
+                )
+
+    # ---- when -----------------------------------------------------------------------------------------------------
+
+    def is_full(self, index: int) -> bool:
+        """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked."""
+        if self.full_steps is not None:
+            return index in self.full_steps
+        return interval_is_full(index, self.interval, self.first_enhance, self.style, self.full_after)
+
+    def evaluates(self, course: Course) -> bool:
+        """Whether the next step of a run is evaluated."""
+        if course.last_full < 0:
+            return True
+        if self.refresh is not None:
+            return self.refresh.is_full(course, self.first_enhance)
+        return self.is_full(course.index)
+
+    # ---- how ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def forecaster(self) -> Basis:
+        """The basis with this sampler's settings."""
+        settings: dict[str, Any] = {"order": self.order}
+        if self.derivative_dtype is not None:
+            settings["dtype"] = getattr(torch, self.derivative_dtype)
+        if self.style == "reference":
+            settings["guard"] = self.first_enhance - 2
+        fields = BASES[self.basis].__dataclass_fields__
+        settings |= {name: getattr(self, name) for name in ("sigma", "window") if name in fields}
+        return BASES[self.basis](**settings)
+
+    # ---- paradec's own loop -----------------------------------------------------------------------------------------
+
+    def start(self, model: Any, latent: Tensor, **request: Any) -> ForecastState:
+        """As `ForecastSampler.start`; refuses settings that need the inside of a transformer."""
+        inside: dict[str, Any] = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
+        if self.target not in (None, "output"):
+            inside["target"] = self.target
+        if isinstance(self.refresh, Verification):
+            inside["refresh"] = self.refresh
+        for setting, value in inside.items():
+            if value is not None:
+                raise ValueError(
+                    f"{setting}={shown(value)} needs the inside of the transformer: attach the sampler with "
+                    "paradec.accelerate; this loop forecasts the whole output"
+                )
+        return super().start(model, latent, **request)
+
+    def refreshes(self, state: ForecastState) -> bool:
+        return self.evaluates(state.course)
+
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
+        kept = self.forecaster.dtype or dtype
+        return {"history": MemorySpec((self.forecaster.slots, *shape), kept, reset="sequence")}
+
+    def remember(
+        self, state: ForecastState, output: Tensor, full: bool
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        if not full and not self.forecaster.rolls:
+            return {}, {}
+        history = _history(state)
+        if full:
+            history = self.forecaster.update(history, output, state.index)
+        else:
+            assert history is not None  # a forecast follows an evaluation
+            history = self.forecaster.roll(history, output)
+        tensors = torch.stack(history.tensors, dim=1)
+        missing = state.memory["history"].shape[1] - len(history.tensors)
+        tensors = pad(tensors, (0, 0) * (tensors.ndim - 2) + (0, missing))
+        return {"history": tensors}, {"count": len(history.tensors), "nodes": history.nodes, "dtype": history.dtype}
+
+    def forecast(self, state: ForecastState) -> Tensor:
+        history = _history(state)
+        assert history is not None
+        found = self.forecaster.forecast(history, state.index)
+        # with nothing to add it is the memory itself, and a proposal is its caller's to write into
+        return found.clone() if found is history.tensors[0] else found
+
+    def watched_change(self, state: ForecastState, before: Tensor) -> float:
+        if not isinstance(self.refresh, AccumulatedChange):
+            return 0.0
+        return self.refresh.rescale(relative_change(state.input, before))
+
+
+def _history(state: ForecastState) -> History | None:
+    """The history that lies in a state's memory."""
+    if not state.notes:
+        return None
+    tensors = state.memory["history"].unbind(1)[: state.notes["count"]]
+    return History(tensors, state.notes["nodes"], state.notes["dtype"])
+
+
+def _bytes(value: Any) -> int | None:
+    """A number of bytes from an int or a text as "2GB" (10^9) or "512MiB" (2^20)."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
+        if found is None:
+            raise ValueError(f'max_memory={value!r} must be bytes, as a number or as text: "2GB", "512MiB"')
+        value = int(float(found[1]) * units[found[2].upper()])
+    check_int("max_memory", value, low=1, none=True)
+    return value
+
+
+def _steps(value: Any) -> tuple[int, ...] | None:
+    """A checked list of steps that has step 0."""
+    if value is None:
+        return None
+    steps = list(value) if isinstance(value, (list, tuple, range)) else [value]
+    for step in steps:
+        check_int("full_steps", step, low=0)
+    if 0 not in steps or sorted(set(steps)) != steps:
+        raise ValueError(f"full_steps={shown(value)} must be ascending steps that begin with 0, each once")
+    return tuple(steps)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
+    """A checked tuple of regular expressions."""
+    if value is None:
+        return None
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{name}={shown(value)} must be a regular expression for module names, or a list of them")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}={shown(pattern)} is no regular expression: {error}") from None
+    return patterns

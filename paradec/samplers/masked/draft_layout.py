@@ -1,0 +1,140 @@
+"""Drafts of later steps in one call: how they lie in it, as rows of their own or one after the other in a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Part
+from paradec.protocol import Query
+from paradec.samplers.masked.state import MaskedState
+
+
+class Ahead:
+    """A state as its sampler would find it some steps on, if a draft is right: what counts steps is moved on.
+
+    Args:
+        state: the state as it is.
+        steps: how many steps later.
+        tokens: [R, W] int64, the window then.
+    """
+
+    def __init__(self, state: MaskedState, steps: int, tokens: Tensor):
+        self.state, self.steps, self.tokens = state, steps, tokens
+        self.row_step, self.block_step = state.row_step + steps, state.block_step + steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.state, name)
+
+    @functools.cached_property
+    def candidates(self) -> Tensor:
+        """[R, W] bool: undecided positions."""
+        return self.state.window.undecided(self.tokens, self.state.facts.mask_id)
+
+    @functools.cached_property
+    def remaining(self) -> np.ndarray:
+        """[B] int64: undecided positions of the block. Waits for the device: only schedules that count them ask."""
+        if not self.steps:
+            return self.state.remaining
+        remaining = self.state.remaining.copy()
+        remaining[self.state.window.rows] = self.candidates.sum(1).cpu().numpy()
+        return remaining
+
+
+@dataclass
+class DraftQuery(Query):
+    """A call that evaluates several drafts of its rows. `drafts[j]` is what the base would find j steps on."""
+
+    drafts: list[Ahead] = field(default_factory=list)
+    tree: bool = False
+    """Whether a row's drafts stand in one row of the call, not in rows of their own."""
+
+
+def rows_of_part(part: Part, chosen: np.ndarray) -> Part:
+    """The part with only the `chosen` [N] bool of its rows."""
+    if chosen.all():
+        return part
+    valid = None if part.valid is None else part.valid[chosen]
+    return dataclasses.replace(part, index=part.index[chosen], positions=part.positions[chosen], valid=valid)
+
+
+def batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
+    """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
+    assert query.wanted is not None  # as `part_query` makes it
+    step, owner = (np.arange(copies.max())[:, None] < copies).nonzero()
+    index = np.concatenate([owner + branch * len(copies) for branch in range(query.branches)])
+    called = torch.as_tensor(index, device=state.canvas.device)
+    return DraftQuery(
+        **vars(query)
+        | {
+            "tokens": _tokens_of(state, query, drafts, step, owner),
+            "positions": query.positions[called],
+            "wanted": query.wanted[called],
+            "valid": None if query.valid is None else query.valid[called],
+            "store_rows": None if query.store_rows is None else query.store_rows[called],
+            "store_index": None if query.store_index is None else query.store_index[index],
+            "slots": None,
+            "copies": copies,
+            "forwarded": query.forwarded * copies,
+        },
+        drafts=drafts,
+    )
+
+
+def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:
+    """A call in which the drafts of a row stand one after the other in its row, each seeing itself alone."""
+    assert query.wanted is not None
+    (count, width), device = query.positions.shape, state.canvas.device
+    most = int(copies.max())
+    step, owner = (index.ravel() for index in np.indices((most, len(copies))))
+    tokens = _tokens_of(state, query, drafts, step, owner).unflatten(0, (query.branches, most, -1))
+    positions = query.positions.repeat(1, most)
+    number = torch.arange(most, device=device).repeat_interleave(width)
+    visible = (number[:, None] == number).expand(count, -1, -1)
+    if state.facts.topology == "block_causal":
+        block = positions // state.facts.block_unit
+        visible = visible & (block[:, :, None] >= block[:, None, :])
+    valid = None
+    if query.valid is not None or (copies < most).any():
+        own = torch.as_tensor(copies, device=device).repeat(query.branches)
+        valid = number < own[:, None]
+        if query.valid is not None:
+            valid = valid & query.valid.repeat(1, most)
+    wanted = query.wanted[:, None] + width * torch.arange(most, device=device)[:, None]
+    return DraftQuery(
+        **vars(query)
+        | {
+            "tokens": tokens.transpose(1, 2).reshape(count, most * width),
+            "positions": positions,
+            "wanted": wanted.flatten(1),
+            "valid": valid,
+            "visible": visible,
+            "slots": None,
+            "copies": copies,
+            "forwarded": query.forwarded * copies,
+        },
+        drafts=drafts,
+        tree=True,
+    )
+
+
+def _tokens_of(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
+    """[branches * D, Q] int64: what D drafts hold at a query's positions. step, owner: [D], the draft's number and the
+    query's row that it is of."""
+    assert query.index is not None
+    device, window = state.canvas.device, state.window
+    running = torch.as_tensor(query.index[owner], device=device)
+    rows = torch.as_tensor(query.rows[owner], device=device)
+    own = torch.stack([ahead.tokens for ahead in drafts])[torch.as_tensor(step, device=device), running]
+    canvas = state.canvas.index_select(0, rows).scatter(1, window.positions[running], own)
+    branches = [canvas]
+    if query.branches == 2:
+        branches.append(canvas.masked_fill(state.given[rows], state.facts.mask_id))
+    positions = query.positions[: len(query.rows)][torch.as_tensor(owner, device=device)]
+    return torch.cat([branch.gather(1, positions) for branch in branches])

@@ -1,0 +1,80 @@
+"""Token editing: beside filling masks, exchange tokens of the open block for ones that the model is now surer of.
+
+Bie et al., "LLaDA2.1", arXiv 2602.08676 (mask-to-token and token-to-token thresholds), as diffusers' LLaDA2Pipeline and
+dllm's LLaDA2.1 sampler run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.checks import check_int, check_number
+from paradec.protocol import MemorySpec
+from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.statistics import best_one
+
+
+@dataclass(frozen=True)
+class Editing(MaskedSampler):
+    """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always;
+    and at each decided one (not given by the user) write the candidate if it is another token with confidence
+    > editing_threshold. When no mask is left, the block is evaluated further until a step edits nothing.
+
+    Args:
+        threshold: confidence that fills a mask (mask to token), in [0, 1].
+        editing_threshold: confidence that exchanges a token (token to token), in [0, 1]; 1 edits nothing, and no step
+            is spent on looking. (diffusers turns editing off with 0; here that exchanges every token that is not the
+            model's best.)
+        max_post_steps: most steps of a block without masks.
+
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "dllm" has the other source's.
+    diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
+    filled; here a step must have left them as they stand. For models that were trained to edit; what others predict
+    where a token stands was never trained.
+    """
+
+    threshold: float = 0.7
+    editing_threshold: float = 0.5
+    max_post_steps: int = 16
+
+    name = "editing"
+    paper = "LLaDA2.1"
+    arxiv = "2602.08676"
+    summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
+    rereads = True
+    revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
+    presets = {"dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16}}
+    frontier = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_number("editing_threshold", self.editing_threshold, low=0, high=1)
+        check_int("max_post_steps", self.max_post_steps, low=0, high=1_000_000)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"post_steps": MemorySpec(dtype=torch.int64)}
+
+    def select(self, view: View) -> Tensor:
+        return (view.scores > self.threshold) | best_one(view.scores)
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        sure = view.quantities["confidence"] > self.editing_threshold
+        edit = view.editable & sure & (view.tokens != view.current)
+        # the step that fills the last mask is looked at once more, the others as long as they change something
+        changed = view.candidates.any(1) | edit.any(1)
+        return Revision(edit=edit, linger=changed & (self.post_steps(view) < self.max_post_steps))
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        return {"post_steps": self.post_steps(view)}
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        return masks_at_open + self.max_post_steps
+
+    def post_steps(self, view: View) -> Tensor:
+        """[R] int64: steps of the block without masks, this one included."""
+        return view.memory["post_steps"] + ~view.candidates.any(1)

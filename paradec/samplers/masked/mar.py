@@ -1,0 +1,309 @@
+"""MAR's sampler: continuous tokens in random order, many at a time; with ReCAP's groups of full and local steps.
+
+Li et al., arXiv 2406.11838, and its public code; ReCAP, arXiv 2505.19089, and its public code for MAR.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
+from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State
+from paradec.trace import Trace
+
+LARGEST_GUIDANCE = 1e6
+
+
+@dataclass
+class MARState(State):
+    """What changes while images are decoded. `B` rows, `S` positions of `channels` numbers each, row by row."""
+
+    tokens: Tensor
+    """[B, S, channels]: zeros where nothing is decided."""
+    order: Tensor
+    """[B, S] int64: the positions, from the last one that is decided to the first."""
+    labels: Tensor
+    """[B] int64."""
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    left: np.ndarray
+    """[T + 1] int64 on the host: undecided positions of each row before every step, and 0 behind the last."""
+    guidance_scale: float
+    index: int = 0
+    """The step."""
+    kept: Kept | None = None
+    """What the open group's full step kept."""
+
+    @property
+    def done(self) -> bool:
+        return self.index == len(self.left) - 1
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return int(self.left[0] - self.left[self.index]) * self.batch, int(self.left[0]) * self.batch
+
+
+@dataclass(kw_only=True)
+class MARProposal(LatentProposal):
+    """A proposal, and what its evaluation kept."""
+
+    positions: Tensor
+    """[R, W] int64: where the values would be written."""
+    kept: Kept | None = None
+    conditions: Tensor | None = None
+    """[R, W, width]: what the head drew from."""
+
+
+@dataclass(frozen=True)
+class MAR(Sampler):
+    """Per step, decide the next positions of a random order that is drawn per image. Of S positions
+    floor(S cos(pi / 2 * (t + 1) / T)) are left after step t of T, at least one fewer than before.
+
+    With `local_steps` > 0 steps come in groups, as in ReCAP: the first of a group evaluates everything, keeps keys and
+    values of encoder and decoder, and decides the first of the group's positions; the others evaluate the group's
+    positions alone, over what was kept, with fewer steps of the diffusion head.
+
+    Args:
+        local_steps: l; 0 is MAR, 1 ReCAP's scripts.
+        full_groups: how many groups at the start have no local steps; None is half the steps, as in the scripts.
+        head_steps: steps of the diffusion head, 1 to 1000.
+        fast_ratio: share of them that local steps take, in (0, 1], rounded down (at least 1).
+        temperature: scales the noise that the head's steps add.
+        guidance_schedule: "linear" grows from 1 to the request's scale with what is decided, as in the paper;
+            "constant" does not.
+        chunk_order: which of a group's positions each of its steps decides: "raster" takes them row by row, a quirk of
+            ReCAP's code; "order" goes on in the random order.
+        keep_buffer: whether local steps read the class tokens' keys and values; else they evaluate these again (the
+            scripts).
+
+    Random numbers are counter-based: an image depends on its seed and class, not on its neighbours.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    local_steps: int = 0
+    full_groups: int | None = None
+    head_steps: int = 100
+    fast_ratio: float = 0.4
+    temperature: float = 1.0
+    guidance_schedule: str = "linear"
+    chunk_order: str = "raster"
+    keep_buffer: bool = False
+
+    name = "mar"
+    family = "continuous"
+    models = ("continuous image",)
+    paper = "MAR"
+    arxiv = "2406.11838"
+    summary = "continuous tokens in random order, in numbers that grow from step to step"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recap": {"local_steps": 1}}
+
+    def __post_init__(self) -> None:
+        check_int("local_steps", self.local_steps, low=0, high=2**16)
+        check_int("full_groups", self.full_groups, low=0, none=True)
+        check_int("head_steps", self.head_steps, low=1, high=1000)
+        check_number("fast_ratio", self.fast_ratio, low=0, high=1, open_low=True)
+        check_number("temperature", self.temperature, low=0)
+        check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
+        check_choice("chunk_order", self.chunk_order, ("raster", "order"))
+        check_bool("keep_buffer", self.keep_buffer)
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self,
+        model: Any,
+        prompt: Sequence[int] | int,
+        *,
+        steps: int = 64,
+        guidance_scale: float = 1.0,
+        seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        order: Tensor | None = None,
+        trace: bool = False,
+    ) -> MARState:
+        """Make the state of one request.
+
+        Args:
+            model: a `paradec.models.images.mar.MARModel`.
+            prompt: the class labels, one per image.
+            steps: T, 1 to S; 64 in the paper's fast setting, 256 in its best one.
+            guidance_scale: s in uncond + s (cond - uncond); 1 is off. The published models: 2.9, 3.0 and 3.2.
+            seed: an int, or one per image; None draws one from `generator`, or else from torch's global generator.
+            order: [B, S] int64, the random order to use, last position first; None draws it.
+            trace: record every step in `state.trace`; a token is its numbers there, None where undecided.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
+        """
+        self.check_model(model)
+        module = model.module
+        size, labels = module.positions, [prompt] if isinstance(prompt, int) else list(prompt)
+        if not labels:
+            raise ValueError("prompt is empty; give one class label at least")
+        for label in labels:
+            check_int("label", label, low=0, high=module.classes - 1)
+        check_int("steps", steps, low=1, high=size)
+        check_number("guidance_scale", guidance_scale, low=0, high=LARGEST_GUIDANCE)
+        check_bool("trace", trace)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator={shown(generator)} must be a torch.Generator")
+        if seed is not None and generator is not None:
+            raise ValueError("give seed or generator, not both")
+        seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(labels)
+        if len(seeds) != len(labels):
+            raise ValueError(f"seed has {len(seeds)} entries for {len(labels)} images; give one int, or one per image")
+        for entry in seeds:
+            check_int("seed", entry, low=0, high=2**63 - 1, none=True)
+        drawn = 0
+        if None in seeds:
+            owner = None if generator is None else generator.device
+            drawn = int(torch.randint(2**62, (1,), generator=generator, device=owner))
+        seeds = [drawn if entry is None else int(entry) for entry in seeds]
+        device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
+        keys = torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device)
+        if order is None:
+            at = torch.arange(size, device=device).expand(len(labels), size)
+            zero = torch.zeros(len(labels), dtype=torch.int64, device=device)
+            order = rng.uniform(keys, zero, at, 1, rng.POSITION_STREAM).squeeze(-1).argsort(-1)
+        order = torch.as_tensor(order, device=device)
+        if order.shape != (len(labels), size) or not (order.sort(-1).values == torch.arange(size, device=device)).all():
+            raise ValueError(f"order has shape {tuple(order.shape)}; it must permute {size} positions for each image")
+        state = MARState(
+            batch=len(labels),
+            memory=Memory({}, len(labels), {}, device),
+            tokens=torch.zeros(len(labels), size, module.channels, dtype=dtype, device=device),
+            order=order,
+            labels=torch.tensor(labels, device=device),
+            keys=keys,
+            left=left_after(size, steps),
+            guidance_scale=guidance_scale,
+        )
+        if trace:
+            request = {"labels": labels, "steps": steps, "guidance_scale": guidance_scale, "seed": seeds}
+            empty: list[list[Any]] = [[None] * size for _ in labels]
+            state.trace = Trace(empty, self.to_dict() | request)
+        return state
+
+    # ---- groups -----------------------------------------------------------------------------------------------------
+
+    def group(self, state: MARState) -> range:
+        """The steps of the open group."""
+        steps = len(state.left) - 1
+        full = steps // 2 if self.full_groups is None else self.full_groups
+        size = self.local_steps + 1
+        first = state.index if state.index < full else full + (state.index - full) // size * size
+        return range(first, first + 1 if first < full else min(first + size, steps))
+
+    def chunks(self, state: MARState) -> list[Tensor]:
+        """Per step of the open group, the positions [B, n] that it decides, ascending."""
+        group, left = self.group(state), state.left
+        if self.chunk_order == "order" or len(group) == 1:
+            return [state.order[:, left[step + 1] : left[step]].sort(-1).values for step in group]
+        everything = state.order[:, left[group[-1] + 1] : left[group[0]]].sort(-1).values
+        return list(everything.split([int(left[step] - left[step + 1]) for step in group], 1))
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def query(self, state: MARState) -> list[ContinuousQuery]:
+        group, chunks = self.group(state), self.chunks(state)
+        place = state.index - group[0]
+        targets = torch.cat(chunks, 1).sort(-1).values
+        if place == 0:
+            known = state.order[:, state.left[state.index] :].sort(-1).values
+            everything = torch.arange(state.order.shape[1], device=known.device).expand_as(state.order)
+            drop, targets = (targets if len(group) > 1 else None), everything
+            columns, wanted = known, chunks[0]
+        else:
+            known = torch.cat(chunks[:place], 1).sort(-1).values
+            drop = None
+            columns, wanted = (torch.searchsorted(targets, at.contiguous()) for at in (known, chunks[place]))
+        at = known.unsqueeze(-1).expand(-1, -1, state.tokens.shape[-1])
+        guided = state.guidance_scale != 1.0
+        return [
+            ContinuousQuery(
+                rows=np.arange(state.batch),
+                tokens=state.tokens.gather(1, at),
+                known=known,
+                targets=targets,
+                columns=columns,
+                wanted=wanted,
+                labels=state.labels,
+                noise=self._noise(state, chunks[place], place > 0),
+                temperature=self.temperature,
+                guidance=self.guidance(state) if guided else None,
+                kept=state.kept if place else None,
+                drop=drop,
+                keep_buffer=self.keep_buffer,
+                branches=2 if guided else 1,
+                forwarded=np.full(state.batch, targets.shape[1]),
+                kind="window" if place else "full",
+            )
+        ]
+
+    def guidance(self, state: MARState) -> float:
+        """The guidance scale of this step."""
+        if self.guidance_schedule == "constant":
+            return state.guidance_scale
+        size = int(state.left[0])
+        return 1 + (state.guidance_scale - 1) * (size - int(state.left[state.index + 1])) / size
+
+    def _noise(self, state: MARState, at: Tensor, local: bool) -> Tensor:
+        """[B, W, steps + 1, channels] standard normal numbers for the head at positions `at` [B, W]."""
+        steps = max(int(self.head_steps * self.fast_ratio), 1) if local else self.head_steps
+        words = (steps + 1) * state.tokens.shape[-1]
+        step = torch.full((state.batch,), state.index, device=at.device)
+        uniform = rng.uniform(state.keys, step, at, words, rng.TOKEN_STREAM)
+        return (math.sqrt(2) * torch.erfinv(2 * uniform - 1)).unflatten(-1, (steps + 1, -1))
+
+    def propose(self, state: MARState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]) -> MARProposal:
+        (answer,), (query,) = outputs, queries
+        return MARProposal(
+            rows=query.rows,
+            values=answer.tokens,
+            cost=Cost(queries, state.batch),
+            positions=query.targets.gather(1, query.wanted),
+            made_at=state.commits,
+            kind=query.kind,
+            kept=answer.kept,
+            conditions=answer.conditions,
+        )
+
+    def commit(self, state: MARState, proposal: MARProposal) -> Commit:
+        """Write the chunk.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite numbers. Nothing is written then.
+        """
+        state.check_current(proposal)
+        if not torch.isfinite(proposal.values).all():
+            raise FloatingPointError(f"the model returned NaN or infinite tokens at step {state.index}")
+        at = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
+        state.tokens = state.tokens.scatter(1, at, proposal.values.to(state.tokens.dtype))
+        state.kept = proposal.kept if proposal.kind == "full" else state.kept
+        state.count(proposal.cost)
+        state.commits += 1
+        state.index += 1
+        if state.done or state.index == self.group(state)[0]:
+            state.kept = None  # the next step evaluates everything
+        written = torch.ones_like(proposal.positions, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, written, kind=proposal.kind)
+
+
+def left_after(size: int, steps: int) -> np.ndarray:
+    """[steps + 1] int64: positions that are undecided before each step, and 0 behind the last."""
+    left = [size]
+    for step in range(steps - 1):
+        planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
+        left.append(min(max(planned, steps - 1 - step), left[-1] - 1))
+    return np.array([*left, 0])

@@ -1,0 +1,131 @@
+"""How the public generate.py codes of LLaDA and Dream draw and break ties, for `rng="reference"`.
+
+Only there: these draws come from one stream in the shapes of the reference, so that a row's numbers depend on its
+neighbours, and equal scores go to whichever position torch.topk happens to take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.protocol import Query
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.statistics import divided, filter_logits
+
+
+def copy_generator(generator: torch.Generator) -> torch.Generator:
+    copy = torch.Generator(device=generator.device)
+    copy.set_state(generator.get_state())
+    return copy
+
+
+def categorical(
+    state: MaskedState,
+    logits: Tensor,
+    positions: Tensor,
+    rows: np.ndarray,
+    generator: torch.Generator,
+    final: Tensor | None = None,
+) -> Tensor:
+    """Dream's draw: torch.multinomial over the masked positions (over those of `final` [R, W] alone) in row-major
+    order, in the logits' dtype."""
+    canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
+    masked = torch.eq(canvas, state.facts.mask_id)
+    if final is not None:
+        masked &= final
+    probabilities = logits[masked].softmax(-1)
+    drawn = torch.multinomial(probabilities.cpu(), 1, replacement=True, generator=generator).squeeze(-1)
+    tokens = logits.argmax(-1)
+    tokens[masked] = drawn.to(tokens.device)
+    return tokens
+
+
+def top(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
+    """torch.topk over whole rows, one by one, as the public code does: it decides which of equal scores is taken."""
+    window = state.window
+    full = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
+    full[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
+    taken = torch.zeros_like(full, dtype=torch.bool)
+    # rules may grant more than there is, or less than nothing
+    for row, number in zip(window.rows.tolist(), count.clip(0, full.shape[1]).tolist(), strict=True):
+        taken[row, full[row].topk(number).indices] = True
+    return taken.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
+
+
+def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
+    """[R, W] float64 uniform numbers, drawn as float32 for the whole "canvas" or for the "masked" positions."""
+    canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
+    if draws == "canvas":
+        canvas = torch.rand(state.canvas.shape, generator=generator).double()
+    else:
+        masked = state.undecided.cpu()
+        canvas[masked] = torch.rand(int(masked.sum()), generator=generator).double()
+    return canvas.to(state.canvas.device)[state.window.row_index, state.window.positions]
+
+
+def choose(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
+    """torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
+    window, number = state.window, int(count.max())
+    full = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
+    full[window.row_index, window.positions] = weights.float()
+    chosen = torch.zeros_like(full, dtype=torch.bool)
+    if number > 0:
+        drawn = torch.multinomial(full.cpu(), number, generator=generator).to(full.device)
+        chosen.scatter_(1, drawn, True)
+    return chosen[window.row_index, window.positions]
+
+
+def gumbel_uniform(
+    state: MaskedState, vocab: int, rows: np.ndarray, positions: Tensor, generator: torch.Generator
+) -> Tensor:
+    """LLaDA's noise: uniform float64 for the whole canvas and vocabulary [B, L, V], of which [R, W, V] is used."""
+    noise = torch.rand((*state.canvas.shape, vocab), dtype=torch.float64, generator=generator).to(positions.device)
+    return noise[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
+
+
+def read(
+    sampler: Any, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidate tokens and quantities [R, W] from logits [R, W, V] that still hold the mask's: it is no candidate, but
+    its share counts in every probability, as in the public code. Trained models give it as much as any wrong word,
+    which decides between positions that are nearly sure."""
+    request = state.request
+    words = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
+    tokens = best = words.argmax(-1)
+    if request.temperature > 0:
+        drawn_from = filter_logits(divided(words, request.temperature), request.top_p, request.top_k)
+        tokens = sampler._draw(state, drawn_from, query, generator)
+    if sampler.score_from == "sampled":
+        logits = logits if request.temperature == 0 else divided(logits, request.temperature)
+        logits = filter_logits(logits, request.top_p, request.top_k)
+    tokens, found = statistics(logits, sampler.reads, tokens)
+    return tokens, {**found, "best_token": best} if "best_token" in found else found
+
+
+def statistics(
+    logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`token_statistics` in the logits' own dtype, as generate.py of LLaDA and Dream compute them.
+
+    Trained models saturate float32 probabilities at exactly 1; which of those is committed first then depends on the
+    last bits. For `rng="reference"` only.
+    """
+    p = logits.softmax(dim=-1)
+    tokens = logits.argmax(-1) if tokens is None else tokens
+    found: dict[str, Tensor] = {}
+    if "confidence" in reads:
+        found["confidence"] = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
+    if "margin" in reads:
+        first, second = p.topk(2, dim=-1).values.unbind(-1)
+        found["margin"] = (first - second).double()
+    if "best_token" in reads:
+        found["best_token"] = logits.argmax(-1)
+    if "negative_entropy" in reads:
+        found["negative_entropy"] = (p * (p + 1e-10).log()).sum(-1).double()
+    if "minus_entropy" in reads:
+        found["minus_entropy"] = -torch.special.entr(p).sum(-1).double()
+    return tokens, found

@@ -1,0 +1,178 @@
+"""Traces of the public cached decoders, replayed in float64: dKV-Cache, Fast-dLLM's and AdaBlock's prefix and dual
+caches.
+
+Of every case, final tokens, the number of forwards, and what each of them evaluated and committed are the reference's.
+
+What differs from the references, and why:
+- Fast-dLLM of June 2025 makes one more call after a block's full forward before it looks whether the block is full
+  already. Replayed calls are compared with that call put in where a block took one.
+- Batches whose rows take unequally many steps (a threshold): as in `test_traces.py`.
+- Fast-dLLM and AdaBlock for Dream commit the first token of a block unasked, since their later calls have no logits for
+  it; ours evaluate the position left of it instead. `test_forced_first_token` replays them with a rule and a cache
+  that do as the public code does; `test_forced_first_token_by_answers` says what ours is worth.
+- dKV-Cache's `random` draws numbers for the evaluated positions alone; a sampler does not know these, so the test
+  replays it with a sampler of its own.
+- dKV-Cache for Dream with `shift_type="right"` commits tokens from logits that it does not have (0 of 8 answers right).
+  Ours commits only what was evaluated, and evaluates a row whole when nothing else is left; the forwards are compared.
+
+In float32 (`-m full`) final tokens and the number of forwards are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from replay import (
+    GOLDEN,
+    PRECISIONS,
+    assert_batches_move_together,
+    assert_calls,
+    assert_replayed,
+    cache_of,
+    cache_without_left,
+    decode,
+    forced_first,
+    load_trace,
+    model_of,
+    request_of,
+    trace_names,
+    with_idle_calls,
+)
+from torch import Tensor
+
+from paradec import caches, samplers
+from paradec.models.adapter import Model
+from paradec.samplers.masked.random import Random
+from paradec.samplers.masked.state import MaskedState
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+BLOCKS = [n for n in trace_names("fastdllm", "fastdllm-jun25", "adablock") if cache_of(load_trace(n)) != "none"]
+FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of(load_trace(n)) != "none"]
+DKV = trace_names("dkv", "dkv-dream")
+
+
+def test_all_traces_are_there() -> None:
+    assert len(BLOCKS) >= 35 and len(FORCED) >= 14 and len(DKV) >= 32
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_caches(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
+    sampler, arguments = request_of(trace)
+    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    if trace["method"] == "fastdllm-jun25" and by_threshold:
+        for row in rows:
+            calls = with_idle_calls(row, arguments["block_length"], arguments["cache"] == "dual")
+            assert row.tokens == row.final and len(calls) == len(row.theirs), row.where
+            if exact:
+                assert_calls(calls, row.theirs, row.where)
+    elif trace["batch_size"] > 1 and by_threshold:
+        assert_batches_move_together(rows, arguments["block_length"], exact)
+    else:
+        assert_replayed(rows, exact)
+
+
+# ---- shifted models: the first token of a block ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_first_token(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    exact = precision == "float64"
+    sampler, arguments = request_of(trace)
+    arguments["cache"] = cache_without_left(arguments["cache"] == "dual")
+    model = model_of(request, trace, precision)
+    assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, **arguments), exact)
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_first_token_by_answers(name: str, dream64: Model) -> None:
+    """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
+    trace = load_trace(name)
+    sampler, arguments = request_of(trace)
+    strings = json.loads((GOLDEN / "dream-tiny" / "tokenizer_table.json").read_text())["table"]
+    ours = theirs = 0
+    for row in decode(dream64, trace, sampler, **arguments):
+        tokens = [*row.tokens[row.prompt :], trace["eos_id"]]
+        text = "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])])
+        ours += text == row.case["answer"][0]
+        theirs += row.case["correct"][0]
+    assert ours >= theirs - 1
+
+
+# ---- dKV-Cache ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RandomOverEvaluated(Random):
+    """Draws numbers for what the cache has evaluated, in ascending order, as dKV-Cache's code does."""
+
+    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+        (part,) = state.cache.plan(state)
+        evaluated = torch.as_tensor(part.positions)
+        noise = torch.zeros(state.canvas.shape, dtype=torch.float64)
+        noise.scatter_(1, evaluated, torch.rand(evaluated.shape, generator=generator).double())
+        return state.window.read(noise)
+
+
+def dkv(settings: dict) -> tuple[Any, dict]:
+    request = {name: settings[name] for name in ("temperature", "block_length", "steps")}
+    greedy = settings["variant"] == "greedy"
+    if not settings["enable_cache"]:
+        cache: Any = "none"
+    elif greedy:
+        cache = caches.create(
+            "dkv_greedy", refresh_interval=settings["cache_reloading_step"], window=settings["window_size"]
+        )
+    else:
+        cache = caches.create("dkv_decode", refresh_interval=settings["cache_reloading_step"])
+    if greedy:
+        sampler = samplers.create("random", order="block")
+    else:
+        sampler = RandomOverEvaluated() if settings["remasking"] == "random" else samplers.create("low_confidence")
+    return sampler, request | {"cache": cache}
+
+
+def dkv_dream(settings: dict) -> tuple[Any, dict]:
+    sampler = samplers.create(settings["alg"], eps=settings["eps"], alg_temp=settings["alg_temp"])
+    request = {name: settings[name] for name in ("temperature", "steps", "top_p", "top_k")}
+    if not settings["use_cache"]:
+        return sampler, request
+    if settings["cache_type"] == "prefill":
+        return sampler, request | {"cache": "dkv_prefill"}
+    name = {"decoded": "dkv_decode", "pd": "dkv_pd"}[settings["cache_type"]]
+    given = {"refresh_interval": settings["cache_steps"], "shift_type": settings["shift_type"]}
+    return sampler, request | {"cache": caches.create(name, **given)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", DKV)
+def test_dkv(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    exact = precision == "float64"
+    sampler, arguments = (dkv if trace["method"] == "dkv" else dkv_dream)(trace["settings"])
+    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    if trace["settings"].get("shift_type") == "right" and trace["settings"]["use_cache"]:
+        assert [row.nfe for row in rows] == [len(row.theirs) for row in rows]
+        return
+    assert_replayed(rows, exact)
+
+
+def test_there_are_partial_calls_in_every_cached_trace() -> None:
+    """The widths compared above are not all those of whole rows, but where no row took two calls for a block."""
+    for name in [*BLOCKS, *FORCED, *DKV]:
+        trace = load_trace(name)
+        settings, cases = trace["settings"], trace["cases"]
+        if not settings.get("use_cache", settings.get("enable_cache", True)):
+            continue
+        blocks = -(-settings["gen_length"] // settings.get("block_length", settings.get("init_block_length", 1)))
+        widths = {step["input_shape"][1] for case in cases for step in case["steps"]}
+        assert len(widths) > 1 or all(case["nfe"] <= blocks for case in cases), name

@@ -1,0 +1,796 @@
+"""The command line, on the packaged model."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli, interrupts
+from paradec.cli import decode as decode_command
+
+PROMPT = "Sort: pear fig apple"
+
+
+@pytest.fixture(autouse=True)
+def no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARADEC_DEBUG", raising=False)
+
+
+EQUAL = "warning: all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)\n"
+
+
+def run(*arguments: object, stdin: str | bytes | None = None) -> Any:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
+
+
+def ok(*arguments: object, stdin: str | bytes | None = None, warning: str = "") -> str:
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == warning
+    return result.stdout
+
+
+def report(*arguments: object, stdin: str | bytes | None = None, warning: str = "") -> dict[str, Any]:
+    return json.loads(ok("generate", *arguments, "--json", stdin=stdin, warning=warning))
+
+
+def test_generate_prints_the_answer_and_its_cost() -> None:
+    answer, cost = ok("generate", PROMPT).splitlines()
+    expected = paradec.generate(paradec.load(), PROMPT)
+    assert answer == expected.text
+    forwards = "1 forward" if expected.nfe == 1 else f"{expected.nfe} forwards"
+    start = f"{expected.tokens[0]} tokens, {forwards}, {expected.tokens_per_forward:.1f} tokens per forward, "
+    assert cost.startswith(start) and cost.endswith(" s")
+
+
+def test_json_holds_what_the_output_holds() -> None:
+    data = report(PROMPT, "--sampler", "low_confidence", "--steps", 8, "--max-new-tokens", 8, "--block-length", 8)
+    expected = paradec.generate(
+        paradec.load(), PROMPT, sampler="low_confidence", steps=8, max_new_tokens=8, block_length=8
+    )
+    new_tokens = expected.new_tokens[0].tolist()
+    assert data.pop("seconds") > 0
+    assert data == {
+        "text": expected.text,
+        "new_tokens": new_tokens[: expected.tokens[0]] if expected.finished[0] else new_tokens,
+        "tokens": expected.tokens[0],
+        "finished": expected.finished[0],
+        "nfe": expected.nfe,
+        "row_nfe": expected.row_nfe[0],
+        "row_forwards": expected.row_forwards,
+        "forwarded_tokens": expected.forwarded_tokens,
+        "tokens_per_forward": expected.tokens_per_forward,
+        "sampler": paradec.samplers.create("low_confidence").to_dict(),
+        "cache": "none",
+        "interrupted": False,
+    }
+
+
+SPARSE = ("--attention", "sparsed", "--attention-set", "select=0.2", "--attention-set", "block-size=4")
+
+
+def test_attention_and_its_settings() -> None:
+    request = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 8}
+    flags = ("--sampler", "low_confidence", "--max-new-tokens", 8)
+    data = report(PROMPT, *flags, "--block-length", 8, *SPARSE, "--attention-set", "dense-steps=1")
+    chosen = paradec.SparseD(select=0.2, block_size=4, dense_steps=1)
+    expected = paradec.generate(paradec.load(), PROMPT, attention=chosen, **request)
+    assert data["text"] == expected.text and data["nfe"] == expected.nfe
+    assert data["attention"] == dataclasses.asdict(expected.attention)
+    assert data["attention"]["sparse_calls"][0] > 0 and data["attention"]["density"][0] < 1
+    assert "attention" not in report(PROMPT, *flags, "--attention", "dense")
+    short = report(PROMPT, *flags, "--attention", "sparsed", "--attention-set", "preset=short")
+    assert short["attention"]["attention"] == "sparsed"
+    filled = json.loads(ok("infill", "Sort : <mask> fig", "--json", *SPARSE))
+    assert filled["attention"]["pattern_calls"] is not None
+
+
+def test_compare_takes_an_attention(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    flags = ("--samplers", "threshold", "--tasks", "copy", "--limit", 1, "--max-new-tokens", 8, "--json")
+    data = json.loads(ok("compare", *flags, *SPARSE, "--out", out))
+    assert data["setup"]["attention"] == paradec.SparseD(select=0.2, block_size=4).to_dict()
+    result = run("compare", *flags, "--out", out, "--resume")
+    assert result.exit_code == 2 and "attention" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--attention", "sparse"), "unknown attention: 'sparse' (did you mean 'sparsed'?)"),
+        (("--attention-set", "select=0.3"), "give --attention sparsed"),
+        (("--attention", "dense", "--attention-set", "select=0.3"), "give --attention sparsed"),
+        (("--attention", "sparsed", "--attention-set", "select"), "--attention-set takes NAME=VALUE, got 'select'"),
+        (("--attention", "sparsed", "--attention-set", "select=2"), "select=2 must be a number in (0, 1]"),
+        (("--attention", "sparsed", "--attention-set", "blocks=2"), "blocks"),
+    ],
+)
+def test_bad_attention_is_one_line(flags: tuple[str, ...], message: str) -> None:
+    for command in (("generate", PROMPT), ("compare",)):
+        result = run(*command, *flags)
+        assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_prompt_from_standard_input() -> None:
+    assert report("-", stdin=PROMPT + "\n")["text"] == report(PROMPT)["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [("a\n", "a"), ("a\r\n", "a"), ("a", "a"), ("a\nb\n", "a\nb"), ("  a \n", "  a "), ("\n\ta\n", "\n\ta")],
+)
+def test_the_final_newline_is_not_the_prompt_s(text: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs end their last line; all other white space is the user's."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert cli._text("-") == prompt and cli._text(text) == text
+
+
+def test_what_the_model_reads_of_standard_input(tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    for text, ends in (("Sort: pear\n", 0), ("Sort:\npear\r\n", 1)):
+        ok("generate", "-", "--raw", "--trace", file, "--max-new-tokens", 4, stdin=text)
+        canvas = json.loads(file.read_text())["canvas"][0]
+        newline = paradec.load().tokenizer("\n")["input_ids"][0]
+        assert len(canvas) == 7 + ends and canvas.count(newline) == ends
+
+
+def test_settings_reach_the_sampler() -> None:
+    data = report(PROMPT, "--set", "threshold=0.5")
+    assert data["sampler"] == paradec.samplers.create("threshold", threshold=0.5).to_dict()
+    assert data["nfe"] <= report(PROMPT, "--set", "threshold=1.0")["nfe"]
+
+
+def test_a_seed_repeats_a_draw() -> None:
+    arguments = ("Shuffle: pear fig apple", "--temperature", 1, "--top-p", 0.9, "--top-k", 20, "--seed", 3)
+    assert report(*arguments)["new_tokens"] == report(*arguments)["new_tokens"]
+
+
+def test_trace_file_replays(tmp_path: Path) -> None:
+    from paradec.trace import Trace
+
+    file = tmp_path / "steps.json"
+    data = report(PROMPT, "--max-new-tokens", 16, "--trace", file)
+    trace = Trace.from_json(file)
+    assert len(trace.steps) == data["nfe"]
+    assert trace.replay()[0][-16:][: len(data["new_tokens"])] == data["new_tokens"]
+
+
+def test_raw_skips_the_chat_template() -> None:
+    assert report(PROMPT, "--raw")["tokens"] == paradec.generate(paradec.load(), PROMPT, chat=False).tokens[0]
+
+
+def test_several_answers_and_several_prompts() -> None:
+    prompts = [PROMPT, "Reverse: pear fig apple kiwi"]
+    data = report("-", "--lines", "-n", 2, stdin="\n\n".join(prompts) + "\n", warning=EQUAL)
+    assert data["text"] == ["apple fig pear"] * 2 + ["kiwi apple fig pear"] * 2
+    assert data["tokens"] == [len(ids) for ids in data["new_tokens"]] == [4, 4, 5, 5]
+    lines = ok("generate", PROMPT, "-n", 2, warning=EQUAL).splitlines()
+    assert lines[:2] == ["[1] apple fig pear", "[2] apple fig pear"] and lines[2].startswith("8 tokens, ")
+
+
+def test_the_summary_of_several_rows_adds_up() -> None:
+    """Tokens over forwards, both summed over the rows, as `Output.tokens_per_forward` is."""
+    prompts = [PROMPT, "Reverse: pear fig apple kiwi", "Copy: fig"]
+    flags = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--block-length", 4)
+    request = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 4}
+    out = paradec.generate(paradec.load(), prompts, **request)
+    assert len(set(out.row_nfe)) > 1  # the longest row is not the mean one
+    expected = (
+        f"{sum(out.tokens)} tokens, {sum(out.row_nfe)} forwards (longest row {max(out.row_nfe)}), "
+        f"{sum(out.tokens) / sum(out.row_nfe):.1f} tokens per forward, "
+    )
+    assert ok("generate", "-", "--lines", *flags, stdin="\n".join(prompts)).splitlines()[-1].startswith(expected)
+    data = report("-", "--lines", *flags, stdin="\n".join(prompts))
+    assert data["row_nfe"] == out.row_nfe and data["tokens_per_forward"] == out.tokens_per_forward
+    for command in (("generate", PROMPT), ("infill", "fox <mask:3> cow")):
+        last = ok(*command, "-n", 3, "--temperature", 1, "--seed", 0).splitlines()[-1]
+        found = re.match(r"(\d+) tokens, (\d+) forwards \(longest row (\d+)\), ([\d.]+) tokens per forward, ", last)
+        tokens, forwards, longest, rate = map(float, found.groups())
+        assert forwards / 3 <= longest < forwards and rate == pytest.approx(tokens / forwards, abs=0.05)
+
+
+@pytest.mark.parametrize("command", [("generate", "Shuffle: pear fig apple"), ("infill", "fox <mask:2> cow <mask>")])
+def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows fit, the answers are those of one batch, and so is what they cost."""
+    flags = ("-n", 7, "--temperature", 1, "--seed", 3, "--json")
+    whole = json.loads(ok(*command, *flags))
+    assert len(set(whole["text"])) > 1
+    monkeypatch.setattr(decode_command, "MOST_ROWS", 3)
+    parts = json.loads(ok(*command, *flags))
+    assert parts.pop("seconds") > 0 and whole.pop("seconds") > 0
+    assert parts == whole
+    lines = ok(*command, *flags[:-1]).splitlines()
+    assert lines[:-1] == [f"[{number}] {text}" for number, text in enumerate(whole["text"], 1)]
+    result = run(*command, *flags[:-1], "--trace", "steps.json")
+    assert result.exit_code == 2 and "--trace records one batch, which is 3 answers here, not 7" in result.stderr
+
+
+def test_batches_of_several_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal prompts draw different numbers, whichever batch they stand in."""
+    prompts = ["Shuffle: pear fig apple", "Copy: fig", "Shuffle: pear fig apple"]
+    flags = ("-", "--lines", "-n", 3, "--temperature", 1.5, "--seed", 1)
+    whole = report(*flags, stdin="\n".join(prompts))
+    monkeypatch.setattr(decode_command, "MOST_ROWS", 2)
+    assert report(*flags, stdin="\n".join(prompts))["new_tokens"] == whole["new_tokens"]
+    out = paradec.generate(paradec.load(), prompts, num_return_sequences=3, temperature=1.5, seed=1)
+    assert whole["text"] == out.text
+
+
+def test_equal_answers_are_said_to_be_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_command, "MOST_ROWS", 2)
+    ok("generate", PROMPT, "-n", 6, warning=EQUAL)
+    ok("generate", "Shuffle: pear fig apple", "-n", 4, "--temperature", 1, "--seed", 0)
+    ok("generate", PROMPT, "-n", 4, "--temperature", 1e-3, "--seed", 0)  # they may be equal, but were drawn
+    ok("generate", "-", "--lines", stdin=f"{PROMPT}\n{PROMPT}\n", warning=EQUAL)
+    ok("generate", "-", "--lines", stdin=f"{PROMPT}\nCopy: fig\n")
+
+
+def test_a_batch_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    whole = report("Shuffle: pear fig apple", "-n", 6, "--temperature", 1, "--seed", 0)
+    generate = paradec.generate
+
+    def small_memory(model: Any, prompts: Any, **request: Any) -> Any:
+        rows.append(len(prompts.rows))
+        if len(prompts.rows) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(model, prompts, **request)
+
+    monkeypatch.setattr(paradec, "generate", small_memory)
+    assert report("Shuffle: pear fig apple", "-n", 6, "--temperature", 1, "--seed", 0)["text"] == whole["text"]
+    assert rows == [6, 3, 1, 1, 1, 1, 1, 1]
+
+
+def test_rows_that_fit() -> None:
+    """Fewer of longer rows, of larger vocabularies and where two branches are evaluated; never none."""
+    model = paradec.load()
+    assert decode_command.rows_that_fit(model, 64, 1) == decode_command.MOST_ROWS
+    counts = [decode_command.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
+    assert counts == sorted(counts, reverse=True) and counts[-1] == 1 and len(set(counts)) > 3
+    middle = next(power for power, count in enumerate(counts, 8) if 4 <= count < decode_command.MOST_ROWS)
+    guided = decode_command.rows_that_fit(model, 2**middle, 2)
+    assert guided == pytest.approx(decode_command.rows_that_fit(model, 2**middle, 1) / 2, rel=0.3)
+
+
+def test_stop_strings() -> None:
+    data = report(PROMPT, "--stop", "pear", "--stop", "fig")
+    assert (data["text"], data["tokens"], data["finished"]) == ("apple fig", 2, True)
+
+
+def test_infill() -> None:
+    text, question = "kiwi <mask:2> pear", "Reverse: pear fig apple kiwi"
+    answer, cost = ok("infill", text, "--prompt", question).splitlines()
+    assert answer == "kiwi apple fig pear"
+    assert cost.startswith("2 tokens, ")
+    data = json.loads(ok("infill", "-", "--prompt", question, "--json", "--sampler", "low_confidence", stdin=text))
+    assert data["fills"] == ["apple fig"] and data["nfe"] == 2 and "new_tokens" not in data
+    assert data["text"] == answer
+    assert ok("infill", "fox ___ cow", "--mask", "___", "--max-new-tokens", 1).startswith("fox ")
+    # without a question the model has nothing to say, but holes are filled, and the text is as long as it was to be
+    assert len(ok("infill", "kiwi <mask:2> pear").splitlines()[0].split()) == 4
+    assert ok("infill", "kiwi <mask:2> pear", "--no-holes-eos-inf").startswith("kiwi pear\n")
+    result = run("infill", "fox cow")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: the prompt of row 0 has nothing to fill") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["generate", PROMPT], ["infill", "fox <mask>"]])
+def test_live_without_a_terminal_changes_nothing(command: list[str]) -> None:
+    plain, live = ok(*command), ok(*command, "--live")
+    assert live.splitlines()[0] == plain.splitlines()[0]
+    assert live.count("\n") == plain.count("\n") and "\033" not in live
+
+
+def test_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, wipes its drawing away and prints the answer."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    command = ["generate", PROMPT, "--live", "--sampler", "low_confidence", "--max-new-tokens", "8"]
+    assert cli.app(command, standalone_mode=False) == 0
+    text = screen.getvalue()
+    assert "\N{LIGHT SHADE}" in text and "\033[2K" in text
+    assert "apple fig pear" in text.split("\N{LIGHT SHADE}")[-1]
+    assert text.splitlines()[-1].startswith("4 tokens, 8 forwards")
+
+
+@pytest.mark.parametrize("kind", ["samplers", "caches"])
+def test_listing(kind: str) -> None:
+    registry = getattr(paradec, kind)
+    listing, _, pairs = ok(kind).partition("\n\n")
+    lines = [line.split("\t") for line in listing.splitlines()]
+    assert (kind == "caches") == ("bidirectional" in pairs)
+    assert lines[0] == ["name", "family", "settings", "paper"]
+    assert [line[0] for line in lines[1:]] == registry.names()
+    entries = json.loads(ok(kind, "--json"))
+    assert [entry["name"] for entry in entries] == registry.names()
+    assert [entry["settings"].keys() for entry in entries] == [
+        registry.get(name).settings().keys() for name in registry.names()
+    ]
+
+
+@pytest.mark.parametrize("kind", ["samplers", "caches"])
+@pytest.mark.parametrize("width", [80, 50, 200])
+def test_listing_on_a_terminal(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word of the lines that a pipe gets, nothing cut and nothing wider than the terminal."""
+    words = set(re.findall(r"[\w.:=+-]+", ok(kind)))
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.app([kind], standalone_mode=False) is None
+    text = re.sub(r"\033\[[0-9;]*m", "", screen.getvalue())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert max(map(len, text.splitlines())) <= width
+    short = {word for word in words if len(word) < 30}  # longer ones may be folded
+    assert short <= set(re.findall(r"[\w.:=+-]+", text))
+
+
+def commands() -> list[list[str]]:
+    group = get_command(cli.app)
+    found = [[], *([name] for name in group.commands)]
+    return found + [[name, sub] for name, each in group.commands.items() for sub in getattr(each, "commands", {})]
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_help_at_80_columns(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = ok(*command, "--help")
+    assert max(map(len, text.splitlines())) <= 80
+    listed = text.partition("Commands:")[2]
+    assert "..." not in listed and "Commands:" in text or command  # of a command's help, whole sentences
+
+
+def test_listing_shows_settings_and_papers() -> None:
+    (line,) = [line for line in ok("samplers").splitlines() if line.startswith("threshold\t")]
+    assert "threshold=0.9" in line and "2505.22618" in line
+
+
+def test_version_and_help() -> None:
+    assert ok("--version") == f"paradec {paradec.__version__}\n"
+    assert "generate" in ok() and ok() == ok("--help")
+    assert "--sampler" in ok("generate", "-h")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "Missing argument"),
+        ([PROMPT, "more"], "more"),
+        ([PROMPT, "--no-such-option"], "--no-such-option"),
+        ([PROMPT, "--steps", "many"], "--steps"),
+        ([PROMPT, "--sampler", "treshold"], "did you mean 'threshold'"),
+        ([PROMPT, "--set", "treshold=0.5"], "did you mean 'threshold'"),
+        ([PROMPT, "--set", "threshold"], "NAME=VALUE"),
+        ([PROMPT, "--set", "threshold=1", "--set", "threshold=0"], "twice"),
+        ([PROMPT, "--set", "threshold=high"], "'high'"),
+        ([PROMPT, "--set", "threshold=-1"], "-1"),
+        ([PROMPT, "--cache", "no-such-cache"], "no-such-cache"),
+        ([PROMPT, "--model", "./no/such/folder"], "./no/such/folder"),
+        ([PROMPT, "--dtype", "int8"], "int8"),
+        ([PROMPT, "--device", "no-such-device"], "no-such-device"),
+        ([PROMPT, "--temperature", "-1"], "temperature"),
+        ([PROMPT, "--top-p", "2"], "top_p"),
+        ([PROMPT, "--top-k", "0"], "top_k"),
+        ([PROMPT, "--sampler", "random", "--steps", "0"], "steps"),
+        ([PROMPT, "--block-length", "0"], "block_length"),
+        ([PROMPT, "--max-new-tokens", "0"], "max_new_tokens"),
+        ([PROMPT, "--max-new-tokens", "100000"], "100000"),
+        ([PROMPT, "--guidance-scale", "nan"], "guidance_scale"),
+        ([""], "empty"),
+        ([PROMPT, "--trace", "no/such/folder/steps.json"], "steps.json"),
+    ],
+)
+def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str) -> None:
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert named in result.stderr
+
+
+HUGE = str(10**30)
+REQUESTS = [
+    *(("--steps", value) for value in ("0", "-1", HUGE)),
+    *(("--temperature", value) for value in ("-1", "nan", "inf", "1e400", "1e-9")),
+    *(("--top-p", value) for value in ("0", "-0.5", "1.5", "nan")),
+    *(("--top-k", value) for value in ("0", "-3")),
+    *(("--guidance-scale", value) for value in ("-1", "nan", "inf", "1e9")),
+    *(("--seed", value) for value in ("-1", HUGE)),
+    *(("-n", value) for value in ("0", "-1", HUGE)),
+    *(("--block-length", value) for value in ("0", "-1", HUGE)),
+    ("--max-new-tokens", "-1"),
+    ("--max-new-tokens", HUGE),
+    ("--cache", ""),
+    ("--sampler", ""),
+    ("--sampler", "threshold("),
+    ("--set", "=1"),
+    ("--set", "threshold=1e400"),
+    ("--set", "threshold=" + 9999 * "["),
+    ("--attention", ""),
+    ("--trace", "FOLDER"),
+    ("--trace", "FILE/steps.json"),
+    ("--trace", "caf\udce9.json"),
+]
+IMAGES = [
+    *(("--steps", value) for value in ("0", "-1", HUGE)),
+    *(("--temperature", value) for value in ("-1", "nan", "1e400")),
+    *(("--top-p", value) for value in ("0", "nan")),
+    *(("--guidance-scale", value) for value in ("-1", "nan", "1e9")),
+    *(("--num-images", value) for value in ("0", "-1", HUGE)),
+    *((side, value) for side in ("--height", "--width") for value in ("0", "-8", HUGE)),
+    *(("--class", value) for value in ("", "a", "3-", "5-3", "1,,2", "-1", "0-" + HUGE)),
+    ("--top-k", "-1"),
+    ("--seed", "-1"),
+    ("--cache", "no-such-cache"),
+    ("--steps", "4"),
+    ("--cache", "dual"),
+    ("--columns", "0"),
+    ("--enlarge", "0"),
+    ("--enlarge", HUGE),
+    ("--interval", "0"),
+    ("--out", "FOLDER"),
+    ("--out", "sheet.txt"),
+    ("--out", "caf\udce9.png"),
+    ("--trace", "FILE/trace.png"),
+    ("--prompt", "caf\udce9"),
+    ("--sampler", ""),
+    ("--model", "FOLDER"),
+    ("--model", "FILE"),
+]
+COMPARE = [
+    *((f"--{name}", value) for name in ("limit", "batch", "max-new-tokens", "block-length") for value in ("0", "-1")),
+    ("--max-new-tokens", HUGE),
+    ("--block-length", HUGE),
+    ("--seed", "-1"),
+    ("--seed", HUGE),
+    ("--tasks", "no-such-task"),
+    ("--samplers", "no-such-sampler"),
+    ("--samplers", ""),
+    ("--cache", ""),
+    ("--prompts", "FILE"),
+    ("--prompts", "FOLDER"),
+    ("--prompts", "missing.jsonl"),
+    ("--out", "FOLDER"),
+    ("--plot", "curve.txt"),
+]
+TRAIN = [
+    *((f"--{name}", value) for name in ("per-task", "batch", "epochs", "max-new-tokens") for value in ("0", "-1")),
+    *(("--lr", value) for value in ("0", "-1", "nan", "2")),
+    *(("--threshold", value) for value in ("-1", "2", "nan")),
+    ("--per-task", HUGE),
+    ("--block-length", "0"),
+    ("--false-accept-weight", "0"),
+    ("--kind", "no-such-kind"),
+    ("--cache", "no-such-cache"),
+    ("--seed", "-1"),
+    ("--prompts", "FILE"),
+    ("--prompts", "missing.txt"),
+    ("--records", "FILE"),
+    ("--out", "FOLDER"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((("generate", PROMPT), option) for option in [*REQUESTS, ("--blocks", ""), ("--stop", "")]),
+        *((("infill", "fox <mask>"), option) for option in [*REQUESTS, ("--mask", ""), ("--mask", " ")]),
+        *((("image", "--out", "sheet.png"), option) for option in IMAGES),
+        *((("compare",), option) for option in COMPARE),
+        *((("learn2pd", "train", "--out", "filter.safetensors"), option) for option in TRAIN),
+    ],
+    ids=lambda entry: " ".join(entry)[:40].encode("ascii", "replace").decode(),
+)
+def test_nonsense_is_refused_before_a_model_is_loaded(
+    command: tuple[str, ...], option: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "FILE").write_bytes(b"\xff\x00")
+    monkeypatch.chdir(tmp_path)
+    loads = []
+    monkeypatch.setattr(paradec, "load", lambda *_, **__: loads.append(1))
+    if option[0] in command:
+        command = tuple(entry for entry in command if entry not in ("--out", "sheet.png", "filter.safetensors"))
+    if command[0] == "image" and option[0] not in ("--class", "--prompt"):
+        command = (*command, "--class", "3")
+    result = run(*command, *option)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert not loads or option == ("--model", "FILE")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "FOLDER"]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user who may not write everywhere")
+def test_files_that_may_not_be_written(tmp_path: Path) -> None:
+    closed = tmp_path / "steps.json"
+    closed.write_text("kept")
+    closed.chmod(0o400)
+    result = run("generate", PROMPT, "--trace", closed)
+    assert result.exit_code == 2 and "permission denied" in result.stderr and closed.read_text() == "kept"
+
+
+def test_unknown_command_gives_one_line() -> None:
+    result = run("generat")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def note(name: str, prompt: Any, **_: Any) -> None:
+        asked.append(prompt)
+
+    monkeypatch.setattr(cli, "_decode", note)
+    for given in ("fox\ncow", "fox\ncow\n", "fox\r\ncow\r\n", b"\xef\xbb\xbffox\ncow\n"):
+        assert run("generate", "-", stdin=given).exit_code == run("infill", "-", stdin=given).exit_code == 0
+    assert asked == ["fox\ncow"] * 8
+    assert run("generate", "-", stdin=" caf\u00e9 \n").exit_code == 0 and asked[-1] == " caf\u00e9 "
+    run("generate", "fox\n")
+    assert asked[-1] == "fox\n"  # an argument is taken as it is
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("caf\u00e9".encode("latin-1"), "standard input is no UTF-8 text: unexpected end of data at byte 3"),
+        (b"Sort: \xe4pfel\n", "standard input is no UTF-8 text: invalid continuation byte at byte 6"),
+        (b"\x7fELF\x02\x01\x01\x00", "standard input is no text: it has a zero byte at position 7"),
+        (b"\x89PNG\r\n\x1a\n\x00", "standard input is no UTF-8 text: invalid start byte at byte 0"),
+        ("Sort: fig".encode("utf-16"), "standard input is no UTF-8 text: invalid start byte at byte 0"),
+    ],
+)
+def test_binary_standard_input_gives_one_line(data: bytes, message: str) -> None:
+    for command in ("generate", "infill"):
+        result = run(command, "-", stdin=data)
+        assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_arguments_that_are_no_text_give_one_line() -> None:
+    odd = "caf\udce9"  # what Python makes of bytes that are no UTF-8
+    for arguments in (["generate", odd], ["generate", PROMPT, "--stop", odd], ["infill", f"{odd} <mask>"],
+                      ["infill", "<mask>", "--prompt", odd], ["infill", "<mask>", "--mask", odd]):  # fmt: skip
+        result = run(*arguments)
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), arguments
+        assert "is no UTF-8 text" in result.stderr
+
+
+def test_empty_standard_input_gives_one_line() -> None:
+    result = run("generate", "-", stdin="")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "empty" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", PROMPT, "--sampler", "no-such"], ["generate", PROMPT, "--no-such-option"], ["no"]]
+)
+def test_debugging_shows_the_traceback_and_keeps_the_exit_code(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(*arguments)
+    monkeypatch.setenv("PARADEC_DEBUG", "1")
+    result = run(*arguments)
+    assert result.exit_code == plain.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr and "Traceback" not in plain.stderr
+    assert result.stderr.endswith(plain.stderr)
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(paradec, "generate", broken)
+    assert isinstance(run("generate", PROMPT).exception, ZeroDivisionError)
+
+
+def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def update(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._Bar, "update", update)
+    result = run("generate", PROMPT, "--sampler", "low_confidence", "--max-new-tokens", 8, "--json")
+    assert result.exit_code == 130
+    data = json.loads(result.stdout)
+    assert data["interrupted"] and data["nfe"] == 2
+
+
+def test_interrupt_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(paradec, "load", interrupted)
+    result = run("generate", PROMPT)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
+    monkeypatch.setenv("PARADEC_DEBUG", "1")
+    result = run("generate", PROMPT)
+    assert (result.exit_code, result.stdout) == (130, "") and "KeyboardInterrupt" in result.stderr
+
+
+def test_an_interrupt_among_batches_prints_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole batches, and of the one that was interrupted the rows that had ended."""
+    prompts = [PROMPT, "Sort: fig apple", "Reverse: pear fig apple kiwi", "Sort: plum fig apple kiwi"] * 2
+    flags = ("generate", "-", "--lines", "--sampler", "low_confidence", "--max-new-tokens", 12, "--block-length", 4)
+    whole = ok(*flags, stdin="\n".join(prompts), warning=EQUAL).splitlines()[:-1]
+    monkeypatch.setattr(decode_command, "MOST_ROWS", 3)
+    update, ended = cli._Bar.update, []
+
+    def interrupt(bar: Any, state: Any, commit: Any) -> None:
+        update(bar, state, commit)
+        ended.append(int((~state.running).sum()))
+        if 3 in ended and 0 < ended[-1] < 3:  # in the second batch
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._Bar, "update", interrupt)
+    result = run(*flags, stdin="\n".join(prompts))
+    assert result.exit_code == 130 and "Traceback" not in result.stderr
+    *lines, summary = result.stdout.splitlines()
+    assert lines[:3] == whole[:3] and len(lines) == 3 + ended[-1]
+    assert {line.partition(" ")[2] for line in lines[3:]} < {line.partition(" ")[2] for line in whole[3:6]}
+    assert summary.endswith(f"s, interrupted after {len(lines)} of 8 answers")
+
+
+def test_a_full_answer_is_complete_without_an_end_token() -> None:
+    model = paradec.load()
+    mask = model.facts.mask_token_id
+    out = paradec.generate(
+        model,
+        input_ids=[[5, mask, 6, 7, 8], [5, mask, mask, mask, 8]],
+        sampler="low_confidence",
+        callback=lambda state, commit: True,  # after one token of each
+    )
+    assert out.finished == [False, False] and out.tokens == [1, 1]
+    assert decode_command.completed(out) == [0]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "term", "delay", "shown"),
+    [
+        (Terminal, "xterm", 0.0, True),
+        (Terminal, "xterm", 60.0, False),
+        (Terminal, "dumb", 0.0, False),
+        (io.StringIO, "xterm", 0.0, False),
+    ],
+)
+def test_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], term: str, delay: float, shown: bool
+) -> None:
+    screen = stream()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(cli._Bar, "delay", delay)
+    monkeypatch.setattr(cli._Bar, "interval", 0.0)
+    with cli._Bar() as bar:
+        for decided in range(3):
+            bar.update(SimpleNamespace(progress=(decided, 3)), None)
+    assert ("decoding" in screen.getvalue()) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.8", 0.8),
+        ("3", 3),
+        ("true", True),
+        ("True", True),
+        ("null", None),
+        ("None", None),
+        ("[1, 2]", [1, 2]),
+        ("'0.8'", "0.8"),
+        ("dual", "dual"),
+        ("", ""),
+    ],
+)
+def test_values_of_settings(text: str, value: object) -> None:
+    read = cli._settings([f"some-name={text}"])
+    assert read == {"some_name": value} and type(read["some_name"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "expected"),
+    [
+        (["/usr/bin/paradec", "samplers"], [], True),
+        ([r"paradec.exe"], [], True),
+        (["-m"], ["python", "-X", "dev", "-m", "paradec", "samplers"], True),
+        (["-m"], ["python", "-m", "pytest", "paradec"], False),
+        (["/usr/bin/pytest", "paradec"], ["python", "/usr/bin/pytest", "paradec"], False),
+        (["-c"], ["python", "-c", "import paradec"], False),
+        ([""], ["python"], False),
+        ([], [], False),
+    ],
+)
+def test_what_the_command_is(argv: list[str], original: list[str], expected: bool) -> None:
+    assert interrupts.is_command(argv, original) is expected
+
+
+def test_programs_keep_their_own_handling_of_interrupts() -> None:
+    # ignored, where the tests themselves were started in the background of a shell
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
+
+
+def heed_interrupts() -> None:
+    """Run in a child before its program: shells start what runs in their background with interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+@pytest.mark.parametrize(
+    ("as_module", "debug", "imported"), [(False, "0", "torch.nn"), (True, "1", "transformers.tokenization_utils_base")]
+)
+def test_an_interrupt_while_it_starts(as_module: bool, debug: str, imported: str, tmp_path: Path) -> None:
+    """While torch is imported, which is before any line of the command itself has run, and while the model loads."""
+    script = tmp_path / "paradec"
+    script.write_text("import sys\nfrom paradec.cli import app\nsys.exit(app())\n")
+    start = ["-m", "paradec"] if as_module else [str(script)]
+    command = [sys.executable, "-X", "importtime", *start, "generate", PROMPT]
+    there = os.environ | {"PARADEC_DEBUG": debug, "PYTHONPATH": str(Path(paradec.__file__).parent.parent)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=there, preexec_fn=heed_interrupts
+    )
+    for line in process.stderr:  # a line per module, when it has been imported
+        if imported in line:
+            process.send_signal(signal.SIGINT)
+            break
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout) == (130, "")
+    assert "Traceback" not in stderr and ("File " in stderr) == (debug == "1")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_an_interrupt_while_many_answers_are_decoded() -> None:
+    """They are printed as they come, long before the last one."""
+    command = [sys.executable, "-m", "paradec", "generate", "Shuffle: pear fig apple", "-n", "100000"]
+    there = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parent.parent)}
+    process = subprocess.Popen(
+        [*command, "--temperature", "1", "--max-new-tokens", "4"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=there, preexec_fn=heed_interrupts,
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    *lines, summary = process.stdout.read().splitlines()
+    assert first.startswith("[1] ") and (process.wait(), process.stderr.read()) == (130, "")
+    assert [line.split()[0] for line in lines[:3]] == ["[2]", "[3]", "[4]"]
+    assert summary.endswith(f", interrupted after {len(lines) + 1} of 100000 answers")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "paradec", "samplers"]
+    there = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parent.parent)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=there)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
+def test_module_runs_as_a_command() -> None:
+    """The real process: exit codes, streams, and no terminal."""
+    command = [sys.executable, "-m", "paradec"]
+    done = subprocess.run([*command, "samplers"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "threshold" in done.stdout
+    done = subprocess.run([*command, "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -1,0 +1,346 @@
+"""`paradec image` over every family of image models, and the curves of error over speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AmusedPipeline,
+    AmusedScheduler,
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    UVit2DModel,
+    VQModel,
+)
+from PIL import Image, ImageChops
+from places import GOLDEN
+from safetensors.torch import save_file
+from tiny_pipelines import dit_pipeline
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+from typer.testing import CliRunner
+
+import paradec
+from paradec import TaylorSeer
+from paradec.cli import app
+from paradec.evaluation import forecasts
+from paradec.models.images.kl import KLDecoder
+from paradec.models.images.mar import MAR
+from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.models.images.vq import VQConfig
+
+RUNNER = CliRunner()
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
+    """The command's report, and its sheet."""
+    sheet = folder / "sheet.png"
+    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", *arguments])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout), sheet
+
+
+def colours(file: Path) -> int:
+    return len(Image.open(file).getcolors())
+
+
+def clip(cls: type) -> tuple[CLIPTokenizer, Any]:
+    """A tokenizer of letters, and a text encoder with random weights."""
+    vocab = {letter: index for index, letter in enumerate([*LETTERS, *(f"{letter}</w>" for letter in LETTERS)])}
+    vocab |= {"<|startoftext|>": 52, "<|endoftext|>": 53}
+    config = CLIPTextConfig(
+        vocab_size=54, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1,
+        max_position_embeddings=12, projection_dim=8, bos_token_id=52, eos_token_id=53, pad_token_id=53,
+    )  # fmt: skip
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=12), cls(config).eval()
+
+
+@pytest.fixture(scope="module")
+def amused(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder as `amused/amused-256` is one."""
+    torch.manual_seed(0)
+    transformer = UVit2DModel(
+        hidden_size=8, cond_embed_dim=8, micro_cond_encode_dim=2, micro_cond_embed_dim=10, encoder_hidden_size=8,
+        vocab_size=32, codebook_size=32, in_channels=8, block_out_channels=8, num_res_blocks=1, block_num_heads=1,
+        num_hidden_layers=2, num_attention_heads=1, intermediate_size=8, sample_size=8,
+    )  # fmt: skip
+    for parameter in transformer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    vqvae = VQModel(
+        block_out_channels=[8], latent_channels=8, norm_num_groups=8, num_vq_embeddings=32, lookup_from_codebook=True
+    )
+    tokenizer, encoder = clip(CLIPTextModelWithProjection)
+    pipe = AmusedPipeline(vqvae, tokenizer, encoder, transformer, AmusedScheduler(mask_token_id=31))
+    folder = str(tmp_path_factory.mktemp("amused"))
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder as FLUX's is one."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 1, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 1}
+    embeds = {"joint_attention_dim": 16, "pooled_projection_dim": 8, "axes_dims_rope": (4, 4, 8), "in_channels": 4}
+    pieces = [(f"▁{letter}", -1.0) for letter in LETTERS] + [(letter, -2.0) for letter in LETTERS]
+    t5 = T5Tokenizer(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces], extra_ids=0)
+    tokenizer, encoder = clip(CLIPTextModel)
+    scale = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=AutoencoderKL(block_out_channels=(4,), latent_channels=1, norm_num_groups=1, **scale),
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=T5EncoderModel(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=1)),
+        tokenizer_2=t5,
+        transformer=FluxTransformer2DModel(**heads, **embeds),
+    )
+    folder = str(tmp_path_factory.mktemp("flux"))
+    pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mar(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mar")
+    torch.manual_seed(0)
+    module = MAR(side=4, channels=4, width=16, depth=1, heads=2, classes=10, buffer=2, head_depth=1, head_width=16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    vae = KLDecoder(VQConfig(channels=32, channel_mult=(1,), res_blocks=1, attention=False, z_channels=4))
+    save_file(module.state_dict(), folder / "model.safetensors")
+    save_file(vae.state_dict(), folder / "vae.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "mar", "heads": 2, "defaults": {"steps": 6}}))
+    return str(folder)
+
+
+# ---- diffusion ------------------------------------------------------------------------------------------------------
+
+
+def test_packaged_dit(tmp_path: Path) -> None:
+    """The pictures are the pipeline's, plain ones above; at interval 1 both are the same."""
+    given = ["--model", "digits-dit", "--class", "3,8", "--steps", "6", "--compare"]
+    found, sheet = run(tmp_path, *given, "--sampler", "taylorseer", "--interval", "3", "--set", "first_enhance=1")
+    assert found["full_steps"] == [0, 3] and len(found["calls"]) == 6 and found["sampler"]["order"] == 1
+    assert 0 < found["pixel_difference"] < 0.2 and found["class_labels"] == [3, 8]
+    picture = Image.open(sheet)
+    assert picture.size == (2 * 28 + 2, 2 * 28 + 2)
+    pipe = PixelDiTPipeline.digits()
+    pipe.set_progress_bar_config(disable=True)
+    draw = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    with paradec.accelerate(pipe, TaylorSeer(interval=3, first_enhance=1)):
+        expected = pipe([3, 8], num_inference_steps=6, generator=draw).images
+    for column, image in enumerate(expected):
+        box = (30 * column, 30, 30 * column + 28, 58)
+        assert ImageChops.difference(picture.crop(box), image).getbbox() is None
+    same, _ = run(tmp_path, *given, "--interval", "1")
+    assert same["pixel_difference"] == 0 and same["full_steps"] == list(range(6))
+
+
+def test_summary_of_a_session(tmp_path: Path) -> None:
+    dit_pipeline().save_pretrained(tmp_path / "dit")
+    sheet = tmp_path / "sheet.png"
+    arguments = ["image", "--model", str(tmp_path / "dit"), "--class", "1", "-n", "2", "--steps", "8", "--order", "2"]
+    done = RUNNER.invoke(app, [*arguments, "--guidance-scale", "2", "--out", str(sheet)])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
+    assert "8 calls, 3 full, 5 forecast, 0 mixed" in lines[2] and len(lines) == 3
+    assert Image.open(sheet).size == (2 * 8 + 2, 8)
+
+
+def test_text_to_image(flux: str, tmp_path: Path) -> None:
+    given = ["--model", flux, "--prompt", "a fox", "--prompt", "a cat", "--height", "8", "--width", "16"]
+    found, sheet = run(tmp_path, *given, "--steps", "6", "-n", "2", "--interval", "2", "--set", "target=output")
+    assert found["pipeline"] == "FluxPipeline" and found["prompts"] == ["a fox", "a cat"] and found["pictures"] == 4
+    assert found["full_steps"] == [0, 1, 2, 4] and found["sampler"]["target"] == "output"
+    assert Image.open(sheet).size == (2 * 16 + 2, 2 * 8 + 2)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
+def test_masked_digits(sampler: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.png"
+    given = ["--model", "digits-maskgit", "--class-labels", "3,8", "--steps", "4", "--trace", str(trace)]
+    found, sheet = run(tmp_path, *given, "--sampler", sampler)
+    assert found["nfe"] == 4 and found["sampler"]["sampler"] == sampler
+    assert found["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else found["forwarded_tokens"] == 4 * 2 * 100
+    assert colours(trace) == 4 + 1  # a colour for each step, and the gap
+
+
+@pytest.mark.parametrize("drafter", [(), ("--sampler", "speculative", "--drafter", "digits-ar-drafter")])
+def test_the_summary_of_several_pictures_adds_up(drafter: tuple[str, ...], tmp_path: Path) -> None:
+    given = ["--class", "0-3", *drafter]
+    found, sheet = run(tmp_path, *given)
+    assert len(set(found["row_nfe"])) > 1  # the longest row is not the mean one
+    forwards = [f"{sum(rows)} forwards (longest row {max(rows)})" for rows in (found["row_nfe"], found["draft_nfe"])]
+    rate = 4 * 49 / sum(found["row_nfe"])
+    assert found["tokens_per_forward"] == rate
+    drafts = f", {forwards[1]} of the drafter" if drafter else ""
+    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", *given])
+    expected = f"4 pictures of 7 x 7 tokens in {sheet}: {forwards[0]}{drafts}, {rate:.2f} tokens per forward, "
+    assert done.stdout.startswith(expected) and done.stdout.count("\n") == 1
+
+
+def test_mar_folder(mar: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.png"
+    given = ["--model", mar, "--class", "1-3", "--set", "head_steps=2"]
+    found, sheet = run(tmp_path, *given, "--sampler", "recap", "--trace", str(trace))
+    assert found["nfe"] == 6 and found["codes"] is None and found["sampler"]["local_steps"] == 1
+    assert Image.open(sheet).size == (2 * 4 + 2, 2 * 4 + 2) and colours(trace) == 6 + 1
+    assert run(tmp_path, *given)[0]["sampler"]["local_steps"] == 0  # without a name it is mar
+
+
+@pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
+def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.png"
+    given = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
+    given += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b"]
+    found, sheet = run(tmp_path, *given, "--trace", str(trace))
+    assert found["pictures"] == 2 and found["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
+    assert colours(trace) == 5 + 1
+    cells = found.get("cells")
+    assert cells is None if sampler != "recap" else [some < whole for some, whole in cells] == [0, 1, 0, 1, 0]
+    pixels = Image.open(sheet).tobytes()
+    assert Image.open(run(tmp_path, *given)[1]).tobytes() == pixels  # the seed decides
+
+
+# ---- what has no meaning --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["digits-dit", "--class", "1", "--sampler", "maskgit"],
+            "does not work in PixelDiTPipeline; it takes taylorseer",
+        ),
+        (["digits-dit", "--class", "1", "--sampler", "tailor"], "unknown sampler: 'tailor' (did you mean"),
+        (["digits-dit", "--class", "1", "--set", "order=-1"], "order=-1 must be an integer"),
+        (
+            ["digits-dit", "--class", "1", "--order", "2", "--set", "order=2"],
+            "--order and --set order=... say the same",
+        ),
+        (["digits-dit", "--class", "10"], "class_labels=10 must be an integer from 0 to 9"),
+        (["digits-dit", "--prompt", "a"], "PixelDiTPipeline does not take prompts; give --class"),
+        (["digits-dit", "--class", "1", "--cache", "dual"], "--cache is not for diffusers pipelines"),
+        (["digits-dit", "--class", "1", "--top-p", "0.9"], "--top-p is not for diffusers pipelines"),
+        (["digits-dit", "--class", "1", "--temperature", "1"], "--temperature is for models of tokens"),
+        (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace draws which step made which token final"),
+        (["digits-dit", "--class", "1", "--height", "32"], "--height is no argument of PixelDiTPipeline"),
+        (["digits-dit", "--class", "1", "--steps", "0"], "--steps=0 must be an integer from 1 to 1000000"),
+        (["digits-dit", "--class", "1", "--dtype", "int8"], "unknown --dtype: 'int8'"),
+        (["digits-dit", "--class", "1", "--device", "gpu"], "--device 'gpu' cannot be used"),
+        (["AMUSED", "--prompt", "a", "--sampler", "taylorseer"], "AmusedPipeline; it takes maskgit, halton, recap"),
+        (["AMUSED", "--class", "1"], "AmusedPipeline does not take class_labels; give --prompt"),
+        (["AMUSED", "--prompt", "a", "--compare"], "--compare is for diffusion pipelines"),
+        (["digits-ar", "--class", "1", "--compare"], "--compare is for diffusion pipelines"),
+        (["digits-ar", "--class", "1", "--steps", "4"], "--steps is not for 'digits-ar', which has samplers of family"),
+        (["digits-ar", "--class", "1", "--interval", "4"], "unknown setting of sampler 'sjd': 'interval'"),
+        (["digits-ar", "--class", "1", "--sampler", "taylorseer"], "is of family 'forecast'; 'digits-ar' takes the"),
+        (["digits-maskgit", "--class", "1", "--sampler", "mar"], "takes the 'masked' family: low_confidence"),
+        (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar or recap) takes"),
+        (["MAR", "--class", "1", "--vq", "x.pt"], "unknown option of 'mar' models: 'vq'"),
+        (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
+        (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),
+        (["WAN", "--prompt", "a"], "WanPipeline makes no pictures; give it to paradec.accelerate in Python"),
+        (["ODD", "--prompt", "a"], "model_index.json names 'NoPipeline', which is no pipeline of diffusers"),
+        (["BROKEN", "--class", "1"], "cannot be loaded as DiTPipeline"),
+    ],
+)
+def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str, tmp_path: Path) -> None:
+    parts = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    for name, index in (
+        ("EMPTY", None),
+        ("WAN", parts),
+        ("ODD", parts | {"_class_name": "NoPipeline"}),
+        ("BROKEN", {"_class_name": "DiTPipeline", "transformer": ["diffusers", "DiTTransformer2DModel"]}),
+    ):
+        (tmp_path / name).mkdir()
+        if index is not None:
+            (tmp_path / name / "model_index.json").write_text(json.dumps(index))
+    text = str(GOLDEN / "llada-tiny")
+    folders = {"AMUSED": amused, "MAR": mar, "TEXT": text} | {path.name: str(path) for path in tmp_path.iterdir()}
+    model, *rest = (part.replace("TMP", str(tmp_path)) for part in arguments)
+    command = ["image", "--out", str(tmp_path / "sheet.png"), "--model", folders.get(model, model), *rest]
+    done = RUNNER.invoke(app, command)
+    assert done.exit_code == 2 and message in done.stderr, done.output
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_load_points_to_accelerate(amused: str) -> None:
+    for source in (amused, "digits-dit"):
+        with pytest.raises(
+            paradec.CheckpointError, match="is a diffusers pipeline: load it with diffusers and give it"
+        ):
+            paradec.load(source)
+
+
+# ---- error over speed -----------------------------------------------------------------------------------------------
+
+
+def test_curves(tmp_path: Path) -> None:
+    pipe = PixelDiTPipeline.digits()
+    pipe.set_progress_bar_config(disable=True)
+
+    def paint() -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        return pipe([3], num_inference_steps=4, generator=draw, output_type="pt").images
+
+    before = paint()
+    curves = {"taylor": {}, "output": {"target": "output"}}
+    points = forecasts.sweep(pipe, paint, curves, intervals=(1, 2, 4), first_enhance=1)
+    assert torch.equal(paint(), before)  # nothing is left attached
+    for curve in curves:
+        found = [point for point in points if point.curve == curve]
+        assert [point.interval for point in found] == [1, 2, 4]
+        assert [point.evaluated for point in found] == pytest.approx([1, 1 / 2, 1 / 4])
+        assert found[0].error == 0 < found[1].error < found[2].error
+    assert forecasts.table(points).count("\n") == 5 and "interval 2: 50% evaluated" in forecasts.table(points)
+    with pytest.raises(ValueError, match="interval=0"):
+        forecasts.sweep(pipe, paint, curves, intervals=(2, 0))
+    pytest.importorskip("matplotlib")
+    forecasts.draw(points, tmp_path / "errors.png")
+    assert Image.open(tmp_path / "errors.png").size == (900, 380)
+    with pytest.raises(ValueError, match="must end in .png, .pdf or .svg"):
+        forecasts.draw(points, tmp_path / "errors.txt")
+
+
+# ---- drafters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["speculative", "lantern++"])
+@pytest.mark.parametrize("settings", [(), ("--set", "tree=(2, 1)")])
+def test_drafter(tmp_path: Path, sampler: str, settings: tuple[str, ...]) -> None:
+    arguments = ("--model", "digits-ar", "--class", "3,4", "--sampler", sampler, "--drafter", "digits-ar-drafter")
+    report, sheet = run(tmp_path, *arguments, *settings)
+    assert sheet.exists() and report["sampler"]["drafter"] and report["nfe"] < 49
+    assert all(drafts >= forwards - 1 for drafts, forwards in zip(report["draft_nfe"], report["row_nfe"], strict=True))
+
+
+def test_drafters_that_cannot_be(tmp_path: Path) -> None:
+    base = ["image", "--model", "digits-ar", "--class", "3", "--out", str(tmp_path / "x.png"), "--sampler"]
+    for arguments, message in (
+        (["speculative"], "--sampler speculative needs --drafter"),
+        (["sjd", "--drafter", "digits-ar-drafter"], "--drafter is for speculative, lantern and lantern++; sjd takes"),
+        (["speculative", "--drafter", str(tmp_path / "nothing")], "is not a folder with a checkpoint"),
+    ):
+        done = RUNNER.invoke(app, base + arguments)
+        assert done.exit_code == 2 and message in done.stderr, done.output

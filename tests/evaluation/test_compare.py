@@ -1,0 +1,509 @@
+"""The comparison of samplers: its numbers, its file, its interrupts, and the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli, evaluation, samplers
+from paradec.evaluation import Comparison, Configuration
+from paradec.evaluation.compare import COMBINATIONS, Result
+from paradec.evaluation.metrics import aup, bootstrap, wilson
+from paradec.models.adapter import Model
+from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.threshold import Threshold
+from paradec.samplers.request import Request
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_length": 12}
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Model:
+    return paradec.load()
+
+
+@pytest.fixture(scope="module")
+def small(packaged: Model) -> Comparison:
+    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
+    return evaluation.compare(packaged, questions=questions, batch=8, **SMALL)
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_solves_its_equation() -> None:
+    # the interval's ends are the shares p from which right/asked lies z standard deviations of p away
+    z = 1.959963984540054
+    for right, asked in ((1, 10), (5, 10), (47, 48), (700, 720)):
+        for p in wilson(right, asked):
+            assert (right / asked - p) ** 2 == pytest.approx(z * z * p * (1 - p) / asked, abs=1e-12)
+    # 81 of 263, the example of Newcombe (1998), table I
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+
+
+def test_wilson_at_the_ends() -> None:
+    z2 = 1.959963984540054**2
+    assert wilson(0, 48) == (0.0, pytest.approx(z2 / (48 + z2)))
+    assert wilson(48, 48) == (pytest.approx(48 / (48 + z2)), 1.0)
+    low, high = wilson(30, 48, confidence=0.5)
+    assert wilson(30, 48)[0] < low < 30 / 48 < high < wilson(30, 48)[1]
+
+
+@pytest.mark.parametrize("arguments", [(3, 2), (-1, 2), (0, 0), (1, 2, 1), (1, 2, 0)])
+def test_wilson_refuses(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError):
+        wilson(*arguments)
+
+
+def test_aup_by_hand() -> None:
+    # one point: the rectangle under it, unweighted
+    assert aup([(2.0, 80.0)], best=100) == 160
+    # at the best accuracy all weights are 1: a trapezoid
+    assert aup([(1.0, 80.0), (3.0, 80.0)]) == 80 + 2 * 80
+    # weights: w(78) = exp(-3 * 2/80), w(80) = 1
+    expected = 80 + 0.5 * 1 * (80 + 78 * math.exp(-0.075)) + 0.5 * 2 * (76 * math.exp(-0.15) + 78 * math.exp(-0.075))
+    assert aup([(4.0, 76.0), (1.0, 80.0), (2.0, 78.0)]) == pytest.approx(expected, rel=1e-12)
+    # more than five points below the slowest setting: left out; exactly five: kept
+    assert aup([(1.0, 80.0), (9.0, 74.9)]) == 80
+    assert aup([(1.0, 80.0), (9.0, 75.0)]) == pytest.approx(80 + 0.5 * 8 * (80 + 75 * math.exp(-3 * 5 / 80)))
+    # a faster setting that is better than the slowest one, and a best accuracy from elsewhere
+    worth = [y * math.exp(-3 * (1 - y / 90)) for y in (50.0, 60.0)]
+    assert aup([(0.5, 50.0), (1.5, 60.0)], best=90) == pytest.approx(0.5 * 50 + 0.5 * sum(worth))
+    # a hole in the middle of a curve is left out too, and its neighbours are joined
+    assert aup([(1.0, 80.0), (2.0, 10.0), (3.0, 80.0)]) == 80 + 2 * 80
+    assert aup([(1.0, 0.0)]) == 0
+
+
+def test_aup_of_a_comparison_by_hand() -> None:
+    """Weights fall with the distance to the best accuracy of all methods, not to a method's own or the baseline's."""
+
+    def result(sampler: str, right: int, tokens: int, **changes: Any) -> Result:
+        return Result(Configuration(sampler, changes), {"copy": (right, 100)}, 10, 10, 10 * tokens, 2.0)
+
+    results = [
+        result("threshold", 50, 1),
+        result("threshold", 60, 2, threshold=0.5),
+        result("factor", 78, 4, factor=2.0),
+        result("factor", 80, 2),
+        result("klass", 90, 3),
+        result("klass", 87, 6, threshold=0.5),
+    ]
+    comparison = Comparison({}, {}, {"copy": False}, results, True)
+
+    def between(*accuracies: int) -> float:
+        return sum(y * math.exp(-3 * (1 - y / 90)) for y in accuracies) / 2
+
+    expected = {
+        "threshold": 1 * 50 + (2 - 1) * between(50, 60),
+        "factor": 2 * 80 + (4 - 2) * between(80, 78),
+        "klass": 3 * 90 + (6 - 3) * between(90, 87),
+    }
+    assert comparison.aup() == pytest.approx(expected, rel=1e-12)
+    assert comparison.to_dict()["aup"] == comparison.aup()
+    assert [line[-1] for line in comparison.table()] == ["68", "", f"{expected['factor']:.0f}", "", "523", ""]
+    versus = comparison.to_dict()["results"][2]["versus_baseline"]
+    assert versus == {"accuracy": pytest.approx(0.28), "tokens_per_forward": 4.0, "tokens_per_second": 4.0}
+
+
+@pytest.mark.parametrize("points", [[], [(0, 50)], [(1, 101)], [(1, -1)], [(math.nan, 50)], [(1, math.inf)]])
+def test_aup_refuses(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError):
+        aup(points)
+
+
+def test_bootstrap_covers_the_mean() -> None:
+    values = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    low, high = bootstrap(values)
+    mean, error = sum(values) / 200, torch.tensor(values).std().item() / math.sqrt(200)
+    assert low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
+    assert high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+    assert bootstrap(values) == (low, high) and bootstrap([3.0]) == (3.0, 3.0)
+    with pytest.raises(ValueError, match="values"):
+        bootstrap([])
+
+
+# ---- configurations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_masked_sampler_has_a_frontier(name: str) -> None:
+    cls = samplers.get(name)
+    assert len(cls.frontier) >= 2, f"sampler {name!r} needs a class attribute `frontier` with two entries or more"
+    made = [configuration for configuration in evaluation.configurations(name) if configuration.sampler == name]
+    assert [dict(configuration.changes) for configuration in made] == [{}, *map(dict, cls.frontier)]
+    asked = [(configuration.make(), tuple(configuration.request(64).items())) for configuration in made]
+    assert len(set(asked)) == len(asked), f"sampler {name!r} has a frontier entry that changes nothing"
+    for method, request in asked:
+        assert method.uses_steps or "steps" not in dict(request)
+        assert Request(**dict(request))
+
+
+def test_the_baseline_comes_first_and_once() -> None:
+    names = [configuration.name for configuration in evaluation.configurations()]
+    assert names[0] == "threshold" and len(set(names)) == len(names)
+    assert {configuration.sampler for configuration in evaluation.configurations()} == {*MASKED, *COMBINATIONS}
+    assert [c.name for c in evaluation.configurations(["factor"])][:2] == ["threshold", "factor"]
+
+
+def test_steps_are_a_share_of_the_positions() -> None:
+    quarter = Configuration("low_confidence", {"steps": 1 / 4})
+    assert quarter.request(64) == {"steps": 16} and quarter.request(2) == {"steps": 1}
+    # a multiple of the blocks, as requests must have it
+    assert quarter.request(60, blocks=4) == {"steps": 16}
+    assert Configuration("low_confidence", {"steps": 5}).request(64) == {"steps": 5}
+
+
+@dataclass(frozen=True)
+class Reckless(MaskedSampler):
+    """Not in the package: commits everything at once."""
+
+    name = "reckless"
+    frontier = ({"temperature": 0.5},)
+
+    def select(self, view: Any) -> torch.Tensor:
+        return view.candidates
+
+
+def test_a_sampler_of_ones_own_is_compared(packaged: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers.registry, "_targets", dict(samplers.registry._targets))
+    samplers.register("reckless", Reckless)
+    questions = evaluation.packaged_questions("shuffle", limit=8)
+    found = evaluation.compare(packaged, questions=questions, names="reckless", batch=8, max_new_tokens=12)
+    base, ours, warm = found.results
+    assert [result.configuration.name for result in found.results[1:]] == ["reckless", "reckless(temperature=0.5)"]
+    assert ours.nfe == warm.nfe == 1
+    assert ours.accuracy() <= base.accuracy() - 0.5  # several right answers at once are a wrong one
+
+
+def test_a_combination_is_compared_as_it_stands(packaged: Model) -> None:
+    questions = evaluation.packaged_questions("copy", limit=4)
+    text = "threshold(threshold=0.5)&factor"
+    found = evaluation.compare(packaged, questions=questions, names=[text, "threshold"], batch=4, max_new_tokens=12)
+    assert [result.configuration.name for result in found.results][:2] == ["threshold", "threshold(threshold=0.7)"]
+    (both,) = [result for result in found.results if result.configuration.sampler == text]
+    alone = paradec.generate(
+        packaged, [question.prompt for question in questions], sampler=text, max_new_tokens=12, seed=0
+    )
+    assert both.forwards == sum(alone.row_nfe)
+    with pytest.raises(ValueError, match="cannot be read"):
+        evaluation.configurations("threshold+")
+
+
+# ---- compare --------------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_generate(packaged: Model, small: Comparison) -> None:
+    examples = evaluation.load_prompts(["copy", "shuffle"], limit=4)
+    for result in small.results[::3]:  # one of each sampler
+        steps = result.configuration.request(12)
+        sampler = result.configuration.make()
+        right: dict[str, list[int]] = {"copy": [0, 0], "shuffle": [0, 0]}
+        forwards = tokens = 0
+        for example in examples:  # one by one: rows do not depend on the batch
+            out = paradec.generate(
+                packaged, example.prompt, sampler=sampler, seed=0, max_new_tokens=12, block_length=12, **steps
+            )
+            right[example.task][0] += evaluation.get_task(example.task).check(example, out.text)
+            right[example.task][1] += 1
+            forwards, tokens = forwards + out.nfe, tokens + out.tokens[0]
+        assert {task: list(counts) for task, counts in result.tasks.items()} == right
+        assert (result.forwards, result.tokens) == (forwards, tokens)
+        assert result.nfe == forwards / 8 and result.tokens_per_forward == tokens / forwards
+
+
+def without_times(data: dict[str, Any]) -> dict[str, Any]:
+    for row in data["results"]:
+        for name in ("seconds", "tokens_per_second"):
+            row.pop(name)
+        row["versus_baseline"].pop("tokens_per_second")
+    return data
+
+
+def test_two_runs_agree_apart_from_the_times(packaged: Model, small: Comparison) -> None:
+    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
+    again = evaluation.compare(packaged, questions=questions, batch=3, **SMALL)
+    again.machine["batch"] = 8
+    assert without_times(again.to_dict()) == without_times(small.to_dict())
+
+
+def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    small.to_json(file)
+    data = json.loads(file.read_text())
+    assert data["schema"] == "paradec-compare/1" and data["complete"] is True
+    assert data["setup"]["tasks"] == {"copy": 4, "shuffle": 4} and data["setup"]["max_new_tokens"] == 12
+    assert [row["sampler"] for row in data["results"]][0] == "threshold"
+    assert len(data["results"]) == 1 + 2 * 3
+    base = data["results"][0]
+    for row in data["results"]:
+        right = sum(counts[0] for counts in row["tasks"].values())
+        assert row["accuracy"] == right / 8
+        assert row["interval"] == list(wilson(right, 8))
+        assert row["versus_baseline"]["accuracy"] == row["accuracy"] - base["accuracy"]
+        assert row["versus_baseline"]["tokens_per_forward"] == row["tokens_per_forward"] / base["tokens_per_forward"]
+        assert row["seconds"] > 0 and row["tokens_per_second"] > 0
+    best = max(100 * row["accuracy"] for row in data["results"])
+    curve = [(r["tokens_per_forward"], 100 * r["accuracy"]) for r in data["results"] if r["sampler"] == "factor"]
+    assert data["aup"]["factor"] == aup(curve, best)
+    assert set(data["aup"]) == {"factor", "low_confidence"}  # of the baseline one setting was measured, not three
+    assert without_times(Comparison.from_json(file).to_dict()) == without_times(small.to_dict())
+
+
+def test_the_table_says_the_same(small: Comparison) -> None:
+    lines = [dict(zip(small.columns(), cells, strict=True)) for cells in small.table()]
+    assert len(small.table()[0]) == len(small.columns())
+    assert [line["setting"] for line in lines[1:4]] == ["default", "factor=0.7", "factor=1.9"]
+    for line, result in zip(lines, small.results, strict=True):
+        assert line["one answer %"] == f"{100 * result.accuracy(['copy']):.1f}"
+        assert line["many answers %"] == f"{100 * result.accuracy(['shuffle']):.1f}"
+    # on the first line of a sampler that was measured with as many settings as most
+    assert [bool(line["AUP"]) for line in lines[:4]] == [False, True, False, False]
+
+
+def stop_after(count: int) -> Callable[..., None]:
+    calls: list[int] = []
+
+    def progress(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == count:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, small: Comparison) -> None:
+    questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
+    with pytest.raises(paradec.Interrupted) as caught:
+        # two batches per configuration: the third configuration is cut short
+        evaluation.compare(packaged, questions=questions, batch=4, progress=stop_after(5), **SMALL)
+    partial = caught.value.output
+    assert not partial.complete and partial.to_dict()["complete"] is False
+    assert [r.configuration.name for r in partial.results] == ["threshold", "factor"]
+    measured = []
+    whole = evaluation.compare(
+        packaged,
+        questions=questions,
+        batch=8,
+        resume=partial,
+        progress=lambda comparison, configuration, share: measured.append((configuration.name, share)),
+        **SMALL,
+    )
+    assert "factor" not in [name for name, _ in measured] and len(measured) == 5
+    shares = [share for _, share in measured]
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
+    assert without_times(whole.to_dict()) == without_times(small.to_dict())
+    # a gap in the middle: what stands behind it survives an interrupt
+    gap = replace(small, results=[r for r in small.results if r.configuration.name != "factor"])
+    with pytest.raises(paradec.Interrupted) as caught:
+        evaluation.compare(packaged, questions=questions, batch=4, resume=gap, progress=stop_after(1), **SMALL)
+    assert [r.configuration for r in caught.value.output.results] == [r.configuration for r in gap.results]
+    # so do results that this run does not ask for
+    base = evaluation.compare(packaged, questions=questions, batch=8, resume=small, **SMALL | {"names": "factor"})
+    assert without_times(base.to_dict()) == without_times(small.to_dict())
+    with pytest.raises(ValueError, match="max_new_tokens=12"):
+        evaluation.compare(packaged, questions=questions, resume=partial, max_new_tokens=16)
+    with pytest.raises(ValueError, match="questions"):
+        other = [replace(question, key=question.key + "?") for question in questions]
+        evaluation.compare(packaged, questions=other, resume=partial, **SMALL)
+
+
+def test_caches_are_compared_too(packaged: Model) -> None:
+    questions = evaluation.packaged_questions("shuffle", limit=4)
+    found = evaluation.compare(packaged, questions=questions, names="threshold", cache="dual", batch=4, block_length=4)
+    assert found.setup["cache"] == "dual" and found.setup["blocks"] == "FixedBlocks(length=4, align='prompt')"
+    plain = evaluation.compare(packaged, questions=questions, names="threshold", batch=4, block_length=4)
+    assert found.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"names": "treshold"}, "did you mean 'threshold'"),
+        ({"names": ["sjd"]}, "'sjd' is of family 'draft_verify'"),
+        ({"cache": "no-such-cache"}, "no-such-cache"),
+        ({"batch": 0}, "batch=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"block_length": 0}, "block_length=0"),
+        ({"questions": []}, "questions is empty"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        evaluation.compare(None, **arguments)
+
+
+def test_a_wrong_frontier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Threshold, "frontier", ({"treshold": 0.5},))
+    with pytest.raises(TypeError, match="treshold"):
+        evaluation.configurations("threshold")
+
+
+# ---- prompts of one's own -------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [
+        {"prompt": "Sort: pear fig apple", "answer": "apple fig  pear"},
+        {"prompt": "Reverse: kiwi fig owl", "answer": ["kiwi fig owl", "owl fig kiwi"]},
+        {"prompt": "Copy: kiwi fig owl", "answer": "fig kiwi owl", "task": "wrong"},
+        {"prompt": "Copy: owl fig pear", "regex": "^owl", "task": "regex"},
+        {"prompt": "Copy: fig pear owl", "regex": "OWL$", "task": "regex"},
+    ]
+    file.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n")
+    questions = evaluation.read_questions(file)
+    assert [question.task for question in questions] == ["prompts", "prompts", "wrong", "regex", "regex"]
+    found = evaluation.compare(packaged, questions=questions, names="threshold", batch=5, max_new_tokens=12)
+    assert found.baseline.tasks == {"prompts": (2, 2), "wrong": (0, 1), "regex": (1, 2)}
+    assert "one answer %" not in found.columns()
+    assert len(evaluation.read_questions(file, limit=1)) == 3
+    assert [question.prompt for question in evaluation.read_questions(file, tasks="wrong")] == ["Copy: kiwi fig owl"]
+    with pytest.raises(ValueError, match="no-such-task"):
+        evaluation.read_questions(file, tasks=["no-such-task"])
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "not an object"),
+        ('{"prompt": "a"}', "either answer or regex"),
+        ('{"prompt": "a", "answer": "b", "regex": "c"}', "either answer or regex"),
+        ('{"prompt": " ", "answer": "b"}', "prompt="),
+        ('{"answer": "b"}', "prompt="),
+        ('{"prompt": "a", "answer": 5}', "answer=5"),
+        ('{"prompt": "a", "answer": []}', "answer="),
+        ('{"prompt": "a", "regex": "("}', "regex="),
+        ('{"prompt": "a", "regex": 5}', "regex=5"),
+        ('{"prompt": "a", "answer": "b", "task": 1}', "task=1"),
+        ('{"prompt": "a", "anwser": "b"}', "did you mean 'answer'"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, named: str) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2.*" + named.replace("line 2: ", "")):
+        evaluation.read_questions(file)
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no prompts"):
+        evaluation.read_questions(file)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
+
+
+FEW = ("--tasks", "copy,shuffle", "--limit", 2, "--samplers", "factor", "--batch", 4, "--max-new-tokens", 12)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARADEC_DEBUG", raising=False)
+    file = tmp_path / "results.json"
+    result = run(*FEW, "--out", file)
+    assert result.exit_code == 0 and result.stderr == ""
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    found = Comparison.from_json(file)
+    assert lines == [found.columns(), *found.table()] and len(lines) == 5 and found.complete
+    # everything is there already: nothing is decoded again
+    monkeypatch.setattr(sys.modules["paradec.evaluation.compare"], "generate", None)
+    again = run(*FEW, "--out", file, "--resume", "--json")
+    assert again.exit_code == 0
+    assert json.loads(again.stdout)["results"] == json.loads(file.read_text())["results"]
+
+
+def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli._Bar, "work", stop_after(3))
+    file = tmp_path / "results.json"
+    result = run(*FEW, "--out", file)
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+    assert [line.split("\t")[1] for line in result.stdout.splitlines()[1:]] == ["default", "default"]
+    data = json.loads(file.read_text())
+    assert data["complete"] is False and len(data["results"]) == 2
+    monkeypatch.undo()
+    assert run(*FEW, "--out", file, "--resume").exit_code == 0
+    assert Comparison.from_json(file).complete
+
+
+def test_the_file_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends the process: the configurations that were finished are in the file."""
+    file, seen = tmp_path / "results.json", []
+
+    def work(*_: object) -> None:
+        seen.append(json.loads(file.read_text()) if file.exists() else {"results": []})
+        if len(seen) == 4:
+            raise MemoryError("the machine gives up")
+
+    monkeypatch.setattr(cli._Bar, "work", work)
+    assert isinstance(run(*FEW, "--out", file).exception, MemoryError)
+    assert [len(data["results"]) for data in seen] == [0, 1, 2, 3]
+    found = Comparison.from_json(file)
+    assert len(found.results) == 3 and not found.complete
+
+
+def test_the_plot(small: Comparison, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from paradec.evaluation.plot import frontier
+
+    file = tmp_path / "frontier.png"
+    frontier(small, file)
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--samplers", "treshold"], "did you mean 'threshold'"),
+        (["--samplers", "taylorseer"], "family"),
+        (["--tasks", "sorts"], "sorts"),
+        (["--limit", "0"], "limit=0"),
+        (["--batch", "0"], "batch=0"),
+        (["--cache", "no-such-cache"], "no-such-cache"),
+        (["--prompts", "no/such/file.jsonl"], "no/such/file.jsonl"),
+        (["--out", "no/such/folder/results.json"], "results.json"),
+        (["--plot", "no/such/folder/frontier.png"], "frontier.png"),
+        (["--plot", "frontier.jpeg2"], ".png"),
+        (["--resume"], "--out"),
+    ],
+)
+def test_a_wrong_argument_gives_one_line(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARADEC_DEBUG", raising=False)
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert named in result.stderr
+
+
+def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else found(name, *a))
+    monkeypatch.delenv("PARADEC_DEBUG", raising=False)
+    result = run("--plot", "frontier.png")
+    assert result.exit_code == 2 and 'extra "bench"' in result.stderr
+
+
+def test_another_file_is_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    for text in ("{}", "[]", '{"schema": "other"}', "no JSON"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="results.json"):
+            Comparison.from_json(file)

@@ -1,0 +1,879 @@
+"""SparseD: estimation, selection and attention against what they stand for, and decoding with them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import GOLDEN
+from tiny_models import MASK, tiny
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paradec
+from paradec import samplers
+from paradec.attention import sparsed as method
+from paradec.attention.sparsed import DENSE, ESTIMATE, SPARSE, SparseD
+from paradec.kernels import block_sparse as sparsed
+from paradec.kernels.block_sparse import (
+    BlockIndex,
+    QueryTiles,
+    block_means,
+    generation_block,
+    select_blocks,
+    sparse_attention,
+)
+from paradec.models.adapter import Model
+from paradec.protocol import Query
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
+
+ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12] * 5, list(range(13, 37))]
+interpreter = pytest.mark.skipif(
+    sparsed.triton is None or torch.cuda.is_available() or not sparsed.interpreting(),
+    reason="needs triton with TRITON_INTERPRET=1, which conftest.py sets where there is no GPU",
+)
+
+
+# ---- oracles ------------------------------------------------------------------------------------------------------
+
+
+def tensors(
+    rows: int, heads: int, groups: int, length: int, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries [B, H, L, D], keys and values [B, G, L, D], with attention far from even."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(rows, count, length, width) for count in (heads, groups, groups)]
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return (2 * query).to(dtype), key.to(dtype), value.to(dtype)
+
+
+def scores_of(query: Tensor, key: Tensor) -> Tensor:
+    """[B, H, Q, K] in float64."""
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return query.double() @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+
+
+def materialised_means(query: Tensor, key: Tensor, size: int, lengths: list[int], first: list[int] | None) -> Tensor:
+    """The tile means from softmax matrices that are written out."""
+    scores, blocks = scores_of(query, key), math.ceil(query.shape[2] / size)
+    means = torch.zeros(*query.shape[:2], blocks, blocks, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        found = scores[row, :, :length, :length].softmax(-1)
+        if first is not None:
+            split = first[row] * size
+            found[:, :, split:] = scores[row, :, :length, split:length].softmax(-1)
+        for i in range(math.ceil(length / size)):
+            for j in range(math.ceil(length / size)):
+                tile = found[:, i * size : (i + 1) * size, j * size : (j + 1) * size]
+                means[row, :, i, j] = tile.mean((1, 2))
+    return means
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, lengths: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys that `visible` [B, H, Q, K] allows, in float64, with its log-sum-exps; 0 and -inf where it
+    allows none."""
+    real = torch.arange(key.shape[2]) < torch.tensor(lengths)[:, None]
+    scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
+    value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return scores.softmax(-1).nan_to_num(0) @ value, scores.logsumexp(-1)
+
+
+def by_position(mask: Tensor, size: int, positions: Tensor, keys: int) -> Tensor:
+    """Block mask [B, H, n, n] -> [B, H, Q, K] for queries at positions [B, Q]."""
+    wide = mask.repeat_interleave(size, 3)[..., :keys]
+    return torch.stack([wide[row][:, positions[row] // size] for row in range(len(mask))])
+
+
+def brute_force(
+    means: Tensor, select: float, size: int, lengths: list[int], new: list[int], joint: Tensor | None
+) -> Tensor:
+    """The rule of the paper (and, with `joint`, of its code), with loops: [B, H, n, n] bool."""
+    chosen = torch.zeros_like(means, dtype=torch.bool)
+    for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
+        blocks = math.ceil(length / size)
+        last = next((j for j in range(blocks) if length - j * size <= answer), blocks - 1)
+        for head in range(means.shape[1]):
+            for query in range(blocks):
+
+                def best(values: Tensor, among: range) -> list[int]:
+                    kept = min(len(among), max(1, int(len(among) * select) + 1))
+                    return sorted(among, key=lambda j: (-float(values[row, head, query, j]), j))[:kept]  # noqa: B023
+
+                if joint is None:
+                    kept = best(means, range(last))
+                else:
+                    kept = [j for j in best(joint, range(blocks)) if j < last]
+                chosen[row, head, query, kept + best(means, range(last, blocks))] = True
+    return chosen
+
+
+# ---- estimation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "heads", "groups", "width"),
+    [(115, 16, 4, 2, 8), (64, 16, 2, 2, 4), (37, 128, 2, 1, 8), (40, 1, 1, 1, 4), (96, 24, 3, 1, 8)],
+)
+def test_means_equal_materialised_pooling(length: int, size: int, heads: int, groups: int, width: int) -> None:
+    query, key, _ = tensors(2, heads, groups, length, width)
+    lengths, new = [length, length // 2 + 1], [length // 3, 5]
+    first = generation_block(np.array(lengths), np.array(new), size).tolist()
+    for split in (first, None):
+        expected = materialised_means(query, key, size, lengths, split)
+        found = block_means(query, key, size, lengths=lengths, first=split)
+        assert (found - expected).abs().max() < 1e-14
+        known = torch.full(query.shape[:3], torch.nan, dtype=torch.float64)
+        for row, real in enumerate(lengths):
+            known[row, :, :real] = scores_of(query, key)[row, :, :real, :real].logsumexp(-1)
+        again = block_means(query, key, size, lengths=lengths, first=split, logsumexp=known)
+        assert (again - expected).abs().max() < 1e-14
+    # rows of probabilities: a tile's mean times its keys, over all of them
+    extent = torch.tensor([min(size, length - j * size) for j in range(expected.shape[-1])])
+    assert ((expected[0] * extent).sum(-1) - 1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_means_of_narrow_types_are_computed_in_float32(dtype: torch.dtype) -> None:
+    query, key, _ = tensors(1, 2, 1, 70, dtype=dtype)
+    expected = materialised_means(query, key, 16, [70], [3])
+    assert (block_means(query, key, 16, lengths=[70], first=[3]).double() - expected).abs().max() < 1e-6
+
+
+def test_a_weak_answer_beside_a_strong_prompt_does_not_vanish() -> None:
+    query, key, _ = tensors(1, 1, 1, 32, dtype=torch.float32)
+    key[:, :, :16] += 60 * query[0, 0].mean(0) / query[0, 0].mean(0).norm()
+    query = query[:, :, :1].expand(-1, -1, 32, -1).clone() + 20 * query[0, 0].mean(0)
+    expected = materialised_means(query, key, 8, [32], [2])
+    found = block_means(query, key, 8, first=[2])
+    assert scores_of(query, key)[..., :16].max() - scores_of(query, key)[..., 16:].max() > 100
+    assert (found.double() - expected).abs().max() < 1e-6 and expected[0, 0, 0, 2:].sum() > 0.1
+
+
+# ---- selection ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_selection_is_the_rule(data: st.DataObject) -> None:
+    """Against loops, with ties, unequal rows, and shares whose product with a count is rounded."""
+    size = data.draw(st.sampled_from([1, 4, 16]))
+    lengths = data.draw(st.lists(st.integers(1, 9 * size), min_size=1, max_size=3))
+    new = [data.draw(st.integers(1, length)) for length in lengths]
+    select = data.draw(st.sampled_from([0.05, 0.1, 0.29, 0.3, 0.5, 0.7, 1.0]))
+    blocks = math.ceil(max(lengths) / size)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    means, joint = torch.randint(0, 6, (2, len(lengths), 2, blocks, blocks), generator=generator).double()
+    first = generation_block(np.array(lengths), np.array(new), size)
+    for ranked in (None, joint):
+        index = select_blocks(means, select, size, lengths=lengths, first=first, joint=ranked)
+        assert torch.equal(index.to_mask(blocks), brute_force(means, select, size, lengths, new, ranked))
+
+
+def test_selection_of_everything_is_everything() -> None:
+    means = torch.rand(1, 2, 7, 7)
+    index = select_blocks(means, 1.0, 8, lengths=[50], first=[4])
+    assert index.to_mask(7).all() and (index.count == 7).all()
+    assert torch.equal(index.blocks[0, 0, 0].long(), torch.arange(7))
+
+
+# ---- attention over lists -----------------------------------------------------------------------------------------
+
+
+def random_lists(rows: int, heads: int, blocks: int, size: int, share: float = 0.4, seed: int = 0) -> BlockIndex:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, heads, blocks, blocks, generator=generator) < share
+    mask[0, 0, 0] = False  # an empty list
+    return BlockIndex.from_mask(mask, size)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "heads", "groups"),
+    [(115, 16, 4, 2), (64, 16, 2, 2), (37, 128, 2, 1), (1, 4, 2, 1), (50, 7, 6, 3)],
+)
+def test_random_lists_are_masked_attention(length: int, size: int, heads: int, groups: int) -> None:
+    query, key, value = tensors(2, heads, groups, length)
+    lengths, blocks = [length, max(1, length - 9)], math.ceil(length / size)
+    index = random_lists(2, heads, blocks, size)
+    positions = torch.arange(length).expand(2, -1)
+    visible = by_position(index.to_mask(blocks), size, positions, length)
+    expected, sums = masked_attention(query, key, value, visible, lengths)
+    found, found_sums = sparse_attention(query, key, value, index, lengths=lengths, return_logsumexp=True)
+    assert (found - expected).abs().max() < 1e-13 and (found[0, 0, : min(size, length)] == 0).all()
+    assert torch.allclose(found_sums, sums, atol=1e-13, rtol=0)
+
+
+def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
+    query, key, value = tensors(2, 4, 2, 75)
+    dense = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    every = BlockIndex.from_mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 16)
+    backwards = BlockIndex(every.count, every.blocks.flip(-1), 16)
+    for index in (every, backwards, None):
+        assert (sparse_attention(query, key, value, index, block_size=16) - dense).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("chunk", [1, 2**22])
+def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """A call of scattered positions, padded, whose rows use other rows' lists."""
+    monkeypatch.setattr(sparsed, "CHUNK", chunk)
+    size, length, lengths = 8, 45, [45, 38, 20]
+    query, key, value = tensors(3, 2, 1, length)
+    index = random_lists(5, 2, 6, size, seed=1)
+    rows = [4, 0, 2]
+    chosen = [[0, 1, 7, 8, 9, 30, 44], [16, 17, 18, 19, 20], [3, 19]]
+    width = max(map(len, chosen))
+    positions = np.array([row + [row[-1]] * (width - len(row)) for row in chosen])
+    valid = np.array([[column < len(row) for column in range(width)] for row in chosen])
+    here = torch.as_tensor(positions)
+    picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
+    visible = by_position(index.to_mask(6)[rows], size, here, length)
+    expected, sums = masked_attention(picked, key, value, visible, lengths)
+    tiles = QueryTiles.of(positions, valid, size)
+    options = {"tiles": tiles, "lengths": lengths, "rows": rows, "return_logsumexp": True}
+    found, found_sums = sparse_attention(picked, key, value, index, **options)
+    real = torch.as_tensor(valid)[:, None].expand(-1, 2, -1)
+    assert (found - expected)[real].abs().max() < 1e-13 and torch.isfinite(found).all()
+    assert torch.allclose(found_sums[real], sums[real], atol=1e-13, rtol=0)
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention as it is written: torch.compile would trace every call anew, for the same operations."""
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    ("length", "size", "heads", "groups", "dtype"),
+    [
+        (115, 16, 4, 2, torch.float32),
+        (64, 16, 2, 2, torch.float32),
+        (37, 128, 2, 1, torch.float64),
+        (50, 7, 6, 3, torch.float64),
+    ],
+)
+def test_flex_attention_reads_the_same_lists(
+    length: int, size: int, heads: int, groups: int, dtype: torch.dtype
+) -> None:
+    """Uncompiled. Empty lists, blocks beyond a row's end, rows whose last block is short, grouped heads."""
+    query, key, value = tensors(2, heads, groups, length, dtype=dtype)
+    index = random_lists(2, heads, math.ceil(length / size), size)
+    options = {"lengths": [length, max(1, length - 19)], "return_logsumexp": True}
+    for lists in (index, None):
+        options["block_size"] = size
+        expected, sums = sparse_attention(query, key, value, lists, backend="torch", **options)
+        found, found_sums = sparse_attention(query, key, value, lists, backend="flex", **options)
+        tolerance = 1e-13 if dtype == torch.float64 else 2e-6
+        assert found.dtype == dtype and found.shape == expected.shape
+        assert (found - expected).abs().max() < tolerance
+        assert torch.allclose(found_sums, sums, atol=10 * tolerance, rtol=0)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_flex_attention_attends_from_a_window() -> None:
+    query, key, value = tensors(2, 2, 1, 40, dtype=torch.float32)
+    index, rows, lengths = random_lists(3, 2, 5, 8, 0.6, seed=2), [2, 0], [40, 33]
+    positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
+    valid = np.array([[True] * 5, [True] + [False] * 4])
+    picked = query.gather(2, torch.as_tensor(positions)[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
+    options = {"tiles": QueryTiles.of(positions, valid, 8), "lengths": lengths, "rows": rows}
+    both = [sparse_attention(picked, key, value, index, backend=backend, **options) for backend in ("torch", "flex")]
+    assert (both[0] - both[1]).abs().max() < 2e-6
+
+
+@pytest.mark.usefixtures("untraced")
+def test_blocks_that_need_no_mask_are_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled kernels read: which blocks are whole, and which one of each list is cut short by the row's end."""
+    from torch.nn.attention import flex_attention as flex
+
+    masks, run = [], flex.flex_attention
+    monkeypatch.setattr(sparsed, "_flex_attention", lambda compiled: lambda *a, **k: masks.append(k) or run(*a, **k))
+    query, key, value = tensors(2, 2, 1, 29, dtype=torch.float32)
+    index, lengths = random_lists(2, 2, 4, 8, 0.6, seed=4), [29, 16]
+    sparse_attention(query, key, value, index, lengths=lengths, backend="flex")
+    mask, listed = masks[0]["block_mask"], index.to_mask(4)
+    assert masks[0]["enable_gqa"] and mask.seq_lengths == (32, 29)
+    for row, length in enumerate(lengths):
+        for head, block in [(h, b) for h in range(2) for b in range(4)]:
+            chosen = listed[row, head, block].nonzero().flatten().tolist()
+            number = int(mask.full_kv_num_blocks[row, head, block])
+            whole = mask.full_kv_indices[row, head, block, :number].tolist()
+            short = mask.kv_indices[row, head, block, : int(mask.kv_num_blocks[row, head, block])].tolist()
+            assert whole == [at for at in chosen if 8 * at + 8 <= length]
+            assert short == [at for at in chosen if 8 * at < length < 8 * at + 8]
+
+
+def test_rows_that_end_long_before_the_call_does() -> None:
+    query, key, value = tensors(2, 2, 1, 40)
+    index, lengths = random_lists(2, 2, 5, 8), [13, 9]
+    tiles = QueryTiles.whole(np.array(lengths), 40, 8)
+    visible = by_position(index.to_mask(5), 8, torch.arange(40).expand(2, -1), 40)
+    expected, _ = masked_attention(query, key, value, visible, lengths)
+    found = sparse_attention(query, key, value, index, tiles=tiles, lengths=lengths)
+    for row, length in enumerate(lengths):
+        assert (found - expected)[row, :, :length].abs().max() < 1e-13
+    assert found.shape == query.shape and torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_narrow_types_stay_what_they_are(dtype: torch.dtype) -> None:
+    query, key, value = tensors(1, 4, 2, 61, dtype=dtype)
+    index = random_lists(1, 4, 4, 16)
+    visible = by_position(index.to_mask(4), 16, torch.arange(61)[None], 61)
+    expected, _ = masked_attention(query, key, value, visible, [61])
+    found = sparse_attention(query, key, value, index)
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not result._is_view():
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_nothing_is_as_large_as_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, size = 2048, 32
+    query, key, value = tensors(1, 2, 1, length, dtype=torch.float32)
+    monkeypatch.setattr(sparsed, "CHUNK", 2**16)
+    monkeypatch.setattr(sparsed, "TILES", 2**16)
+    first = generation_block(np.array([length]), np.array([256]), size)
+    with Largest() as largest:
+        means = block_means(query, key, size, first=first)
+        index = select_blocks(means, 0.2, size, lengths=[length], first=first)
+        sparse_attention(query, key, value, index)
+    # scores of one block of queries, or the gathered keys of one
+    assert largest.elements <= max(size * length, index.blocks.shape[-1] * size * 8 * 2) < length * length / 8
+    assert index.nbytes < 2 * 2 * (length // size) * (16 + 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [0]}, "lengths"),
+        ({"lengths": [33]}, "from 1 to 32"),
+        ({"lengths": [4, 4]}, "1 integers"),
+        ({"backend": "cuda"}, "backend"),
+        ({"index": None, "block_size": 0}, "block_size=0"),
+        ({"rows": [1]}, "rows"),
+        ({"index": random_lists(1, 1, 4, 8)}, "index has 1 heads"),
+        ({"index": random_lists(1, 2, 3, 8)}, "3 blocks of queries.*block 3"),
+        ({"tiles": QueryTiles.whole(np.array([30]), 30, 8)}, "1 x 32 columns"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    query, key, value = tensors(1, 2, 1, 32)
+    arguments = {"index": random_lists(1, 2, 4, 8)} | change
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(query, key, value, **arguments)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    query, key, value = tensors(1, 3, 1, 32)
+    with pytest.raises(ValueError, match="3 heads are no multiple of 2"):
+        block_means(query, key.repeat(1, 2, 1, 1), 8)
+    with pytest.raises(ValueError, match="whole rows"):
+        block_means(query[:, :, :8], key, 8)
+    with pytest.raises(ValueError, match="not of the same positions"):
+        sparse_attention(query, key, value[:, :, :9], None)
+    with pytest.raises(ValueError, match="backend='triton' is not available: .*(float64|not installed)"):
+        sparse_attention(query, key, value, None, backend="triton")
+    if sparsed.triton is not None:
+        with pytest.raises(ValueError, match="a block of 512 queries of 64 in torch.float32 is too large for it"):
+            wide = query.float().repeat(1, 1, 1, 8)
+            sparse_attention(wide, wide, wide, None, backend="triton", block_size=512)
+
+
+# ---- Triton, interpreted ------------------------------------------------------------------------------------------
+
+# bfloat16: the interpreter truncates where hardware rounds
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_kernel_attends_to_lists(dtype: torch.dtype) -> None:
+    """Odd lengths, grouped heads, a head dimension that is no power of two, empty lists."""
+    query, key, value = tensors(2, 2, 1, 37, 24, dtype)
+    index, lengths = random_lists(2, 2, 3, 16, 0.6), [37, 20]
+    visible = by_position(index.to_mask(3), 16, torch.arange(37).expand(2, -1), 37)
+    expected, sums = masked_attention(query, key, value, visible, lengths)
+    found, found_sums = sparse_attention(
+        query, key, value, index, lengths=lengths, return_logsumexp=True, backend="triton"
+    )
+    assert found.dtype == dtype and (found.double() - expected).abs().max() < TOLERANCE[dtype]
+    assert (found[0, 0, :16] == 0).all()
+    assert torch.allclose(found_sums.double(), sums, atol=1e-5, rtol=0)
+
+
+@interpreter
+def test_kernel_attends_to_everything() -> None:
+    """Several tiles of keys and of queries per block; rows of one position."""
+    query, key, value = tensors(1, 1, 1, 300, 12, torch.float32)
+    expected, sums = masked_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
+    options = {"return_logsumexp": True, "backend": "triton", "block_size": 256}
+    found, found_sums = sparse_attention(query, key, value, None, **options)
+    assert (found - expected).abs().max() < 1e-5 and (found_sums - sums).abs().max() < 1e-5
+    one = sparse_attention(query[:, :, :1], key[:, :, :1], value[:, :, :1], None, backend="triton", block_size=32)
+    assert (one - value[:, :, :1]).abs().max() < 1e-6
+
+
+@interpreter
+@pytest.mark.parametrize("shares", [1, 2])
+def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
+    """Scattered columns over longer keys, lists of other rows, programs that share them; keys as a store has them."""
+    monkeypatch.setattr(sparsed, "_shares", lambda *_: shares)
+    query, key, value = tensors(2, 2, 1, 40, 16, torch.float32)
+    index, rows, lengths = random_lists(3, 2, 3, 16, 0.6, seed=2), [2, 0], [40, 33]
+    positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
+    valid = np.array([[True] * 5, [True] + [False] * 4])
+    here = torch.as_tensor(positions)
+    picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, 16))
+    expected, _ = masked_attention(picked, key, value, by_position(index.to_mask(3)[rows], 16, here, 40), lengths)
+    if shares > 1:
+        key, value = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (key, value))
+    tiles = QueryTiles.of(positions, valid, 16)
+    options = {"tiles": tiles, "lengths": lengths, "rows": rows, "backend": "triton"}
+    found = sparse_attention(picked, key, value, index, **options)
+    assert (found - expected).abs()[torch.as_tensor(valid)[:, None].expand(-1, 2, -1)].max() < 2e-6
+    assert torch.isfinite(found).all()
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
+    query, key, _ = tensors(2, 2, 1, 37, 24, dtype)
+    lengths, first = [37, 20], [1, 1]
+    expected = materialised_means(query, key, 16, lengths, first)
+    found = block_means(query, key, 16, lengths=lengths, first=first, backend="triton")
+    assert (found - expected).abs().max() < 1e-6
+    if dtype == torch.float32:
+        sums = scores_of(query, key)[1:, :, :20, :20].logsumexp(-1)
+        known = block_means(query[1:, :, :20], key[1:, :, :20], 16, first=[2], logsumexp=sums.float(), backend="triton")
+        plain = materialised_means(query[1:, :, :20], key[1:, :, :20], 16, [20], None)
+        assert (known - plain).abs().max() < 1e-6
+
+
+AHEAD_OF_TIME = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paradec.kernels import block_sparse as module
+
+POINTERS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | dict.fromkeys(("sums", "means"), "*fp32")
+POINTERS |= dict.fromkeys(("counts", "host", "tile_block", "tile_first", "tile_count", "bounds"), "*i32")
+query = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16, device="meta")
+for kernel, more in (
+    (module._attention_kernel, {"SPLITS": 1, "DENSE": False}),
+    (module._logsumexp_kernel, {"AFTER": 1}),
+    (module._means_kernel, {"QUERIES": 128}),
+):
+    shapes = module._tile_shapes(query, 128)
+    constants = {name: value for name, value in ({"SIZE": 128} | shapes | more).items() if name in kernel.arg_names}
+    kinds = POINTERS | {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
+    if kernel is module._attention_kernel:
+        kinds["blocks"] = "*i16"
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=module._launch(query, shapes))
+    print(len(made.asm["cubin"]) > 0 and made.metadata.shared < 227 * 1024)
+"""
+
+
+@pytest.mark.skipif(sparsed.triton is None, reason="needs triton")
+def test_kernels_compile_for_an_h100() -> None:
+    """With the tiles of a model's shape, and within the memory that a multiprocessor shares."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", AHEAD_OF_TIME], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 3
+
+
+# ---- decoding -----------------------------------------------------------------------------------------------------
+
+EVERYTHING = SparseD(select=1.0, block_size=8)
+SOME = SparseD(select=0.3, block_size=8)
+REQUEST = {"max_new_tokens": 24, "block_length": 8, "sampler": "low_confidence", "eos_early_stop": False}
+
+
+@functools.cache
+def checkpoint() -> Model:
+    return paradec.load(GOLDEN / "llada-tiny", dtype="float64")
+
+
+def trained(**request: Any) -> Any:
+    return paradec.generate(checkpoint(), request.pop("rows", ROWS), **(REQUEST | request))
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_lists_of_everything_decode_as_dense(cache: str) -> None:
+    dense, listed = trained(cache=cache), trained(cache=cache, attention=EVERYTHING)
+    assert torch.equal(dense.sequences, listed.sequences)
+    assert dense.attention is None and min(listed.attention.sparse_calls) > 5
+    assert listed.attention.density == [1.0] * 3
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "dkv_decode"])
+def test_a_row_does_not_depend_on_its_neighbours(cache: str) -> None:
+    sampler = samplers.create("threshold", threshold=0.6)  # rows move at their own pace, in and out of lists
+    together = trained(cache=cache, attention=SOME, sampler=sampler)
+    alone = [trained(rows=[row], cache=cache, attention=SOME, sampler=sampler) for row in ROWS]
+    assert together.new_tokens.tolist() == [out.new_tokens[0].tolist() for out in alone]
+    assert together.attention.sparse_calls == [out.attention.sparse_calls[0] for out in alone]
+    assert together.attention.pattern_calls == [1] * 3
+
+
+def test_the_report_says_what_was_computed() -> None:
+    """Dense for int(T skip) + 2 steps, of which the last finds the lists; sparse for the others."""
+    out = trained(attention=SOME)
+    assert out.attention.dense_calls == [5] * 3 and out.attention.pattern_calls == [1] * 3
+    assert out.attention.sparse_calls == [18] * 3 and out.nfe == 24
+    sizes = [math.ceil((len(row) + 24) / 8) for row in ROWS]
+    firsts = [math.ceil(len(row) / 8) for row in ROWS]
+    kept = [min(p, int(p * 0.3) + 1) + min(n - p, int((n - p) * 0.3) + 1) for n, p in zip(sizes, firsts, strict=True)]
+    assert out.attention.density == pytest.approx([k / n for k, n in zip(kept, sizes, strict=True)])
+    assert out.attention.pattern_bytes > 0
+    assert not torch.equal(out.sequences, trained().sequences)  # what is left out is missed
+
+
+def steps_of(out: Any) -> tuple[int, int, int]:
+    cost = out.attention
+    return cost.dense_calls[0], cost.pattern_calls[0], cost.sparse_calls[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "expected"),
+    [
+        ({"skip": 0.0}, None, (1, 1, 22)),
+        ({"skip": 0.5}, 12, (7, 1, 4)),
+        ({"skip": 1.0}, None, (24, 0, 0)),
+        ({"dense_steps": 1}, None, (0, 1, 23)),
+        ({"dense_steps": 9}, None, (8, 1, 15)),
+        ({"dense_steps": 3, "refresh_pattern_every": 5}, None, (2, 5, 17)),
+    ],
+)
+def test_how_many_steps_are_dense(settings: dict[str, Any], steps: int | None, expected: tuple[int, int, int]) -> None:
+    sampled = trained(rows=ROWS[:1], attention=SparseD(select=0.5, block_size=8, **settings), steps=steps)
+    assert steps_of(sampled) == expected
+
+
+def test_samplers_without_a_schedule_count_tokens() -> None:
+    sampler = samplers.create("threshold", threshold=1.0)  # one token a step: as a schedule of so many steps
+    assert steps_of(trained(rows=ROWS[:1], attention=SOME, sampler=sampler)) == (5, 1, 18)
+    fast = trained(rows=ROWS[:1], attention=SOME, sampler=samplers.create("threshold", threshold=0.0))
+    assert steps_of(fast) == (1, 1, 1)  # 8 of 24 tokens a step
+
+
+def test_lists_wait_for_a_whole_row() -> None:
+    """Over a dual cache: found at the first forward of a block that comes after the dense steps."""
+    assert steps_of(trained(rows=ROWS[:1], attention=SOME, cache="dual")) == (8, 1, 15)
+    renewed = SparseD(select=0.3, block_size=8, refresh_pattern_every=2)
+    assert steps_of(trained(rows=ROWS[:1], attention=renewed, cache="dual")) == (8, 2, 14)
+
+
+class Oracle:
+    """Stands where a plan stands: attends by masks that it finds from the rule, with softmax matrices written out."""
+
+    def __init__(self, plan: Any, positions: np.ndarray, settings: SparseD, lists: dict[Any, Tensor], new: int):
+        self.plan, self.positions, self.settings, self.lists, self.new = plan, positions, settings, lists, new
+        self.modes, self.attended = plan.modes, False
+
+    def attend(
+        self, dense: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: Any
+    ) -> Tensor:
+        self.attended, size, plan = True, self.settings.block_size, self.plan
+        visible = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool)
+        for at, (row, mode) in enumerate(zip(plan.rows.tolist(), plan.modes.tolist(), strict=True)):
+            length = len(ROWS[row % len(ROWS)]) + self.new
+            if mode == ESTIMATE:
+                both = (query[at : at + 1, :, :length], key[at : at + 1, :, :length])
+                first = generation_block(np.array([length]), np.array([self.new]), size).tolist()
+                means = materialised_means(*both, size, [length], first)
+                joint = materialised_means(*both, size, [length], None)
+                joint = joint if self.settings.selection == "reference" else None
+                self.lists[layer, row] = brute_force(means, self.settings.select, size, [length], [self.new], joint)
+            if mode == SPARSE:
+                blocks = self.lists[layer, row].repeat_interleave(size, 3)
+                wide = F.pad(blocks, (0, max(0, key.shape[2] - blocks.shape[3])))[0, :, :, : key.shape[2]]
+                visible[at] = wide[:, torch.as_tensor(self.positions[at]) // size]
+        lengths = [len(ROWS[row % len(ROWS)]) + self.new for row in plan.rows]
+        return masked_attention(query, key, value, visible, lengths)[0].transpose(1, 2)
+
+
+@pytest.mark.parametrize("selection", ["isolated", "reference"])
+@pytest.mark.parametrize(
+    ("cache", "guidance_scale"), [("none", 1.0), ("dual", 1.0), ("dkv_decode", 1.0), ("none", 1.5)]
+)
+def test_every_step_is_the_rule(cache: str, selection: str, guidance_scale: float) -> None:
+    """Step for step, logits equal those of the paper's rule with every softmax matrix written out."""
+    model, chosen = tiny(2), SparseD(select=0.2, block_size=4, selection=selection, refresh_pattern_every=4)
+    sampler = samplers.create("threshold", threshold=0.4)
+    request = {"max_new_tokens": 16, "block_length": 8, "cache": cache, "guidance_scale": guidance_scale}
+    state = sampler.start(model, ROWS, attention=chosen, eos_early_stop=False, **request)
+    lists: dict[Any, Tensor] = {}
+    seen = set()
+    with torch.inference_mode():
+        while not state.done:
+            queries = sampler.query(state)
+            answers = [model(query, state.store) for query in queries]
+            for query, answer in zip(queries, answers, strict=True):
+                if query.attention is None:
+                    continue
+                seen |= set(query.attention.modes.tolist())
+                oracle = Oracle(query.attention, query.positions.numpy(), chosen, lists, new=16)
+                expected = model(query.but(attention=oracle), state.store)
+                wanted = torch.isfinite(answer)
+                assert wanted.all() and (answer - expected).abs().max() < 1e-10
+                query.attention.attended = True
+            sampler.commit(state, sampler.propose(state, answers, queries))
+    assert seen >= {ESTIMATE, SPARSE} and min(state.attention_state.calls[SPARSE]) > 0
+
+
+def test_a_step_repeated_is_the_step_and_requests_do_not_meet() -> None:
+    model, sampler = tiny(2), samplers.create("low_confidence")
+    request = {"max_new_tokens": 12, "block_length": 6, "eos_early_stop": False, "cache": "prefix"}
+    settings = [SparseD(select=0.3, block_size=4), SparseD(select=0.6, block_size=8, skip=0.4), None]
+    alone = [paradec.generate(model, ROWS[:2], sampler=sampler, attention=each, **request) for each in settings]
+    states = [sampler.start(model, ROWS[:2], attention=each, **request) for each in settings]
+    with torch.inference_mode():
+        while not states[0].done:
+            for state in states:
+                before = sampler.step(model, state)
+                again = sampler.step(model, state)
+                assert torch.equal(before.scores, again.scores) and torch.equal(before.values, again.values)
+                sampler.commit(state, again)
+    for state, out in zip(states, alone, strict=True):
+        rows = [state.canvas[row, : state.length[row]].tolist()[-12:] for row in range(2)]
+        assert rows == out.new_tokens.tolist()
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_models_that_predict_shifted(dream64: Model, cache: str) -> None:
+    request = {"sampler": "entropy", "steps": 8, "max_new_tokens": 16, "block_length": 8, "cache": cache}
+    request |= {"eos_early_stop": False}
+    outs = [paradec.generate(dream64, ROWS[:2], attention=each, **request) for each in ("dense", EVERYTHING)]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert outs[1].attention.sparse_calls == [3 if cache == "dual" else 5] * 2
+
+
+def test_guidance_with_lists_of_everything_is_dense() -> None:
+    request = {"rows": ROWS[:2], "guidance_scale": 2.0}
+    assert torch.equal(trained(**request).sequences, trained(attention=EVERYTHING, **request).sequences)
+
+
+@pytest.mark.parametrize("sampler", ["random", "factor", "credit", "klass", "editing", "saber", "learn2pd", "adablock"])
+def test_samplers_of_every_kind(sampler: str) -> None:
+    """With memory, with revision, with blocks that logits end, with rows that are cut off."""
+    model = tiny(2)
+    request = {"sampler": sampler, "max_new_tokens": 12, "seed": 3, "attention": SparseD(select=0.4, block_size=4)}
+    request |= {} if sampler == "adablock" else {"block_length": 6}
+    together = paradec.generate(model, ROWS, **request)
+    alone = [paradec.generate(model, [row], **request) for row in ROWS]
+    assert together.new_tokens.tolist() == [out.new_tokens[0].tolist() for out in alone]
+    assert not (together.new_tokens == MASK).any()
+    calls = np.array([steps_of(out) for out in alone]).T
+    cost = together.attention
+    assert calls.tolist() == [cost.dense_calls, cost.pattern_calls, cost.sparse_calls]
+    assert calls.sum(0).tolist() == together.row_nfe
+
+
+def test_a_row_that_is_cut_off_finds_new_lists() -> None:
+    """What lay behind the cut is not read, and the lists are those of what is left."""
+    model, sampler = tiny(1), samplers.create("low_confidence")
+    state = sampler.start(
+        model, ROWS[:1], attention=SparseD(select=0.3, block_size=4, dense_steps=1), max_new_tokens=16
+    )
+    kept = state.attention_state
+    with torch.inference_mode():
+        sampler.commit(state, sampler.step(model, state))
+        rows = np.array([0])
+        assert kept.modes(state, rows, True).tolist() == [SPARSE]
+        state.length[0] -= 6
+        assert kept.modes(state, rows, True).tolist() == [ESTIMATE]
+        assert kept.modes(state, rows, False).tolist() == [DENSE]
+
+
+def test_the_lists_are_freed() -> None:
+    seen = []
+    trained(attention=SOME, callback=lambda state, commit: seen.append(state.attention_state) and None)
+    assert seen[0].layers == {} and seen[0].report().density[0] > 0
+
+
+@pytest.mark.usefixtures("untraced")
+def test_decoding_through_flex_attention() -> None:
+    request = {"rows": ROWS[:2], "cache": "dual"}
+    outs = [trained(attention=SparseD(select=0.3, block_size=8, backend=name), **request) for name in ("torch", "flex")]
+    assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].attention == outs[1].attention
+
+
+@interpreter
+def test_decoding_through_the_kernels() -> None:
+    model = tiny(1)
+    model.module.float()
+    request = {"max_new_tokens": 3, "block_length": 3, "sampler": "low_confidence", "eos_early_stop": False}
+    outs = []
+    for backend in ("torch", "triton"):
+        settings = SparseD(select=0.4, block_size=8, dense_steps=1, backend=backend)
+        outs.append(paradec.generate(model, [[7] * 21], attention=settings, **request))
+    assert torch.equal(outs[0].sequences, outs[1].sequences) and steps_of(outs[1]) == (0, 1, 2)
+    assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
+
+
+# ---- what it goes with --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("select", 0),
+        ("select", 1.1),
+        ("select", "0.3"),
+        ("skip", -0.1),
+        ("block_size", 0),
+        ("block_size", 32.0),
+        ("dense_steps", 0),
+        ("refresh_pattern_every", 0),
+        ("selection", "top"),
+        ("backend", "cuda"),
+    ],
+)
+def test_bad_settings_are_named(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=setting):
+        SparseD(**{setting: value})
+
+
+def test_settings_make_the_round_trip() -> None:
+    made = paradec.attention.create("sparsed", preset="short", skip=0.1)
+    assert made == SparseD(select=0.5, block_size=32, skip=0.1)
+    data = made.to_dict()
+    assert paradec.attention.create(data.pop("attention"), **data) == made
+    assert SparseD() == SparseD(select=0.3, skip=0.2, block_size=128, selection="isolated")
+    assert method.BACKENDS == sparsed.BACKENDS
+
+
+@pytest.mark.parametrize(
+    ("topology", "sampler", "message"),
+    [
+        ("block_causal", "threshold", "its lists are for full attention, and LlamaForCausalLM is block-causal"),
+        ("bidirectional", "freedave", "promises the result of single steps"),
+        ("bidirectional", "wino", "evaluates masks"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(topology: str, sampler: str, message: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"attention='sparsed' does not work with sampler '{sampler}' here: .*{message}"
+    ):
+        paradec.generate(tiny(1, topology), [[1, 2]], sampler=sampler, attention="sparsed", max_new_tokens=4)
+
+
+def test_bad_attention_is_refused() -> None:
+    for wrong in ("sparse", 3, SparseD):
+        with pytest.raises(ValueError, match="attention"):
+            paradec.generate(tiny(1), [[1, 2]], attention=wrong, max_new_tokens=4)
+    with pytest.raises(ValueError, match="prefix that is taken over"):
+        paradec.generate(
+            tiny(1), [[1, 2], [1, 3]], attention="sparsed", share_prefix=True, cache="dual", max_new_tokens=4
+        )
+
+
+def test_models_without_such_attention_are_refused() -> None:
+    class Plain(nn.Module):
+        config = type("Config", (), {"vocab_size": 9})
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 9)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids)
+
+    model = paradec.wrap(Plain(), mask_token_id=8, prediction="same", topology="bidirectional")
+    with pytest.raises(ValueError, match="transformers decoders, and Plain is not one"):
+        paradec.generate(model, [[1, 2]], attention="sparsed", max_new_tokens=4)
+
+
+def test_a_model_can_be_loaded_with_it() -> None:
+    model = paradec.load(GOLDEN / "llada-tiny", attn_implementation="sparsed")
+    assert model.module.config._attn_implementation == "paradec_sparsed"
+    request = REQUEST | {"max_new_tokens": 8}
+    own = paradec.generate(model, ROWS[:1], **request)
+    assert own.attention.sparse_calls[0] > 0
+    named = paradec.generate(checkpoint(), ROWS[:1], attention="sparsed", **request)
+    assert named.attention == own.attention
+    assert paradec.generate(model, ROWS[:1], attention="dense", **request).attention is None
+    with pytest.warns(UserWarning, match="does not work with sampler 'wino' here: .*attends to everything"):
+        out = paradec.generate(model, ROWS[:1], max_new_tokens=8, block_length=8, sampler="wino")
+    assert out.attention is None
+
+
+def test_a_wrapped_model_can_have_it() -> None:
+    plain = tiny(1)
+    module, options = plain.unwrap(), {"mask_token_id": MASK, "prediction": "same", "attn_implementation": "sparsed"}
+    with pytest.raises(ValueError, match="attn_implementation='sparsed' needs a bidirectional .* block-causal"):
+        paradec.wrap(module, topology="block_causal", block_length=4, **options)
+    model = paradec.wrap(module, topology="bidirectional", **options)
+    assert model.default_attention == SparseD()
+    out = paradec.generate(model, ROWS, max_new_tokens=8, sampler="low_confidence")
+    assert min(out.attention.sparse_calls) > 0
+    assert model.unwrap().config._attn_implementation != "paradec_sparsed"
+
+
+def test_a_model_that_transformers_generates_with_can_have_it() -> None:
+    module, seen = tiny(1).unwrap(), []
+    options = {"prediction": "same", "mask_token_id": MASK, "sampler": "low_confidence", "max_new_tokens": 8}
+    options |= {"attention": SOME, "callback": lambda state, commit: seen.append(state.attention_state) and None}
+    module.generate(torch.tensor([ROWS[0]]), custom_generate=paradec.hf_generate, eos_token_id=None, **options)
+    assert seen[-1].calls[SPARSE].min() > 0
+
+
+def test_a_mask_per_position_is_dense_and_said_once() -> None:
+    model, sampler = tiny(1), samplers.create("low_confidence")
+    settings = SparseD(select=0.2, block_size=4, dense_steps=1)
+    state = sampler.start(model, ROWS[:1], attention=settings, max_new_tokens=8)
+    with torch.inference_mode():
+        query = sampler.query(state)[0]
+        columns = query.positions.shape[1]
+        trees = query.but(visible=torch.ones(1, columns, columns, dtype=torch.bool))
+        with pytest.warns(UserWarning, match="attends to everything the mask allows"):
+            answer = model(trees)
+        assert torch.allclose(answer, model(query.but(attention=None)), atol=1e-12)
+        sampler.commit(state, sampler.propose(state, [answer], [trees]))
+    assert state.attention_state.found_at.tolist() == [-1]  # nothing was found
+
+
+def test_modules_that_keep_the_plan_to_themselves_are_refused() -> None:
+    model, sampler = tiny(1), samplers.create("low_confidence")
+    state = sampler.start(model, ROWS[:1], attention=SparseD(dense_steps=1), max_new_tokens=4)
+    layer = model.module.model.layers[0].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **{k: v for k, v in kwargs.items() if k != "attention_plan"})
+    with pytest.raises(RuntimeError, match="does not pass its keyword arguments on"):
+        sampler.step(model, state)
+
+
+def test_queries_without_a_plan_are_as_before() -> None:
+    state = samplers.create("threshold").start(tiny(1), ROWS, max_new_tokens=4)
+    assert state.attention_state is None
+    assert all(
+        isinstance(query, Query) and query.attention is None for query in samplers.create("threshold").query(state)
+    )

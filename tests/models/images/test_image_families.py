@@ -1,0 +1,230 @@
+"""Emu3, Chameleon's kin and Janus on tiny random weights: transformers' own generation, and SJD at temperature 0."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from image_models import CODES, greedy, last_logits, tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
+from torch import Tensor
+
+import paradec
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.chameleon import LUMINA_MGPT, ChameleonLayout, ChameleonModel
+from paradec.models.images.emu3 import Emu3Model
+from paradec.models.images.grid import Grid
+from paradec.models.images.janus import JanusModel
+from paradec.protocol import Query
+from paradec.samplers.causal.sjd import SJD
+
+ANOLE = ChameleonLayout(start=40, end=41, side=3)
+LUMINA = ChameleonLayout(start=40, end=41, side=2, row_end=42, end_of_text=2, first_size=50)
+"""As Lumina-mGPT's, sizes included: 32 pixels are 4 tokens of the tiny model."""
+CAPTIONS = [torch.linspace(-1, 1, length * 16).view(length, 16) for length in (5, 2)]
+EMU3 = {"prompts": [[1, 12, 13, 9], [1, 11, 9]], "negative_prompt": [[1, 9]], "height": 24, "width": 32}
+SIZED = {"prompts": [[1, 45, 2, 40, 51, 52], [1, 2, 40, 51, 52]], "height": 32, "width": 64}
+MODELS: dict[str, tuple[Callable[[], ImageModel], dict[str, Any]]] = {
+    "llamagen-c2i": (tiny_llamagen, {"class_labels": [3, 9]}),
+    "llamagen-t2i": (lambda: tiny_llamagen("t2i"), {"prompts": CAPTIONS}),
+    "emu3": (tiny_emu3, EMU3),
+    "anole": (lambda: tiny_chameleon(ANOLE), {"prompts": [[1, 45, 46, 40], [1, 40]]}),
+    "lumina-mgpt": (lambda: tiny_chameleon(LUMINA), SIZED),
+    "janus": (tiny_janus, {"prompts": [[1, 20, 21, 9], [1, 30, 9]]}),
+}
+
+
+@lru_cache
+def made(name: str) -> tuple[ImageModel, dict[str, Any]]:
+    """The model, and a request of two rows with prompts of unequal lengths (where there are lengths)."""
+    make, request = MODELS[name]
+    return make(), request
+
+
+def small_grid(name: str) -> tuple[ImageModel, Grid, Any, dict[str, Any]]:
+    model, request = made(name)
+    grid = model.grid(request.get("height"), request.get("width"))
+    laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
+    return model, grid, laid, request
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:
+    model, grid, laid, request = small_grid(name)
+    expected = greedy(laid, grid, scale)
+    out = paradec.generate_images(
+        model, **request, sampler=SJD(window=5), guidance_scale=scale, temperature=0, seed=0, output_type="latent"
+    )
+    assert torch.equal(out.tokens, expected)
+    assert (out.accepted.sum(0) == grid.length).all()
+    # structure is put in directly: it is never what stops a window
+    assert max(out.row_nfe) <= grid.height * grid.width + 1
+    assert torch.equal(out.images, grid.codes(expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
+    _, grid, laid, _ = small_grid(name)
+    sampler = SJD(window=4)
+    state = sampler.start(
+        laid.model, laid.prompts, grid=grid, seed=1, guidance_scale=2.0, negative_prompt=laid.unconditional
+    )
+    with torch.inference_mode():
+        for _ in range(4):
+            sampler.commit(state, sampler.step(laid.model, state))
+        assert (np.array(state.accepted) < 4).any()  # something was rolled back
+        for branch, row in itertools.product(range(2), range(state.batch)):
+            at, length = branch * state.batch + row, int(state.committed[row] + state.shift[branch, row]) - 1
+            assert state.store.valid[at].nonzero().squeeze(1).tolist() == list(range(length))
+            positions = torch.arange(length).repeat(2, 1)
+            fresh = laid.model.make_store(2, length)
+            query = Query(
+                rows=np.array([row]), tokens=state.context[at, :length].repeat(2, 1), positions=positions,
+                slots=positions, store_rows=torch.arange(2), reach=length, branches=2, forwarded=np.array([length]),
+            )  # fmt: skip
+            laid.model(query, fresh)
+            for layer, kind in itertools.product(range(2), ("layer_keys", "layer_values")):
+                found, expected = getattr(state.store, kind)[layer][at], getattr(fresh, kind)[layer][branch]
+                assert (found[:length] - expected[:length]).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(transformers.__version__ < "5.18", reason="before 5.18 transformers' own loop for Janus fails")
+def test_janus_is_transformers() -> None:
+    model, grid, laid, request = small_grid("janus")
+    found = greedy(laid, grid, 5.0)
+    for row, prompt in enumerate(request["prompts"]):
+        ids = torch.tensor([prompt])
+        expected = model.module.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=5.0
+        )
+        assert torch.equal(found[row : row + 1], expected)
+    pixels = (model.module.decode_image_tokens(found).permute(0, 3, 1, 2) / 2 + 0.5).clamp(0, 1)
+    assert torch.allclose(model.decode(found, grid).double(), pixels, atol=1e-6)
+
+
+def test_emu3_is_transformers() -> None:
+    model, grid, laid, request = small_grid("emu3")
+    found, negative = greedy(laid, grid, 3.0), torch.tensor(request["negative_prompt"])
+    for row, prompt in enumerate(request["prompts"]):
+        ids = torch.tensor([prompt])
+
+        def allowed(batch: int, tokens: Tensor, start: int = len(prompt)) -> list[int]:
+            forced = int(grid.layout[min(len(tokens) - start, grid.length - 1)])
+            return list(grid.cells) if forced < 0 else [forced]
+
+        expected = model.module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=grid.length,
+            do_sample=False,
+            guidance_scale=3.0,
+            negative_prompt_ids=negative,
+            negative_prompt_attention_mask=torch.ones_like(negative),
+            prefix_allowed_tokens_fn=allowed,
+        )
+        assert torch.equal(found[row : row + 1], expected[:, len(prompt) :])
+    pixels = model.module.decode_image_tokens(image_tokens=found, height=grid.height, width=grid.width) / 2 + 0.5
+    assert torch.allclose(model.decode(found, grid).double(), pixels.clamp(0, 1), atol=1e-6)
+
+
+def test_chameleon_names_image_tokens_again() -> None:
+    """transformers' forward puts them at the lowest number there is; everything else is as it computes it."""
+    model, _, _, _ = small_grid("anole")
+    tokens = [1, 45, 40, 7, 9]
+    theirs = model.module(torch.tensor([tokens])).logits[0, -1]
+    ours = last_logits(model, 0, tokens)
+    image = torch.zeros(len(ours), dtype=torch.bool)
+    image[torch.tensor(model.cells)] = True
+    assert torch.allclose(ours[~image], theirs[~image], atol=1e-12)
+    assert (theirs[image] == torch.finfo(theirs.dtype).min).all() and (ours[image].abs() < 1e3).all()
+
+
+def test_chameleon_follows_the_map_to_its_codes() -> None:
+    model, grid, _, _ = small_grid("lumina-mgpt")
+    assert len(model.cells) == CODES and model.cells[0] == 7 and model.cells[1] == 12
+    tokens = grid.layout.clone().unsqueeze(0)
+    tokens[tokens < 0] = 12
+    assert (grid.codes(tokens) == 1).all()
+    codebook = model.codebook()
+    assert codebook[:4].isnan().all() and codebook[40:].isnan().all()
+    assert torch.equal(codebook[12], model.vq.quantize.embedding.weight[1])
+
+
+def test_lumina_layout() -> None:
+    model = tiny_chameleon(LUMINA)
+    grid = model.grid(32, 64)
+    assert (grid.row_end, grid.tail) == (42, (41, 2))
+    assert model.opening(grid) == [40, 51, 52]
+    with pytest.raises(ValueError, match="height=24 must be a multiple of 32"):
+        model.grid(24, 64)
+    # 768 x 768 in the published model: 2357 tokens from its start to the end of the text
+    rows = Grid(48, 48, cells=range(4, 8196), row_end=LUMINA_MGPT.row_end, tail=(LUMINA_MGPT.end, 8710))
+    assert 3 + rows.length == 2357
+
+
+def test_requests_that_a_model_cannot_take() -> None:
+    janus, emu3 = made("janus")[0], made("emu3")[0]
+    with pytest.raises(ValueError, match="JanusForConditionalGeneration does not take class_labels"):
+        paradec.generate_images(janus, class_labels=3)
+    with pytest.raises(ValueError, match="prompts is text, and .* was made without a tokenizer"):
+        paradec.generate_images(janus, "a cat", output_type="pt")
+    with pytest.raises(ValueError, match="height=16 is not what .* makes: 8 x 8 pixels"):
+        paradec.generate_images(janus, [[1, 9]], height=16, output_type="pt")
+    with pytest.raises(ValueError, match="guidance needs negative_prompt"):
+        paradec.generate_images(emu3, [[1, 9]], height=24, width=24, output_type="pt")
+    with pytest.raises(ValueError, match="takes 8193 tokens; .* makes at most 255"):
+        paradec.generate_images(emu3, [[1, 9]], output_type="pt")
+    with pytest.raises(ValueError, match="width=20 must be a multiple of 8"):
+        paradec.generate_images(emu3, [[1, 9]], height=24, width=20, output_type="pt")
+    with pytest.raises(ValueError, match="a token id of prompts=64 must be an integer from 0 to 63"):
+        paradec.generate_images(janus, [[1, 64]], output_type="pt")
+    with pytest.raises(ValueError, match="negative_prompt has 3 entries for 2 prompts"):
+        paradec.generate_images(janus, [[1, 9], [1, 9]], negative_prompt=[[1], [1], [1]], output_type="pt")
+    without = tiny_chameleon(ANOLE, vq=False)
+    with pytest.raises(ValueError, match="made without a VQ decoder"):
+        paradec.generate_images(without, [[1, 40]], output_type="pt")
+    with pytest.raises(ValueError, match="the codebook has 16 entries; .* writes 32 codes"):
+        ChameleonModel(without.module, ANOLE, tiny_vq(codebook_size=16))
+
+
+class Words:
+    """A tokenizer of five words."""
+
+    bos_token = "<s>"
+    ids = {"<s>": 1, "fox": 50, "no": 51, "fog": 52, "3*4": 53, "<|image start|>": 54, "<|image token|>": 55}
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        found = re.findall("|".join(map(re.escape, self.ids)), text)
+        return {"input_ids": [1] * add_special_tokens + [self.ids[word] for word in found]}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.ids
+
+
+def test_text_becomes_what_the_models_read() -> None:
+    words = Words()
+    emu3 = Emu3Model(made("emu3")[0].module, words)
+    grid = emu3.grid(24, 32)
+    laid = emu3.request(["a fox", "fog"], grid, num_images=2, negative_prompt="no fog")
+    assert laid.prompts.rows == [[1, 50, 54, 53, 55]] * 2 + [[1, 52, 54, 53, 55]] * 2
+    assert laid.unconditional.rows == [[1, 51, 52, 54, 53, 55]] * 4
+    assert emu3.request("fox", grid).unconditional.rows == [[1, 54, 53, 55]]
+
+    janus = JanusModel(made("janus")[0].module, words)
+    laid = janus.request("a fox", janus.grid())
+    assert laid.prompts.rows == [[CODES + token for token in (1, 50, 9)]]
+    assert laid.unconditional.rows == [[CODES + token for token in (1, 0, 9)]]
+
+    layout = ChameleonLayout(
+        start=40, end=41, side=4, turn_end=2, first_size=50, instruction="no {width} {height} fog "
+    )
+    lumina = ChameleonModel(made("anole")[0].module, layout, tokenizer=words)
+    laid = lumina.request("fox", lumina.grid(32, 64))
+    assert laid.prompts.rows == [[1, 51, 52, 50, 2, 40, 51, 52]] and laid.unconditional.rows == [[40, 51, 52]]

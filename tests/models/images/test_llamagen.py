@@ -1,0 +1,321 @@
+"""LlamaGen and VQ decoders: the public code's numbers, checkpoints in their published formats, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from image_models import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
+from places import GOLDEN
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec.models.images.adapter import ImageRequest
+from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel, preset
+from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, load_vq
+from paradec.protocol import Query
+
+TRACES = GOLDEN / "llamagen" / "llamagen_tiny.safetensors"
+
+
+@lru_cache
+def golden() -> dict[str, Tensor]:
+    return load_file(TRACES)
+
+
+def reference(condition: str) -> tuple[LlamaGenModel, ImageRequest]:
+    """The tiny model of the traces, and its two rows; the second is unconditional."""
+    prefix = f"{condition}.sd."
+    state = {k.removeprefix(prefix): v for k, v in golden().items() if k.startswith(prefix) and "kv_cache" not in k}
+    sizes = {"c2i": {"num_classes": 10}, "t2i": {"caption_dim": 16, "caption_length": 6}}[condition]
+    config = LlamaGenConfig(dim=48, n_layer=2, n_head=4, vocab_size=64, grid=4, condition=condition, **sizes)
+    network = LlamaGen(config)
+    network.load_state_dict(state)
+    model = LlamaGenModel(network)
+    given = golden()[f"{condition}.cond"]
+    if condition == "c2i":
+        request = model.request([0] * len(given), model.grid())
+        request.prompts.rows = [[64 + int(label)] for label in given]
+        return model, request
+    kept = golden()["t2i.emb_mask"].bool()
+    return model, model.request([row[keep] for row, keep in zip(given, kept, strict=True)], model.grid())
+
+
+def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: int = 0) -> Query:
+    """Image tokens `start` to `stop` of two rows with equally long prompts over a store; -1 begins with the prompt."""
+    first = len(prompts[0])
+    rows = torch.cat((torch.tensor(prompts), ids), 1)
+    begin, end = (0 if start < 0 else first + start), first + stop
+    positions = torch.arange(begin, end).expand(len(rows), -1)
+    return Query(
+        rows=np.arange(len(rows)), tokens=rows[:, begin:end], positions=positions, slots=positions,
+        store_rows=torch.arange(len(rows)), store_index=np.arange(len(rows)), reach=end, step=step,
+        forwarded=np.full(len(rows), end - begin), kind="full" if begin == 0 else "window",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("condition", ["c2i", "t2i"])
+def test_logits_of_the_public_code(condition: str) -> None:
+    model, request = reference(condition)
+    ids, expected = golden()[f"{condition}.ids"], golden()
+    prompts = request.prompts.rows
+    whole = torch.cat((torch.tensor(prompts), ids), 1)
+    query = Query(rows=np.arange(2), tokens=whole, positions=torch.arange(whole.shape[1]).expand(2, -1))
+    logits, first = request.model(query), len(prompts[0])
+    found = {"prefill": logits[:, :first], "0_4": logits[:, first : first + 4], "4_9": logits[:, first + 4 :]}
+    for name, part in found.items():
+        # captions are padded on the left there; what stands on padding is nobody's
+        assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
+
+    store = model.make_store(2, whole.shape[1])
+    again = [request.model(window(prompts, ids, -1, 0), store), request.model(window(prompts, ids, 0, 4, 1), store)]
+    wrong = (ids + 1) % 64
+    discarded = request.model(window(prompts, wrong, 4, 9, 2), store)
+    store.forget(np.arange(2), np.full(2, first + 4))
+    again.append(request.model(window(prompts, ids, 4, 9, 3), store))
+    for part, expected_name in zip(again, found, strict=True):
+        reference_part = expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]
+        assert (part - reference_part).abs().max() < 1e-5
+    assert (discarded - again[-1]).abs().max() > 0.1
+
+
+def test_ragged_captions_do_not_see_each_other() -> None:
+    model = tiny_llamagen("t2i")
+    torch.manual_seed(3)
+    captions = [torch.randn(length, 16).double() for length in (6, 2)]
+    request = model.request(captions, model.grid())
+    for row, caption in enumerate(captions):
+        alone = model.request(caption, model.grid())
+        tokens = torch.tensor([alone.prompts.rows[0] + [5, 9, 30]])
+        positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+        query = Query(rows=np.array([0]), tokens=tokens, positions=positions)
+        assert torch.allclose(request.model(query.but(rows=np.array([row]))), alone.model(query), atol=1e-12)
+
+
+def test_captions_are_replaced_by_the_last_learned_features() -> None:
+    """The public code pads captions on the left up to the full length, and hides the padding from both branches."""
+    model = tiny_llamagen("t2i")
+    network, full, ids = model.module, 6, [5, 9, 30]
+    torch.manual_seed(4)
+    captions = [torch.randn(length, 16).double() for length in (2, 6, 1)]
+    request = model.request(captions, model.grid())
+    for row, caption in enumerate(captions):
+        column = torch.arange(full + len(ids))
+        seen = (column <= column[:, None]) & (column >= full - len(caption)) | torch.eye(len(column), dtype=torch.bool)
+        with torch.no_grad():
+            learned = network.cls_embedding.cap_proj(network.cls_embedding.uncond_embedding)
+            columns = torch.cat((learned, network.tok_embeddings(torch.tensor(ids)))).unsqueeze(0)
+            expected = network.head(network.backbone(columns, column.unsqueeze(0) - full, seen[None, None]))[0, -1]
+        found = last_logits(request.model, row, request.unconditional.rows[row] + ids, branch=1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_vq_decode_of_the_public_code() -> None:
+    state = {name.removeprefix("vq.sd."): tensor for name, tensor in golden().items() if name.startswith("vq.sd.")}
+    model = VQModel(VQConfig(codebook_size=32, channel_mult=(1, 1), z_channels=32))
+    model.load_state_dict(state)
+    with torch.no_grad():
+        image = model.decode(golden()["vq.code"].view(1, 2, 2))
+    assert (image - golden()["vq.image"]).abs().max() < 1e-5
+
+
+def test_published_sizes() -> None:
+    millions = {"B": 111, "L": 343, "XL": 775, "XXL": 1400, "3B": 3100}
+    inner = {"B": 2048, "L": 2816, "XL": 3584, "XXL": 4096, "3B": 8704}
+    with torch.device("meta"):
+        for name, count in millions.items():
+            config = preset(name)
+            assert config.inner == inner[name]
+            network = LlamaGen(config)
+            assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(count, rel=0.01)
+        for config in PUBLISHED.values():
+            VQModel(config)
+    assert [config.scale for config in PUBLISHED.values()] == [16, 8, 16]
+
+
+def test_vq_encodes_what_it_decodes() -> None:
+    model = tiny_vq(encoder=True, image_channels=1)
+    images = torch.rand(2, 1, 8, 8).double() * 2 - 1
+    ids = model.encode(images)
+    assert ids.shape == (2, 4, 4)
+    normalized = torch.nn.functional.normalize(model.latents(images), dim=-1)
+    assert torch.equal((normalized @ model.quantize.codes.T).argmax(-1), ids)
+    assert model.decode(ids).shape == images.shape
+    with pytest.raises(ValueError, match="no encoder"):
+        tiny_vq().encode(images)
+
+
+def test_vq_trains_through_the_codes() -> None:
+    model = tiny_vq(encoder=True, image_channels=1)
+    decoded, loss, _ = model(torch.rand(2, 1, 8, 8).double())
+    (decoded.square().mean() + loss).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert model.encoder.conv_in.weight.grad.abs().sum() > 0 and model.quantize.embedding.weight.grad.abs().sum() > 0
+
+
+def taming_names(model: VQModel) -> dict[str, Tensor]:
+    """A state dict as taming-transformers would write it."""
+    levels = len(model.config.channel_mult)
+    middle = {"mid.0": "mid.block_1", "mid.1": "mid.attn_1", "mid.2": "mid.block_2"}
+    renamed = {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in middle.items():
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        for level in range(levels):
+            name = name.replace(f"decoder.conv_blocks.{level}.", f"decoder.up.{levels - 1 - level}.")
+            name = name.replace(f"encoder.conv_blocks.{level}.", f"encoder.down.{level}.")
+        renamed[name.replace(".res.", ".block.")] = tensor
+    return renamed
+
+
+def test_taming_names(tmp_path: Path) -> None:
+    model = tiny_vq(l2_norm=False, attention=False, encoder=True)
+    theirs = taming_names(model)
+    assert "decoder.up.1.block.0.conv1.weight" in theirs and "encoder.down.0.downsample.conv.weight" in theirs
+    assert {name: tensor.shape for name, tensor in from_taming(theirs).items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    file = tmp_path / "vqgan.ckpt"
+    torch.save({"state_dict": theirs | {"loss.discriminator.main.0.weight": torch.zeros(1)}}, file)
+    found = load_vq(file, model.config).double()
+    codes = torch.randint(CODES, (1, 3, 2))
+    assert torch.allclose(found.decode(codes), model.decode(codes), atol=1e-5)
+    # without its encoder too
+    half = load_vq(file, VQConfig(**{**model.config.to_dict(), "encoder": False}))
+    assert torch.allclose(half.decode(codes), found.float().decode(codes), atol=1e-5)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def save_pt(wrapping: str | None) -> Callable[[Path, dict[str, Tensor]], Path]:
+    def save(folder: Path, state: dict[str, Tensor]) -> Path:
+        file = folder / "c2i_B_256.pt"
+        torch.save(state if wrapping is None else {wrapping: state, "steps": 3, "args": Namespace(lr=1e-4)}, file)
+        return file
+
+    return save
+
+
+def save_safetensors(folder: Path, state: dict[str, Tensor]) -> Path:
+    save_file(state, folder / "c2i_B_256.safetensors")
+    return folder / "c2i_B_256.safetensors"
+
+
+@pytest.mark.parametrize(
+    "save", [save_pt(None), save_pt("model"), save_pt("module"), save_pt("state_dict"), save_safetensors]
+)
+def test_published_files(tmp_path: Path, save: Callable[[Path, dict[str, Tensor]], Path]) -> None:
+    original = tiny_llamagen(grid=16, vq=False).module
+    state = {name: tensor.float() for name, tensor in original.state_dict().items()}
+    vq = tmp_path / "vq.safetensors"
+    save_file({k: v.float() for k, v in tiny_vq().state_dict().items()}, vq, {"config": json.dumps(TINY_VQ.to_dict())})
+    # the public code leaves its table of angles behind
+    model = paradec.load(
+        save(tmp_path, state | {"freqs_cis": torch.zeros(257, 6, 2)}), n_head=4, vq=vq, dtype="float64"
+    )
+    assert model.facts.name == "c2i_B_256" and model.module.config == original.config.__class__(
+        **{**vars(original.config), "ffn_dim": 256, "n_kv_head": 4, "caption_dim": 2048, "caption_length": 120}
+    )
+    assert all(torch.allclose(p.float(), state[name]) for name, p in model.module.state_dict().items())
+    assert model.grid().length == 256 and model.vq.config == TINY_VQ
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    save_file(
+        {k: v.float().contiguous() for k, v in tiny_llamagen().module.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    fields = {"dim": 48, "n_layer": 2, "n_head": 4, "vocab_size": CODES, "grid": 4, "num_classes": 10}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields}))
+    assert paradec.load(tmp_path).grid().length == 16
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields, "n_layer": 3}))
+    with pytest.raises(paradec.CheckpointError, match="missing weights: layers.2"):
+        paradec.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields, "n_head": 5}))
+    with pytest.raises(paradec.CheckpointError, match="n_head=5 must split dim=48"):
+        paradec.load(tmp_path)
+
+
+class Payload:
+    """What a pickle could do."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("harm",)
+
+
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"output.weight": torch.zeros(1)}, "extra": Payload()}, tmp_path / "c2i_B_256.pt")
+    with pytest.raises(paradec.CheckpointError, match="as tensors alone"):
+        paradec.load(tmp_path / "c2i_B_256.pt")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+    state = {name: tensor.float() for name, tensor in tiny_llamagen().module.state_dict().items()}
+    file = tmp_path / "network.pt"
+    torch.save(state, file)
+    with pytest.raises(paradec.CheckpointError, match="48 wide, which no published size is; give n_head"):
+        paradec.load(file)
+    with pytest.raises(paradec.CheckpointError, match="does not say how large its pictures are"):
+        paradec.load(file, n_head=4)
+    with pytest.raises(ValueError, match="unknown option of 'llamagen' models: 'vqgan'.*allowed: .*vq"):
+        paradec.load(file, vqgan="x")
+    with pytest.raises(ValueError, match="device_map='auto' is not for image models"):
+        paradec.load(file, device_map="auto")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'vq'"):
+        paradec.load(vq="x")
+    torch.save({"something": torch.zeros(2)}, file)
+    with pytest.raises(paradec.CheckpointError, match="holds no LlamaGen"):
+        paradec.load(file)
+    with pytest.raises(paradec.CheckpointError, match="there is no file"):
+        load_vq(tmp_path / "vq_ds16_c2i.pt")
+
+
+def test_codebook_of_the_wrong_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the codebook has 16 entries; LlamaGen writes 32 codes"):
+        LlamaGenModel(tiny_llamagen(vq=False).module, tiny_vq(codebook_size=16))
+    torch.save(tiny_vq(codebook_size=16).state_dict(), tmp_path / "vq.pt")
+    with pytest.raises(
+        paradec.CheckpointError, match=r"codebook .* has shape \[16, 4\]; this configuration has \[32, 4\]"
+    ):
+        load_vq(tmp_path / "vq.pt", TINY_VQ)
+    with pytest.raises(ValueError, match="codes reach from 3 to 32; the codebook has 32 entries"):
+        tiny_vq().decode(torch.tensor([[[3, 32]]]))
+
+
+def test_a_grid_that_it_cannot_make() -> None:
+    model = tiny_llamagen()
+    assert model.grid(8, 8) == model.grid()
+    with pytest.raises(ValueError, match="height=16 is not what LlamaGen makes: .* 4 x 4 tokens, 8 x 8 pixels"):
+        model.grid(16, 8)
+    with pytest.raises(ValueError, match="width=7 must be a multiple of 2"):
+        model.grid(width=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 7}, "n_head=7 must split dim=768"),
+        ({"condition": "i2i"}, "unknown condition: 'i2i'"),
+        ({"grid": 0}, "grid=0 must be an integer of at least 1"),
+        ({"n_kv_head": 5}, "n_kv_head=5 must divide n_head=12"),
+    ],
+)
+def test_bad_sizes(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preset("B", **changes)
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(ValueError, match="unknown LlamaGen preset: 'XS'"):
+        preset("XS")

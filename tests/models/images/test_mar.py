@@ -1,0 +1,247 @@
+"""MAR and ReCAP over it: replay of the public code on a small model, and what must hold for any.
+
+The recorded runs drew the head's noise from torch's generator, so that it can be drawn again in their order. Their
+local steps took 5 of the head's 10 steps, though their settings say a ratio of 0.4: here the ratio is 0.5.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import GOLDEN
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.mar import MAR, PRESETS, MARModel, load_mar
+from paradec.protocol import decode
+from paradec.samplers.masked.mar import MAR as Sampler
+from paradec.samplers.masked.mar import left_after
+
+TRACES = GOLDEN / "recap"
+SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
+HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def golden_model() -> MARModel:
+    module = MAR(**SIZES, **HEAD)
+    module.load_state_dict(load_file(TRACES / "golden_recap_mar.safetensors"))
+    return MARModel(module)
+
+
+@pytest.fixture(scope="module")
+def model() -> MARModel:
+    torch.manual_seed(0)
+    module = MAR(**{**SIZES, "side": 4}, **HEAD).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    # a head that stays near the noise that it is given
+    torch.nn.init.zeros_(module.diffloss.net.final_layer.linear.weight)
+    torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
+    return MARModel(module)
+
+
+@dataclass(frozen=True)
+class Replayed(Sampler):
+    """With the reference's noise: the start's, then one draw per step for both branches, of which the first is used."""
+
+    def _noise(self, state: Any, at: Tensor, local: bool) -> Tensor:
+        steps = 5 if local else 10
+        rows = at.numel()
+        both = rows * (2 if state.guidance_scale != 1.0 else 1)
+        noise = [torch.randn(rows, 4)] + [torch.randn(both, 4)[:rows] for _ in range(steps)]
+        return torch.stack(noise, 1).unflatten(0, at.shape).double()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TRACES.glob("recap-mar-*.json")))
+def test_replays_the_reference(name: str, golden_model: MARModel) -> None:
+    """Every call's kind and cache sizes, what the head is given and draws, and the final image."""
+    case = json.loads((TRACES / f"{name}.json").read_text())
+    settings, log = case["settings"], case["log"]
+    sampler = Replayed(
+        local_steps=settings["num_cache_iters"],
+        full_groups=settings["pre_full_iters"],
+        head_steps=10,
+        fast_ratio=0.5,
+        temperature=settings["temperature"],
+        keep_buffer=settings["cache_buffer"],
+    )
+    state = sampler.start(
+        golden_model,
+        settings["labels"],
+        steps=settings["num_iter"],
+        guidance_scale=settings["cfg"],
+        order=torch.tensor(case["orders"]),
+    )
+    torch.manual_seed(settings["seed"])
+    calls = [log[index : index + 3] for index in range(0, len(log), 3)]
+    for encoder, decoder, head in calls:
+        (query,) = sampler.query(state)
+        assert encoder["kind"] == decoder["kind"] == ("local" if query.kind == "window" else "full")
+        if query.kept is not None:
+            assert query.kept.encoder[0][0].shape[2] == encoder["n_cached"]
+            assert query.kept.decoder[0][0].shape[2] == decoder["n_cached"]
+        assert (query.guidance or 1.0) == pytest.approx(head["cfg"], abs=1e-6)
+        answer = golden_model(query)
+        torch.testing.assert_close(answer.conditions.flatten(0, 1), torch.tensor(head["z"]), atol=1e-5, rtol=0)
+        drawn = answer.tokens.flatten(0, 1)
+        torch.testing.assert_close(drawn, torch.tensor(head["out"])[: len(drawn)], atol=0.05, rtol=1e-5)
+        sampler.commit(state, sampler.propose(state, [answer], [query]))
+    assert state.done
+    torch.testing.assert_close(golden_model.image(state.tokens), torch.tensor(case["final"]), atol=0.05, rtol=1e-5)
+    assert state.nfe.tolist() == [len(calls)] * 2
+
+
+@pytest.mark.parametrize(("size", "steps"), [(36, 6), (256, 64), (256, 256), (16, 1)])
+def test_every_step_decides_something(size: int, steps: int) -> None:
+    left = left_after(size, steps)
+    assert left[0] == size and left[-1] == 0 and len(left) == steps + 1 and (left[:-1] > left[1:]).all()
+
+
+@pytest.mark.parametrize("keep_buffer", [False, True])
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_local_steps_are_exact_where_the_group_is_everything(
+    model: MARModel, guidance: float, keep_buffer: bool
+) -> None:
+    """Nothing is read but, with `keep_buffer`, the class tokens' keys: these have not seen what was decided since."""
+    plain, grouped = (
+        Sampler(local_steps=local, full_groups=0, head_steps=3, fast_ratio=1, chunk_order="order", keep_buffer=keep)
+        for local, keep in ((0, False), (4, keep_buffer))
+    )
+    states = [s.start(model, [3, 1], steps=5, guidance_scale=guidance, seed=7) for s in (plain, grouped)]
+    for step in range(5):
+        proposals = [s.step(model, state) for s, state in zip((plain, grouped), states, strict=True)]
+        assert [proposal.kind for proposal in proposals] == ["full", "window" if step else "full"]
+        same = torch.allclose(proposals[0].values, proposals[1].values, atol=1e-10, rtol=1e-9)
+        assert same or (keep_buffer and step)
+        for s, state, proposal in zip((plain, grouped), states, proposals, strict=True):
+            s.commit(state, proposal)
+    assert torch.allclose(states[0].tokens, states[1].tokens, atol=1e-10) != keep_buffer
+    assert states[1].forwarded_tokens.tolist() == [5 * 16 * (1 if guidance == 1 else 2)] * 2
+
+
+@pytest.mark.parametrize("chunk_order", ["raster", "order"])
+def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
+    sampler = Sampler(local_steps=1, full_groups=2, head_steps=4, chunk_order=chunk_order)
+    state = sampler.start(model, [0, 5, 5], steps=6, guidance_scale=2.0, seed=1)
+    kinds, forwarded, decided = [], [], torch.zeros(3, 16, dtype=torch.bool)
+
+    def note(_: Any, commit: Any) -> None:
+        kinds.append(commit.kind)
+        assert not decided.gather(1, commit.positions).any()
+        decided.scatter_(1, commit.positions, True)
+        forwarded.append(int(state.forwarded_tokens[0]) // 2 - sum(forwarded))
+
+    decode(sampler, model, state, note)
+    left = left_after(16, 6)
+    assert kinds == ["full", "full", "full", "window", "full", "window"] and decided.all()
+    assert forwarded == [16, 16, 16, left[2] - left[4], 16, left[4]]
+    assert state.nfe.tolist() == [6] * 3 and state.row_forwards.tolist() == [12] * 3
+    assert not torch.equal(state.tokens[1], state.tokens[2])  # copies of a class draw their own numbers
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_local_steps_are_guided(model: MARModel, schedule: str) -> None:
+    """Full and local steps alike: 1 + (s - 1) (S - m) / S, m positions being left behind the step; or s throughout."""
+    sampler = Sampler(local_steps=2, full_groups=0, head_steps=4, fast_ratio=1, guidance_schedule=schedule)
+    plain = Sampler(local_steps=0, head_steps=4, guidance_schedule=schedule)
+    left, scale, kinds = left_after(16, 6), 3.0, []
+    state = sampler.start(model, [0, 5], steps=6, guidance_scale=scale, seed=1)
+    other = plain.start(model, [0, 5], steps=6, guidance_scale=1.0, seed=1)
+    while not state.done:
+        (query,) = sampler.query(state)
+        grown = 1 + (scale - 1) * (16 - left[state.index + 1]) / 16
+        assert query.guidance == pytest.approx(grown if schedule == "linear" else scale, rel=1e-12)
+        assert query.branches == 2
+        kinds.append(query.kind)
+        sampler.commit(state, sampler.step(model, state))
+        plain.commit(other, plain.step(model, other))
+    assert kinds == ["full", "window", "window"] * 2
+    assert (state.tokens - other.tokens).abs().amax() > 1e-3  # guidance is not idle here
+
+
+def test_a_repeated_step_and_a_row_alone_are_the_same(model: MARModel) -> None:
+    sampler = Sampler(local_steps=1, head_steps=4)
+    state = sampler.start(model, [2, 4], steps=6, guidance_scale=1.5, seed=3)
+    alone = [sampler.start(model, [label], steps=6, guidance_scale=1.5, seed=3) for label in (2, 4)]
+    while not state.done:
+        first, again = sampler.step(model, state), sampler.step(model, state)
+        assert torch.equal(first.values, again.values)
+        sampler.commit(state, again)
+        with pytest.raises(ValueError, match="made from an earlier state"):
+            sampler.commit(state, first)
+    for row, single in enumerate(alone):
+        decode(sampler, model, single)
+        torch.testing.assert_close(state.tokens[row], single.tokens[0], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("mar_base", 208), ("mar_large", 479), ("mar_huge", 943)])
+def test_presets_have_the_published_sizes(preset: str, millions: int) -> None:
+    with torch.device("meta"):
+        module = MAR(**PRESETS[preset])
+    assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_checkpoints_load(golden_model: MARModel, tmp_path: Path) -> None:
+    weights = golden_model.module.state_dict()
+    sizes = {**SIZES, **HEAD}
+    save_file(weights, tmp_path / "mar.safetensors")
+    other = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    torch.save({"model": other, "model_ema": weights, "epoch": 3}, tmp_path / "checkpoint-last.pth")
+    for name in ("mar.safetensors", "checkpoint-last.pth"):
+        loaded = load_mar(tmp_path / name, "mar_base", **sizes).module.state_dict()
+        assert all(torch.equal(loaded[key], weights[key]) for key in weights)
+    with pytest.raises(CheckpointError, match="does not hold the weights of 'mar_base': decoder_blocks.2"):
+        load_mar(tmp_path / "mar.safetensors", "mar_base", **{**sizes, "depth": 3})
+    with pytest.raises(CheckpointError, match="there is no file"):
+        load_mar(tmp_path / "nothing.pth", "mar_base", **sizes)
+    with pytest.raises(ValueError, match="unknown preset: 'mar_hugh' .did you mean 'mar_huge'"):
+        load_mar(tmp_path / "mar.safetensors", "mar_hugh")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"local_steps": -1}, "local_steps=-1 must be an integer"),
+        ({"full_groups": 1.5}, "full_groups=1.5 must be an integer"),
+        ({"head_steps": 1001}, "head_steps=1001 must be an integer from 1 to 1000"),
+        ({"fast_ratio": 0}, r"fast_ratio=0 must be a number in \(0, 1\]"),
+        ({"temperature": -1}, "temperature=-1 must be a number"),
+        ({"chunk_order": "random"}, "unknown chunk_order: 'random'"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampler(**settings)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"prompt": [10]}, "label=10 must be an integer from 0 to 9"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"steps": 17}, "steps=17 must be an integer from 1 to 16"),
+        ({"seed": [1, 2]}, "seed has 2 entries for 1 images"),
+        ({"guidance_scale": -1}, "guidance_scale=-1 must be a number"),
+        ({"order": torch.zeros(1, 16, dtype=torch.int64)}, "it must permute 16 positions"),
+    ],
+)
+def test_bad_requests(model: MARModel, request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampler().start(model, **{"prompt": [1], "steps": 4, **request_})
+
+
+def test_numbers_that_are_not_finite_are_named(model: MARModel) -> None:
+    sampler = Sampler(head_steps=2)
+    state = sampler.start(model, [1], steps=4, seed=0)
+    proposal = sampler.step(model, state)
+    proposal.values[0, 0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN or infinite tokens at step 0"):
+        sampler.commit(state, proposal)
+    assert state.index == 0 and not state.tokens.any()

@@ -1,0 +1,263 @@
+"""MAR in the doors that users take: `paradec.load`, `generate_images`, and the decoder of its latents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import paradec
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.kl import KLDecoder, load_kl
+from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
+from paradec.models.images.vq import VQConfig
+from paradec.protocol import Sampler, decode
+
+SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
+SIZES |= {"head_depth": 1, "head_width": 16}
+DECODER = {"channels": 32, "channel_mult": (1, 2), "res_blocks": 1, "attention": False, "z_channels": 4}
+
+
+@pytest.fixture(scope="module")
+def model() -> MARModel:
+    torch.manual_seed(0)
+    module = MAR(**SIZES).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return MARModel(module, KLDecoder(VQConfig(**DECODER)), {"steps": 5, "guidance_scale": 2.0}, "tiny")
+
+
+def make(model: MARModel, **request: Any) -> Any:
+    sampler = paradec.samplers.create("mar", head_steps=3)
+    settings = {"class_labels": [1, 2], "sampler": sampler, "seed": 0, "output_type": "latent"}
+    return paradec.generate_images(model, **(settings | request))
+
+
+# ---- the decoder ----------------------------------------------------------------------------------------------------
+
+
+def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """diffusers' names of a KL autoencoder's decoder in those of latent diffusion's files."""
+    attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+    found = {}
+    for name, tensor in state.items():
+        if not name.startswith(("decoder.", "post_quant_conv.")):
+            continue
+        name = name.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
+        for index in range(2):
+            name = name.replace(f"mid_block.resnets.{index}", f"mid.block_{index + 1}")
+        for theirs, ours in attention.items():
+            if f"mid_block.attentions.0.{theirs}." in name:
+                name = name.replace(f"mid_block.attentions.0.{theirs}", f"mid.attn_1.{ours}")
+                tensor = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
+        for level in range(levels):
+            name = name.replace(f"up_blocks.{level}.resnets", f"up.{levels - 1 - level}.block")
+            name = name.replace(f"up_blocks.{level}.upsamplers.0", f"up.{levels - 1 - level}.upsample")
+        found[name] = tensor.clone()
+    return found
+
+
+def test_decoder_is_latent_diffusion_s(tmp_path: Path) -> None:
+    """Of a file as `kl16.ckpt` is: names of latent diffusion, the encoder beside it, all under "model"."""
+    torch.manual_seed(1)
+    theirs = diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, latent_channels=4,
+        block_out_channels=(32, 32, 64), layers_per_block=2,
+    ).eval()  # fmt: skip
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    weights = ldm_names(theirs.state_dict(), 3)
+    torch.save({"model": weights | {"encoder.conv_in.weight": torch.zeros(1)}}, tmp_path / "kl.ckpt")
+    ours = load_kl(tmp_path / "kl.ckpt").double()
+    assert ours.config.scale == 4 and ours.config.channel_mult == (1, 1, 2)
+    latents = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        expected = theirs.double().decode(latents / 0.2325).sample
+        torch.testing.assert_close(ours.decode(latents), expected, atol=1e-10, rtol=1e-10)
+    save_file({"decoder.conv_in.weight": torch.zeros(4, 4, 3, 3)}, tmp_path / "no.safetensors")
+    with pytest.raises(CheckpointError, match="does not hold the decoder of a KL autoencoder"):
+        load_kl(tmp_path / "no.safetensors")
+    del weights["decoder.mid.block_1.conv1.weight"]
+    torch.save(weights, tmp_path / "part.ckpt")
+    with pytest.raises(CheckpointError, match="missing weights: decoder.mid.0.conv1.weight"):
+        load_kl(tmp_path / "part.ckpt")
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_weights_tell_the_sizes(preset: str) -> None:
+    with torch.device("meta"):
+        found = sizes_of(MAR(**PRESETS[preset]).state_dict())
+    assert {**PRESETS[preset], **found} == {**found, "heads": PRESETS[preset]["heads"]}
+    assert (found["side"], found["channels"], found["classes"], found["buffer"]) == (16, 16, 1000, 64)
+
+
+def test_load(model: MARModel, tmp_path: Path) -> None:
+    """A published file of either kind, with the number of heads, or a folder that says it all."""
+    weights = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
+    vae = model.vae.state_dict()
+    folder = tmp_path / "my-mar"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    save_file(vae, folder / "vae.safetensors")
+    fields = {"model_type": "mar", "heads": 2, "defaults": {"steps": 6, "guidance_scale": 2.5}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    torch.save({"model": {}, "model_ema": weights, "epoch": 1}, tmp_path / "checkpoint-last.pth")
+    loaded = paradec.load(folder)
+    files = [folder / "model.safetensors", tmp_path / "checkpoint-last.pth"]
+    for other in (loaded, *(paradec.load(file, heads=2, vae=folder / "vae.safetensors") for file in files)):
+        assert isinstance(other, MARModel) and other.module.side == 4
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in other.module.state_dict().items())
+        assert all(torch.equal(tensor, vae[name]) for name, tensor in other.vae.state_dict().items())
+    assert loaded.facts.name == "my-mar" and loaded.defaults == fields["defaults"]
+    assert paradec.load(folder, dtype="float64").module.mask_token.dtype == torch.float64
+    with pytest.raises(CheckpointError, match="no published MAR is 16 wide; give heads"):
+        paradec.load(tmp_path / "checkpoint-last.pth")
+    with pytest.raises(ValueError, match="unknown option of 'mar' models: 'vq'.*allowed: device, dtype, heads, preset"):
+        paradec.load(folder, vq="x")
+    with pytest.raises(ValueError, match="unknown default of requests: 'temperature'"):
+        MARModel(model.module, defaults={"temperature": 1.0})
+    with pytest.raises(ValueError, match="vae decodes 8 channels; the tokens have 4"):
+        MARModel(model.module, KLDecoder(VQConfig(**DECODER | {"z_channels": 8})))
+
+
+# ---- generate_images ------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_those_of_the_loop(model: MARModel) -> None:
+    sampler = paradec.samplers.create("mar", preset="recap", head_steps=3)
+    out = make(model, sampler=sampler, num_images=2)
+    state = sampler.start(model, [1, 1, 2, 2], steps=5, guidance_scale=2.0, seed=0)
+    decode(sampler, model, state)
+    assert torch.equal(out.tokens, state.tokens) and torch.equal(out.images, model.image(state.tokens))
+    assert out.codes is None and out.images.shape == (4, 4, 4, 4) and len(set(out.tokens[:, 0, 0].tolist())) == 4
+    assert (out.nfe, out.row_forwards, out.tokens_per_forward) == (5, 40, 16 / 5)
+    assert out.accepted.shape == (5, 4) and (out.accepted.sum(0) == 16).all()
+    alone = make(model, sampler=sampler, class_labels=2, num_images=2)
+    torch.testing.assert_close(alone.tokens, out.tokens[2:], atol=1e-10, rtol=1e-10)
+
+
+def test_half_precision(model: MARModel) -> None:
+    """Only the networks are narrow: times and draws stay float32, so that the picture stays near."""
+    sizes = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        module = MAR(**SIZES)
+        module.load_state_dict(sizes)
+        out = make(MARModel(module.to(dtype), KLDecoder(VQConfig(**DECODER))), steps=5, guidance_scale=2.0, trace=True)
+        assert out.tokens.dtype == torch.float32
+        made.append(out.tokens)
+    assert 0 < (made[0] - made[1]).norm() < 0.02 * made[0].norm()
+    assert torch.allclose(made[0].double(), make(model).tokens, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("preset", [None, "recap"])
+def test_a_step_changes_nothing(model: MARModel, preset: str | None) -> None:
+    sampler = paradec.samplers.create("mar", preset=preset, head_steps=3)
+    state = sampler.start(model, [1, 2], steps=5, guidance_scale=2.0, seed=0)
+    while not state.done:
+        before, kept, stream = state.tokens.clone(), state.kept, torch.get_rng_state()
+        proposal, again = sampler.step(model, state), sampler.step(model, state)
+        assert torch.equal(proposal.values, again.values) and torch.equal(proposal.positions, again.positions)
+        assert torch.equal(state.tokens, before) and state.kept is kept and torch.equal(torch.get_rng_state(), stream)
+        assert state.index == state.commits == state.nfe[0]
+        commit = sampler.commit(state, again)
+        changed = (state.tokens != before).any(-1)
+        assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
+
+
+def test_names(model: MARModel) -> None:
+    """ "recap" is MAR with local steps, which evaluate fewer positions; its defaults are MAR's own."""
+    made = {name: make(model, sampler=name, steps=3, class_labels=1, trace=True) for name in ("mar", "recap")}
+    kinds = {name: [step.kind for step in out.trace.steps] for name, out in made.items()}
+    assert kinds == {"mar": ["full"] * 3, "recap": ["full", "full", "window"]}
+    assert made["recap"].forwarded_tokens < made["mar"].forwarded_tokens == 3 * 16 * 2
+    assert torch.equal(make(model, sampler=None, steps=3, class_labels=1).tokens, made["mar"].tokens)
+    for settings in ({"local_steps": 2}, {"full_groups": 1, "keep_buffer": True}):
+        sampler = paradec.samplers.create("mar", **settings)
+        assert Sampler.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+
+
+def test_output_types_and_steps(model: MARModel) -> None:
+    latent, pt, pil = (make(model, output_type=kind, trace=True) for kind in ("latent", "pt", "pil"))
+    assert pt.images.shape == (2, 3, 8, 8) and pt.images.dtype == torch.float32
+    assert 0 <= pt.images.min() and pt.images.max() <= 1
+    assert torch.equal(pt.images, model.decode(latent.tokens)) and [image.size for image in pil.images] == [(8, 8)] * 2
+    for index in range(5):
+        assert ((latent.steps == index).sum((1, 2)) == latent.accepted[index]).all()
+    assert latent.trace.replay() == latent.tokens.tolist()
+    with pytest.raises(ValueError, match="not written in order: make the pictures with trace=True"):
+        _ = make(model).steps
+
+
+def test_an_interrupt_keeps_what_there_is(model: MARModel) -> None:
+    def stop(state: Any, commit: Any) -> None:
+        if state.index == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as raised:
+        make(model, callback=stop, trace=True)
+    found = raised.value.output
+    assert found.images is None and found.row_nfe == [3, 3]
+    assert (found.steps >= 0).sum() == found.accepted.sum() < 32
+    assert make(model, callback=lambda state, commit: True).images is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        ({"class_labels": None}, ValueError, "tiny needs class_labels"),
+        ({"class_labels": 10}, ValueError, "class_labels=10 must be an integer from 0 to 9"),
+        ({"prompts": "a fox"}, ValueError, "tiny does not take prompts"),
+        ({"negative_prompt": "a fox"}, ValueError, "tiny does not take negative_prompt"),
+        ({"cache": "dual"}, ValueError, "cache='dual' is for models of codes"),
+        ({"top_k": 3}, ValueError, "top_k=3 is for models of codes"),
+        ({"sampler": "threshold"}, ValueError, r"'threshold' is of family 'masked'; MAR \(mar or recap\) takes"),
+        ({"sampler": paradec.samplers.create("recap")}, ValueError, "create.'mar', preset='recap'"),
+        ({"sampler": 3}, TypeError, "sampler=3 must be a name"),
+        ({"steps": 17}, ValueError, "steps=17 must be an integer from 1 to 16"),
+        ({"guidance_scale": -1}, ValueError, "guidance_scale=-1"),
+        ({"temperature": -1}, ValueError, "temperature=-1"),
+        ({"height": 16}, ValueError, "height=16 must be 8, the model's only size"),
+        ({"num_images": 0}, ValueError, "num_images=0"),
+        ({"generator": torch.Generator()}, ValueError, "give seed or generator, not both"),
+        ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
+        ({"callback": 3}, TypeError, "callback=3 must be callable"),
+    ],
+)
+def test_bad_requests(model: MARModel, request_: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(model, **request_)
+
+
+def test_without_a_decoder(model: MARModel) -> None:
+    bare = MARModel(model.module)
+    assert bare.defaults == {"steps": 16, "guidance_scale": 1.0}
+    with pytest.raises(ValueError, match=r"MAR has no VAE decoder; load it with vae=\.\.\."):
+        make(bare, output_type="pil")
+
+
+def test_a_generator_seeds(model: MARModel) -> None:
+    draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
+    first, again, other = (make(model, seed=None, generator=draw).tokens for draw in draws)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_other_models_refuse_it(model: MARModel) -> None:
+    with pytest.raises(ValueError, match="'mar' is of family 'continuous'; generate takes 'masked' and 'draft_verify'"):
+        paradec.generate(paradec.load(), "Sort: pear fig", sampler="mar")
+    for name, family in (("digits-ar", "draft_verify"), ("digits-maskgit", "masked")):
+        with pytest.raises(ValueError, match=f"'mar' is of family 'continuous'; {name} takes the '{family}' family: "):
+            paradec.generate_images(paradec.load(name), class_labels=1, sampler="mar")
+    with pytest.raises(TypeError, match="tiny is a model of continuous .*: give it to paradec.generate_images"):
+        paradec.generate(model, [1])
+    with pytest.raises(TypeError, match="sampler 'mar' takes a model of continuous image tokens"):
+        paradec.samplers.create("mar").start(paradec.load("digits-maskgit"), [1])

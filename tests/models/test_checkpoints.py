@@ -1,0 +1,818 @@
+"""Checkpoint folders: what is loaded equals the published maths, and what cannot be loaded is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from places import GOLDEN
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import silu
+
+import paradec
+
+NAMES = ("llada-tiny", "dream-tiny")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the published maths, written out ------------------------------------------------------------------------------
+
+# part of a block -> its name in the file
+LLADA_PARTS = {
+    "attn_norm": "attn_norm",
+    "mlp_norm": "ff_norm",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "attn_out",
+    "gate": "ff_proj",
+    "up": "up_proj",
+    "down": "ff_out",
+}
+DREAM_PARTS = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def naive_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
+    """[L, V] float64 logits of one row, as LLaDA's and Dream's modeling files compute them."""
+    w = {name: value.double() for name, value in weights.items()}
+    if config["model_type"] == "llada":
+        parts, layer = LLADA_PARTS, "model.transformer.blocks.{}."
+        embedding, last = w["model.transformer.wte.weight"], w["model.transformer.ln_f.weight"]
+        head = embedding if config.get("weight_tying", True) else w["model.transformer.ff_out.weight"]
+        layers, heads = config["n_layers"], config["n_heads"]
+        multi_query = config.get("multi_query_attention")
+        kv_heads = config.get("n_kv_heads") or (1 if multi_query else heads)
+    else:
+        parts, layer = DREAM_PARTS, "model.layers.{}."
+        embedding, last = w["model.embed_tokens.weight"], w["model.norm.weight"]
+        head = embedding if config.get("tie_word_embeddings") else w["lm_head.weight"]
+        layers, heads, kv_heads = (
+            config[name] for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        )
+    width, eps = embedding.shape[1] // heads, config.get("rms_norm_eps", 1e-5)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.float()  # the one place where the modeling files insist on float32
+        return (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).double() * weight
+
+    # angles in float32, as everywhere: their last bits are part of the model
+    frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+    angles = torch.outer(torch.arange(len(ids)).float(), frequencies).repeat(1, 2)
+    cos, sin = angles.cos().double(), angles.sin().double()
+
+    def rotate(x: Tensor) -> Tensor:  # [heads, L, width]
+        left, right = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+    x = embedding[torch.tensor(ids)]
+    for index in range(layers):
+        name = layer.format(index)
+
+        def linear(x: Tensor, part: str, name: str = name) -> Tensor:
+            y = x @ w[f"{name}{parts[part]}.weight"].T
+            return y + w.get(f"{name}{parts[part]}.bias", 0)
+
+        h = norm(x, w[f"{name}{parts['attn_norm']}.weight"])
+        q, k, v = (
+            linear(h, part).view(len(ids), count, width).transpose(0, 1)
+            for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=0) for t in (rotate(k), v))
+        attention = (rotate(q) @ k.transpose(1, 2) / width**0.5).softmax(-1) @ v
+        x = x + linear(attention.transpose(0, 1).reshape(len(ids), -1), "o")
+        h = norm(x, w[f"{name}{parts['mlp_norm']}.weight"])
+        x = x + linear(silu(linear(h, "gate")) * linear(h, "up"), "down")
+    return norm(x, last) @ head.T
+
+
+LLADA = {
+    "model_type": "llada",
+    "d_model": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "mlp_hidden_size": 24,
+    "vocab_size": 20,
+    "max_sequence_length": 32,
+    "block_type": "llama",
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "include_bias": False,
+    "rope": True,
+    "rope_theta": 1000.0,
+    "weight_tying": False,
+    "mask_token_id": 19,
+    "eos_token_id": 18,
+}
+DREAM = {
+    "model_type": "Dream",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 20,
+    "max_position_embeddings": 32,
+    "rope_theta": 1000.0,
+    "rms_norm_eps": 1e-6,
+    "mask_token_id": 19,
+    "eos_token_id": 18,
+}
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Weights of the right names and shapes for a small config, float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    llada = config["model_type"] == "llada"
+    if llada:
+        hidden, layers, heads = config["d_model"], config["n_layers"], config["n_heads"]
+        kv_heads = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)
+        inner = config.get("mlp_hidden_size") or int(config["mlp_ratio"] * hidden)
+        rows = config.get("embedding_size") or config["vocab_size"]
+        parts, layer, tied = LLADA_PARTS, "model.transformer.blocks.{}.", config.get("weight_tying", True)
+        names = ("model.transformer.wte.weight", "model.transformer.ln_f.weight", "model.transformer.ff_out.weight")
+    else:
+        hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+        kv_heads, inner, rows = config["num_key_value_heads"], config["intermediate_size"], config["vocab_size"]
+        parts, layer, tied = DREAM_PARTS, "model.layers.{}.", config.get("tie_word_embeddings", False)
+        names = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    narrow = hidden // heads * kv_heads
+    weights = {names[0]: draw(rows, hidden), names[1]: 1 + draw(hidden)}
+    if not tied:
+        weights[names[2]] = draw(rows, hidden)
+    shapes = {
+        "attn_norm": (hidden,),
+        "mlp_norm": (hidden,),
+        "q": (hidden, hidden),
+        "k": (narrow, hidden),
+        "v": (narrow, hidden),
+        "o": (hidden, hidden),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+    for index in range(layers):
+        for part, shape in shapes.items():
+            name = layer.format(index) + parts[part]
+            weights[f"{name}.weight"] = draw(*shape) + (1 if part.endswith("norm") else 0)
+            if not llada and part in "qkv":
+                weights[f"{name}.bias"] = draw(shape[0])
+    return weights
+
+
+def write(folder: Path, config: Any, weights: dict[str, Tensor] | None = None) -> Path:
+    """A checkpoint folder of a config and weights (random ones by default)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    weights = random_weights(config) if weights is None else weights
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def changed(config: dict[str, Any], /, **fields: Any) -> dict[str, Any]:
+    """The config with other values; `...` takes a field out."""
+    return {name: value for name, value in (config | fields).items() if value is not ...}
+
+
+def golden_copy(name: str, to: Path, **fields: Any) -> Path:
+    """A copy of a golden checkpoint with other config fields."""
+    shutil.copytree(GOLDEN / name, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(changed(config, **fields)))
+    return to
+
+
+def logits(model: Any, ids: list[int]) -> Tensor:
+    """[L, V] logits of one row, as the module that was loaded computes them."""
+    with torch.inference_mode():
+        return model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 19]
+
+
+def assert_as_published(folder: Path, **load: Any) -> None:
+    model = paradec.load(folder, dtype="float64", **load)
+    config = json.loads((folder / "config.json").read_text())
+    expected = naive_logits(config, load_file(folder / "model.safetensors"), IDS)
+    torch.testing.assert_close(logits(model, IDS), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_checkpoints_compute_the_published_maths(name: str, attn_implementation: str) -> None:
+    assert_as_published(GOLDEN / name, attn_implementation=attn_implementation)
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_logits(name: str, attn_implementation: str) -> None:
+    model = paradec.load(GOLDEN / name, attn_implementation=attn_implementation)
+    stored = load_file(GOLDEN / name / "logits_check.safetensors")
+    for part in ("full", "half"):
+        with torch.inference_mode():
+            found = model.module(input_ids=stored[f"ids_{part}"].long()).logits
+        # In float32 the stored logits themselves are off by 2e-4 in places, and processors differ by 6e-5 there.
+        expected = stored[f"logits_{part}"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(changed(LLADA), id="llada"),
+        pytest.param(changed(LLADA, n_kv_heads=2), id="llada-gqa"),
+        pytest.param(changed(LLADA, n_kv_heads=1, multi_query_attention=True), id="llada-mqa-stated"),
+        pytest.param(changed(LLADA, n_kv_heads=None, multi_query_attention=True), id="llada-mqa"),
+        pytest.param(changed(LLADA, n_kv_heads=4, multi_query_attention=False), id="llada-no-mqa"),
+        pytest.param(changed(LLADA, mlp_hidden_size=None, mlp_ratio=2.5), id="llada-mlp-ratio"),
+        pytest.param(changed(LLADA, mlp_hidden_size=12, mlp_ratio=4), id="llada-mlp-size-wins"),
+        pytest.param(changed(LLADA, weight_tying=True), id="llada-tied"),
+        pytest.param(changed(LLADA, weight_tying=...), id="llada-tied-by-default"),
+        pytest.param(changed(LLADA, rope_theta=500000), id="llada-theta"),
+        pytest.param(changed(LLADA, rms_norm_eps=0.1), id="llada-eps"),
+        pytest.param(changed(LLADA, embedding_size=24), id="llada-embedding-size"),
+        pytest.param(changed(LLADA, embedding_size=None, block_group_size=1, scale_logits=False), id="llada-stated"),
+        pytest.param(changed(DREAM), id="dream"),
+        pytest.param(changed(DREAM, num_key_value_heads=4), id="dream-no-gqa"),
+        pytest.param(changed(DREAM, tie_word_embeddings=True), id="dream-tied"),
+        pytest.param(changed(DREAM, rope_theta=1e6, rms_norm_eps=0.1), id="dream-theta-eps"),
+    ],
+)
+def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = write(tmp_path, config)
+    assert_as_published(folder)
+    assert_as_published(folder, attn_implementation="eager")
+
+
+def test_embedding_rows_beyond_the_vocabulary_count_as_words(tmp_path: Path) -> None:
+    model = paradec.load(write(tmp_path, changed(LLADA, embedding_size=24)))
+    assert model.facts.vocab_size == 24
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "value"),
+    [
+        ("llada", "block_type", "sequential"),
+        ("llada", "block_type", ...),  # the published class assumes "sequential"
+        ("llada", "block_group_size", 2),
+        ("llada", "layer_norm_type", "default"),
+        ("llada", "layer_norm_type", ...),
+        ("llada", "layer_norm_with_affine", False),
+        ("llada", "bias_for_layer_norm", True),
+        ("llada", "attention_layer_norm", True),
+        ("llada", "include_bias", True),
+        ("llada", "include_bias", ...),
+        ("llada", "include_qkv_bias", True),
+        ("llada", "rope", False),
+        ("llada", "rope", ...),
+        ("llada", "rope", 1),
+        ("llada", "alibi", True),
+        ("llada", "input_emb_norm", True),
+        ("llada", "scale_logits", True),
+        ("llada", "activation_type", "swiglu"),
+        ("llada", "activation_type", ...),
+        ("llada", "activation_type", "gelu"),
+        ("llada", "rope_scaling", {"type": "linear", "factor": 2}),
+        ("llada", "rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}),
+        ("llada", "sliding_window", 16),
+        ("llada", "clip_qkv", 8.0),
+        ("llada", "quantization_config", {"bits": 4}),
+        ("llada", "rope_theta", ...),
+        ("llada", "rope_theta", None),
+        ("llada", "rope_theta", "10000"),
+        ("llada", "rope_theta", -1.0),
+        ("llada", "rope_theta", 10**400),
+        ("llada", "rms_norm_eps", 0),
+        ("llada", "rms_norm_eps", float("nan")),
+        ("llada", "d_model", ...),
+        ("llada", "d_model", 18),
+        ("llada", "d_model", 12),
+        ("llada", "d_model", "16"),
+        ("llada", "d_model", 16.0),
+        ("llada", "n_layers", 0),
+        ("llada", "n_layers", True),
+        ("llada", "n_heads", ...),
+        ("llada", "n_heads", -4),
+        ("llada", "n_kv_heads", 3),
+        ("llada", "n_kv_heads", 0),
+        ("llada", "multi_query_attention", "no"),
+        ("llada", "mlp_hidden_size", ...),
+        ("llada", "mlp_hidden_size", 0),
+        ("llada", "vocab_size", ...),
+        ("llada", "vocab_size", [20]),
+        ("llada", "embedding_size", 19),
+        ("llada", "embedding_size", 0),
+        ("llada", "max_sequence_length", ...),
+        ("llada", "weight_tying", "false"),
+        ("llada", "mask_token_id", ...),
+        ("llada", "mask_token_id", 20),
+        ("llada", "mask_token_id", -1),
+        ("llada", "mask_token_id", "19"),
+        ("llada", "mask_token_id", 18),
+        ("llada", "eos_token_id", 20),
+        ("llada", "eos_token_id", [18, "x"]),
+        ("llada", "eos_token_id", {"id": 18}),
+        ("llada", "pad_token_id", 20),
+        ("llada", "pad_token_id", 19),
+        ("llada", "model_type", ...),
+        ("llada", "model_type", "llada_moe"),
+        ("llada", "model_type", ["llada"]),
+        ("dream", "hidden_act", "gelu"),
+        ("dream", "use_sliding_window", True),
+        ("dream", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("dream", "rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}),
+        ("dream", "use_mrope", True),
+        ("dream", "quantization_config", {"bits": 4}),
+        ("dream", "hidden_size", ...),
+        ("dream", "hidden_size", 18),
+        ("dream", "hidden_size", 12),
+        ("dream", "num_hidden_layers", None),
+        ("dream", "num_attention_heads", "4"),
+        ("dream", "num_key_value_heads", ...),
+        ("dream", "num_key_value_heads", 3),
+        ("dream", "intermediate_size", ...),
+        ("dream", "vocab_size", 0),
+        ("dream", "rope_theta", ...),
+        ("dream", "rms_norm_eps", ...),
+        ("dream", "max_position_embeddings", ...),
+        ("dream", "tie_word_embeddings", "yes"),
+        ("dream", "mask_token_id", None),
+        ("dream", "mask_token_id", 18),
+    ],
+)
+def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, base: str, field: str, value: Any) -> None:
+    config = LLADA if base == "llada" else DREAM
+    folder = write(tmp_path, changed(config, **{field: value}), random_weights(config))
+    with pytest.raises(paradec.CheckpointError, match=field) as error:
+        paradec.load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"multi_query_attention": True, "n_kv_heads": 2}, {"multi_query_attention": False, "n_kv_heads": 2}],
+)
+def test_contradicting_fields_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = write(tmp_path, changed(LLADA, **fields), random_weights(changed(LLADA, n_kv_heads=2)))
+    with pytest.raises(paradec.CheckpointError, match="multi_query_attention=.* contradicts n_kv_heads=2"):
+        paradec.load(folder)
+
+
+def test_a_mask_id_may_be_given(tmp_path: Path) -> None:
+    folder = write(tmp_path, changed(LLADA, mask_token_id=...))
+    assert paradec.load(folder, mask_token_id=7).facts.mask_token_id == 7
+    with pytest.raises(ValueError, match="mask_token_id=20"):
+        paradec.load(folder, mask_token_id=20)
+
+
+def test_the_mask_id_may_stand_in_generation_config(tmp_path: Path) -> None:
+    folder = write(tmp_path, changed(LLADA, mask_token_id=None))
+    (folder / "generation_config.json").write_text('{"mask_token_id": 7, "eos_token_id": [17, 18]}')
+    facts = paradec.load(folder).facts
+    assert facts.mask_token_id == 7
+    assert facts.eos_token_ids == (18, 17)
+
+
+def test_unknown_harmless_fields_are_accepted(tmp_path: Path) -> None:
+    extra = {"init_std": 0.02, "residual_dropout": 0.1, "flash_attention": True, "author": {"name": "somebody"}}
+    assert_as_published(write(tmp_path, changed(LLADA, **extra)))
+
+
+# ---- dtypes, devices, shards, revisions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.float64, "auto", None])
+def test_dtypes_load_and_decode(name: str, dtype: Any) -> None:
+    model = paradec.load(GOLDEN / name, dtype=dtype)
+    assert model.dtype == {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
+        dtype, dtype if isinstance(dtype, torch.dtype) else torch.float32
+    )
+    out = paradec.generate(model, [1, 2, 3], max_new_tokens=4, block_length=4)
+    assert out.new_tokens.shape == (1, 4)
+
+
+def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
+    ids = [i % 40 for i in range(400)]
+    exact = logits(paradec.load(GOLDEN / "llada-tiny", dtype="float64"), ids)
+    half = paradec.load(GOLDEN / "llada-tiny", dtype="bfloat16")
+    with torch.inference_mode():
+        cos, _ = half.module.model.rotary_emb(torch.zeros(1, 1, dtype=torch.bfloat16), torch.arange(9)[None])
+    assert cos.dtype == torch.float32
+    low = paradec.load(golden_copy("llada-tiny", tmp_path / "low", rope_full_precision=False), dtype="bfloat16")
+    errors = [(logits(model, ids).double() - exact).abs().mean() for model in (half, low)]
+    assert errors[0] < errors[1]
+
+
+def test_a_stored_dtype_is_kept(tmp_path: Path) -> None:
+    weights = {name: value.bfloat16() for name, value in random_weights(DREAM).items()}
+    assert paradec.load(write(tmp_path, DREAM, weights)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}])
+def test_devices(where: dict[str, Any]) -> None:
+    assert paradec.load(GOLDEN / "dream-tiny", **where).device.type == "cpu"
+
+
+def test_device_map_auto() -> None:
+    pytest.importorskip("accelerate")
+    model = paradec.load(GOLDEN / "dream-tiny", device_map="auto")
+    plain = paradec.load(GOLDEN / "dream-tiny")
+    assert paradec.generate(model, [1, 2, 3], max_new_tokens=4).new_tokens.tolist() == (
+        paradec.generate(plain, [1, 2, 3], max_new_tokens=4).new_tokens.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": "float7"}, "dtype='float7'"),
+        ({"dtype": torch.int64}, "dtype=torch.int64"),
+        ({"dtype": 3}, "dtype=3"),
+        ({"device": "nowhere"}, "device='nowhere'"),
+        ({"device": "meta"}, "device='meta'"),
+        ({"device": 3.5}, "device=3.5"),
+        ({"device": "cpu", "device_map": "auto"}, "device=cpu goes with neither device_map"),
+        ({"attn_implementation": "flash_attention_9"}, "attn_implementation='flash_attention_9'.*eager, sdpa"),
+        ({"attn_implementation": None}, "attn_implementation=None"),
+        ({"revision": 3}, "revision=3"),
+        ({"mask_token_id": "x"}, "mask_token_id='x'"),
+        ({"mask_token_id": -1}, "mask_token_id=-1"),
+    ],
+)
+def test_wrong_arguments_of_load(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        paradec.load(GOLDEN / "llada-tiny", **arguments)
+    assert "\n" not in str(error.value)
+
+
+def shard(folder: Path, to: Path) -> dict[str, str]:
+    """Split model.safetensors into two shards with an index; returns the index's weight_map."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("model.safetensors"))
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, to / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    write_index(to, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    folder.joinpath("model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_equal_one_file(tmp_path: Path, name: str) -> None:
+    shard(GOLDEN / name, tmp_path / "sharded")
+    whole, parts = (paradec.load(folder, dtype="float64") for folder in (GOLDEN / name, tmp_path / "sharded"))
+    assert torch.equal(logits(whole, IDS), logits(parts, IDS))
+
+
+def test_wrong_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    weight_map = shard(write(tmp_path / "whole", LLADA), folder)
+    first, second = sorted(set(weight_map.values()))
+    norm = "model.transformer.ln_f.weight"
+
+    def refused(message: str) -> None:
+        with pytest.raises(paradec.CheckpointError, match=message):
+            paradec.load(folder)
+
+    for wrong in (None, [], {}, "model.safetensors"):
+        write_index(folder, wrong)
+        refused("index.json of .* has no 'weight_map'")
+    write_index(folder, weight_map | {norm: "pytorch_model.bin"})
+    refused(f"{norm}.* is in 'pytorch_model.bin'; expected a .safetensors file")
+    write_index(folder, weight_map | {norm: f"../whole/{first}"})
+    refused("expected a .safetensors file beside it")
+    write_index(folder, weight_map | {norm: 3})
+    refused("is in 3; expected a .safetensors file")
+    write_index(folder, weight_map | {norm: "model-3.safetensors"})
+    refused("has no model-3.safetensors")
+    write_index(folder, weight_map | {norm: second if weight_map[norm] == first else first})
+    refused(f"does not hold {norm}")
+    write_index(folder, {name: file for name, file in weight_map.items() if name != norm})
+    refused(f"holds {norm}, which its index does not name")
+    write_index(folder, weight_map)
+    (folder / second).write_bytes((folder / second).read_bytes()[:-8])
+    refused("cannot be read: model-00002")
+    (folder / second).unlink()
+    refused("has no model-00002-of-00002.safetensors")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An offline hub cache in a folder of its own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_revisions_of_a_cached_repository(hub: Path) -> None:
+    commits = {"main": "a" * 40, "trained": "b" * 40}
+    for seed, (revision, commit) in enumerate(commits.items()):
+        write(hub / "models--some--model" / "snapshots" / commit, LLADA, random_weights(LLADA, seed))
+        ref = hub / "models--some--model" / "refs" / revision
+        ref.parent.mkdir(exist_ok=True)
+        ref.write_text(commit)
+    for seed, revision in enumerate(commits):
+        found = logits(paradec.load("some/model", revision=revision, dtype="float64"), IDS)
+        torch.testing.assert_close(found, naive_logits(LLADA, random_weights(LLADA, seed), IDS), **CLOSE)
+    with pytest.raises(paradec.CheckpointError, match="some/model"):
+        paradec.load("some/model", revision="nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["some/model", "model", "a/b/c", "not a name", "../x", "./x", "/no/such/folder", "~/x"]
+)
+def test_names_that_lead_nowhere(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(hub)
+    begin = time.perf_counter()
+    with pytest.raises(paradec.CheckpointError, match=name) as error:
+        paradec.load(name)
+    assert time.perf_counter() - begin < 5
+    assert "\n" not in str(error.value)
+
+
+def test_an_unreachable_hub_is_not_asked_again_and_again(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    begin = time.perf_counter()
+    with pytest.raises(paradec.CheckpointError, match="'some/model' is no folder here, and the hub cannot be reached"):
+        paradec.load("some/model")
+    assert time.perf_counter() - begin < 8
+
+
+@pytest.mark.parametrize("source", ["", 3, b"folder", ["a"]])
+def test_sources_of_another_kind(source: Any) -> None:
+    with pytest.raises(ValueError, match="source=.* must be a folder or a hub repository id"):
+        paradec.load(source)
+
+
+# ---- weights that do not fit ---------------------------------------------------------------------------------------
+
+
+def test_missing_and_unexpected_weights(tmp_path: Path) -> None:
+    weights = random_weights(DREAM)
+    head = weights.pop("lm_head.weight")
+    with pytest.raises(paradec.CheckpointError, match="missing weights: lm_head.weight"):
+        paradec.load(write(tmp_path / "missing", DREAM, weights))
+    extra = weights | {"lm_head.weight": head, "model.layers.0.mlp.extra.weight": head.clone()}
+    with pytest.raises(paradec.CheckpointError, match="unexpected weights: model.layers.0.mlp.extra.weight"):
+        paradec.load(write(tmp_path / "unexpected", DREAM, extra))
+    few = {name: value for name, value in weights.items() if "layers" not in name}
+    with pytest.raises(paradec.CheckpointError, match=r"missing weights: .* and 21 more"):
+        paradec.load(write(tmp_path / "few", DREAM, few))
+
+
+def test_a_tied_checkpoint_has_no_output_matrix(tmp_path: Path) -> None:
+    tied = changed(LLADA, weight_tying=True)
+    with pytest.raises(paradec.CheckpointError, match="unexpected weights: model.transformer.ff_out.weight"):
+        paradec.load(write(tmp_path / "tied", tied, random_weights(LLADA)))
+    with pytest.raises(paradec.CheckpointError, match="missing weights: lm_head.weight"):
+        paradec.load(write(tmp_path / "untied", LLADA, random_weights(tied)))
+
+
+def test_a_weight_under_two_names(tmp_path: Path) -> None:
+    weights = random_weights(LLADA)
+    weights["model.norm.weight"] = weights["model.transformer.ln_f.weight"].clone()
+    with pytest.raises(paradec.CheckpointError, match="unexpected weights: model"):
+        paradec.load(write(tmp_path, LLADA, weights))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"d_model": 32},
+        {"mlp_hidden_size": 20},
+        {"vocab_size": 10**9},
+        {"n_kv_heads": 2},
+        {"d_model": 2**40},
+        {"mlp_hidden_size": None, "mlp_ratio": 4},
+    ],
+)
+def test_weights_of_another_shape(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(paradec.CheckpointError, match=r"mismatched weights: model\.transformer\..* instead of"):
+        paradec.load(write(tmp_path, changed(LLADA, **fields), random_weights(LLADA)))
+
+
+def test_more_layers_than_weights(tmp_path: Path) -> None:
+    with pytest.raises(paradec.CheckpointError, match="1000000000 layers, but only"):
+        paradec.load(write(tmp_path, changed(LLADA, n_layers=10**9), random_weights(LLADA)))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -8])
+def test_truncated_weights(tmp_path: Path, keep: int) -> None:
+    folder = golden_copy("llada-tiny", tmp_path / "cut")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:keep])
+    with pytest.raises(paradec.CheckpointError, match="cannot be read: model.safetensors"):
+        paradec.load(folder)
+
+
+def test_garbage_for_weights(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLADA)
+    for data in (b"\x80\x04garbage" * 100, b"\xff" * 8 + b"{}", (2).to_bytes(8, "little") + b"{}"):
+        (folder / "model.safetensors").write_bytes(data)
+        with pytest.raises(paradec.CheckpointError, match="weights"):
+            paradec.load(folder)
+
+
+# ---- folders that are no checkpoint of ours ------------------------------------------------------------------------
+
+
+def test_foreign_checkpoints(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(paradec.CheckpointError, match="model_type='llama'; load reads 'llada', 'Dream', .*wrap"):
+        paradec.load(tmp_path)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLADA)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(paradec.CheckpointError, match="no model.safetensors or index of shards; pickled weights"):
+        paradec.load(folder)
+
+
+def test_adapters_are_not_read_past(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLADA)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+    with pytest.raises(paradec.CheckpointError, match="adapter_config.json; merge"):
+        paradec.load(folder)
+
+
+def test_empty_folder_and_file(tmp_path: Path) -> None:
+    with pytest.raises(paradec.CheckpointError, match="has no config.json"):
+        paradec.load(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(paradec.CheckpointError, match="is not a folder with a checkpoint"):
+        paradec.load(file)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "model_type: llada", "\ufeff{}", "[" * 100_000, '{"d_model": ' + "9" * 5000 + "}"]
+)
+def test_config_that_is_no_json(tmp_path: Path, text: str) -> None:
+    folder = write(tmp_path, LLADA)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(paradec.CheckpointError, match="config.json of .* is not valid JSON"):
+        paradec.load(folder)
+
+
+def test_config_of_bytes(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLADA)
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(paradec.CheckpointError, match="config.json of .* is not valid JSON"):
+        paradec.load(folder)
+
+
+@pytest.mark.parametrize("data", [[], None, 3, "llada", [LLADA]])
+def test_config_that_is_no_object(tmp_path: Path, data: Any) -> None:
+    folder = write(tmp_path, LLADA)
+    (folder / "config.json").write_text(json.dumps(data))
+    with pytest.raises(paradec.CheckpointError, match="config.json of .* holds a .*, not an object"):
+        paradec.load(folder)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLADA)
+    for stated, expected in ((12, 12), (True, 128), ("12", 128), (-1, 128), (None, 128)):
+        (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": stated}))
+        assert paradec.load(folder).default_max_new_tokens == expected
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(paradec.CheckpointError, match="generation_config.json of .* holds a list"):
+        paradec.load(folder)
+
+
+def tokenizer_json(words: list[str]) -> dict[str, Any]:
+    added = [
+        {
+            "id": i,
+            "content": w,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for i, w in enumerate(words)
+        if w.startswith("<")
+    ]
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": words[0]},
+    }
+
+
+def test_tokenizers_are_read_and_corrupt_ones_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, changed(LLADA, mask_token_id=...))
+    words = ["<unk>", "<mask>", "<|eot_id|>", *(f"w{i}" for i in range(17))]
+    good = json.dumps(tokenizer_json(words))
+    (folder / "tokenizer.json").write_text(good)
+    (folder / "tokenizer_config.json").write_text('{"mask_token": "<mask>"}')
+    model = paradec.load(folder)
+    assert model.facts.mask_token_id == 1
+    assert model.facts.eos_token_ids == (18, 2)
+    assert isinstance(paradec.generate(model, "w1 w2", max_new_tokens=2).text, str)
+    for bad in (good[:-20], "[]", '{"version": "1.0"}', "\x00"):
+        (folder / "tokenizer.json").write_text(bad)
+        with pytest.raises(paradec.CheckpointError, match="the tokenizer of .* cannot be read") as error:
+            paradec.load(folder)
+        assert "\n" not in str(error.value)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(paradec.CheckpointError, match="has no tokenizer.json"):
+        paradec.load(folder)
+
+
+# ---- random damage -------------------------------------------------------------------------------------------------
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([0, 1, 2, 10**30]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+FUZZ = settings(
+    max_examples=60,
+    deadline=10_000,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def loads_or_says_why(folder: Path) -> None:
+    try:
+        model = paradec.load(folder)
+    except ValueError as error:  # CheckpointError is one
+        assert str(error)
+        assert "\n" not in str(error)
+    else:
+        assert logits(model, [0, 1]).shape == (2, model.facts.vocab_size)
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+@FUZZ
+@given(data=st.data())
+def test_random_config_fields(tmp_path: Path, config: dict[str, Any], data: st.DataObject) -> None:
+    write(tmp_path, config)
+    field = st.sampled_from(sorted(config)) | st.text(max_size=8)
+    fields = data.draw(st.dictionaries(field, st.just(...) | JSON_VALUES, min_size=1, max_size=3))
+    (tmp_path / "config.json").write_text(json.dumps(changed(config, **fields)))
+    loads_or_says_why(tmp_path)
+
+
+@FUZZ
+@given(data=st.data())
+def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> None:
+    write(tmp_path, LLADA)
+    file = tmp_path / "model.safetensors"
+    stored = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(stored[:8], "little")
+    for _ in range(data.draw(st.integers(0, 3))):
+        stored[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(stored[: data.draw(st.integers(0, len(stored)) | st.just(len(stored)))])
+    loads_or_says_why(tmp_path)

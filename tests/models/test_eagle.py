@@ -1,0 +1,778 @@
+"""EAGLE drafters: their file format, their maths against a plain computation, exactness, LANTERN's trees."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import CODES, tiny_llamagen
+from places import ROOT
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.eagle import EagleDrafter
+from paradec.prompts import Prompts
+from paradec.protocol import Query, decode
+from paradec.samplers.causal.base import JacobiState
+from paradec.samplers.causal.lantern import NodeRule
+from paradec.samplers.causal.speculative import Speculative
+from paradec.samplers.causal.trees import TREES, DynamicTree, Tree, normalized, walk
+from paradec.samplers.causal.verification import probability, token_law
+from paradec.samplers.request import Request
+
+PROMPTS = [[3, 1, 4, 1, 0], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2]]
+NEGATIVE = [[1, 2, 3], [4], [0, 1], [2, 3, 4, 0]]
+VOCAB = 5
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+
+
+def _benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exactness_of_eagle", ROOT / "benchmarks" / "exactness.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+exactness = _benchmark()
+
+
+# ---- models and checkpoints -----------------------------------------------------------------------------------------
+
+
+def tiny_base(layers: int = 2, seed: int = 0) -> Model:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = LlamaForCausalLM(config).double()
+    return paradec.wrap(module, topology="causal", prediction="shifted")
+
+
+def checkpoint(
+    hidden: int = 16, vocab: int = VOCAB, kv_heads: int = 2, bias: bool = True, qkv_bias: bool = False, seed: int = 1
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and weights as EAGLE's authors publish them."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 24,
+        "max_position_embeddings": 64,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "torch_dtype": "float16",
+        "vocab_size": vocab,
+    }
+    narrow = hidden // 4 * kv_heads
+    shapes = {
+        "embed_tokens.weight": (vocab, hidden),
+        "fc.weight": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": (hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": (narrow, hidden),
+        "layers.0.self_attn.v_proj.weight": (narrow, hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, hidden),
+        "layers.0.mlp.gate_proj.weight": (24, hidden),
+        "layers.0.mlp.up_proj.weight": (24, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 24),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
+    }
+    if bias:
+        shapes["fc.bias"] = (hidden,)
+    for name, size in (("q", hidden), ("k", narrow), ("v", narrow)) if qkv_bias else ():
+        shapes[f"layers.0.self_attn.{name}_proj.bias"] = (size,)
+    generator = torch.Generator().manual_seed(seed)
+    return config, {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for name, shape in shapes.items()
+    }
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(weights, folder / file)
+    else:
+        torch.save(weights, folder / file)
+    return folder
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
+    def load(base: Model, **sizes: Any) -> EagleDrafter:
+        return paradec.load_drafter(write(tmp_path / "drafter", *checkpoint(**sizes)), base=base)
+
+    return load
+
+
+# ---- the maths ------------------------------------------------------------------------------------------------------
+
+
+def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, turned: Callable[..., Tensor]) -> Tensor:
+    """One row of the drafter as the paper has it: tokens [Q] at 1 and on, features [Q, D] at 0 and on -> [Q, D].
+    turned(x [heads, Q, d]) rotates."""
+    names = {key.split(".")[-2]: tensor for key, tensor in weights.items() if key.endswith("weight")}
+    bias = {key.split(".")[-2]: tensor for key, tensor in weights.items() if key.endswith("bias")}
+    length = len(tokens)
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ names[name].T + bias.get(name, 0)
+
+    x = linear("fc", torch.cat((names["embed_tokens"][tokens], features), -1))
+    q, k, v = (linear(f"{name}_proj", x).view(length, -1, x.shape[-1] // 4).transpose(0, 1) for name in "qkv")
+    q, k = turned(q), turned(k).repeat_interleave(len(q) // len(k), 0)
+    v = v.repeat_interleave(len(q) // len(v), 0)
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    x = x + linear("o_proj", (scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * names["post_attention_layernorm"]
+    return x + linear("down_proj", silu(linear("gate_proj", y)) * linear("up_proj", y))
+
+
+def by_halves(x: Tensor) -> Tensor:
+    """Llama's rotation of columns 0, 1, ..."""
+    width = x.shape[-1]
+    angle = torch.arange(x.shape[1])[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
+    cos, sin = (part(angle).double().repeat(1, 2) for part in (torch.cos, torch.sin))
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+def by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
+    """LlamaGen's: pairs, half of them by the row of the token's cell and half by its column; nothing before the first
+    cell, which the token at position `first` stands in (the columns are those of tokens 1, 2, ...)."""
+
+    def turned(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        frequency = 10000 ** -(torch.arange(0, half, 2) / half)
+        out = torch.zeros_like(x)
+        for column in range(x.shape[1]):
+            cell = column + 1 - first
+            if cell < 0:
+                continue
+            angle = torch.cat((cell // side * frequency, cell % side * frequency))
+            turn = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+            pairs = torch.view_as_complex(x[:, column].unflatten(-1, (-1, 2)).contiguous())
+            out[:, column] = torch.view_as_real(pairs * turn).flatten(-2)
+        return out
+
+    return turned
+
+
+def check_laws(
+    state: JacobiState,
+    tree: Tree,
+    weights: dict[str, Tensor],
+    features_of: Callable[[int, int, Tensor], Tensor],
+    head: Callable[[Tensor], Tensor],
+    turned: Callable[[int, int], Callable[[Tensor], Tensor]],
+    chain: bool,
+) -> int:
+    """Compare the law of every node that has children with a fresh computation of all columns on its path. Children at
+    the end of a row and behind it are not drafted: the step's last token is no draft."""
+    checked = 0
+    drafts = state.memory["drafts"].roll(1, 1) if chain else state.memory["drafts"]
+    for row in state.rows.tolist():
+        for node, path in enumerate([(), *tree.paths]):
+            if (tree.children[node] < 0).all() or len(path) >= state.end[row] - state.committed[row] - 1:
+                continue
+            branches = []
+            for branch in range(state.branches):
+                length = int(state.committed[row] + state.shift[branch, row])
+                ids = state.context[branch * state.batch + row, :length]
+                features = features_of(branch, row, ids)[: length - 1]
+                tokens = ids[1:].clone()
+                for depth in range(len(path) + 1):  # each draft is read beside what was made of its parent
+                    words = tokens.where(tokens < len(weights["embed_tokens.weight"]), 0)
+                    made = plain_head(weights, words, features, turned(branch, row))
+                    if depth == len(path):
+                        branches.append(head(made[-1:]))
+                        break
+                    below = [(), *tree.paths].index(path[: depth + 1])
+                    tokens = torch.cat((tokens, drafts[row, below : below + 1]))
+                    features = torch.cat((features, made[-1:]))
+            scale = state.request.guidance_scale
+            logits = branches[0] if len(branches) == 1 else branches[1] + scale * (branches[0] - branches[1])
+            expected = token_law(logits, state.request)[0]
+            # transformers' norm and angles are float32 in every dtype
+            torch.testing.assert_close(state.memory["draft_law"][row, node], expected, rtol=0, atol=5e-6)
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("settings", [{"window": 4}, {"tree": TREE}])
+@pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
+def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
+    """Ragged rows, after several commits of different lengths: features, positions and the drafter's store."""
+    base = tiny_base()
+    sampler = paradec.samplers.create("speculative", drafter=loaded(base, qkv_bias=bool(request_)), **settings)
+    weights = checkpoint(qkv_bias=bool(request_))[1]
+    state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=3, **request_)
+    tree = Tree.of(settings.get("tree", (1, 1, 1)))
+    checked, moved = 0, set()
+
+    def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
+        return base.module.model(ids[None]).last_hidden_state[0]
+
+    with torch.inference_mode():
+        for _ in range(4):
+            sampler.commit(state, sampler.step(base, state))
+            moved |= set(state.accepted[-1].tolist())
+            checked += check_laws(
+                state, tree, weights, features_of, base.module.lm_head, lambda *_: by_halves, "window" in settings
+            )
+    assert checked >= 20 and {1, 2} <= moved
+
+
+@pytest.mark.parametrize("condition", ["c2i", "t2i"])
+def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
+    """Its angles, guidance from features of both branches, conditions embedded as code 0."""
+    model = tiny_llamagen(condition)
+    sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
+    sampler = paradec.samplers.create("speculative", drafter=loaded(model, **sizes), tree=(2, 1, 1))
+    grid, given = model.grid(), [3, 7]
+    if condition == "t2i":
+        given = [torch.randn(n, 16, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 5)]
+    request = model.request(given, grid)
+    state = sampler.start(
+        request.model, request.prompts, grid=grid, seed=5, guidance_scale=2.0, negative_prompt=request.unconditional
+    )
+    every = torch.arange(state.context.shape[1]).expand_as(state.context)
+
+    def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
+        """Of the base's own evaluation of whole rows, which its tests compare with the public code."""
+        index = np.arange(state.batch)
+        whole = Query(index, state.context, every, branches=2, keep_hidden=True)
+        request.model(whole)
+        return whole.hidden[branch * state.batch + row]
+
+    def turned(branch: int, row: int) -> Callable[[Tensor], Tensor]:
+        return by_cells(int(state.prompt_length[row]), 4)
+
+    with torch.inference_mode():
+        for _ in range(3):
+            sampler.commit(state, sampler.step(request.model, state))
+            assert len(state.rows) == 2
+            weights = checkpoint(**sizes)[1]
+            assert check_laws(state, Tree.of((2, 1, 1)), weights, features_of, model.module.head, turned, False) == 10
+
+
+def test_published_tree() -> None:
+    tree = Tree.of("mc_sim_7b_63")
+    counts = np.bincount(tree.depths).tolist()
+    assert tree.size == 26 and counts == [1, 4, 8, 8, 3, 2] and (3, 0) in TREES["mc_sim_7b_63"]
+
+
+@pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])
+def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="without its parent or elder sibling"):
+        Tree(paths)
+
+
+def grown(law_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree by hand: the words on the path to every node that is kept. law_of(path) is the drafter's; room is
+    how many drafts there are places for."""
+    named: dict[tuple[int, ...], float] = {}
+    beams: list[tuple[int, ...]] = [()]
+    for _ in range(min(tree.depth, room)):
+        level = {}
+        for path in beams:
+            best = law_of(path).topk(tree.top_k)
+            for word, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                level[(*path, word)] = named.get(path, 1.0) * chance
+        named |= level
+        beams = sorted(level, key=level.get, reverse=True)[: tree.top_k]
+    return set(sorted(named, key=named.get, reverse=True)[: tree.nodes - 1])
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
+    """Every row's own tree at every step, against a search by hand."""
+    base, tree = tiny_base(), DynamicTree(nodes=9, depth=3, top_k=3)
+    drafter, weights = loaded(base), checkpoint()[1]
+    sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, rule="naive")
+    assert Speculative.from_dict({**sampler.to_dict(), "drafter": drafter}) == sampler
+    state = sampler.start(base, PROMPTS, max_new_tokens=12, seed=3, temperature=temperature)
+    request, shapes, rooms = Request(temperature=temperature or 1.0), set(), set()
+    with torch.inference_mode():
+        for _ in range(3):
+            sampler.commit(state, sampler.step(base, state))
+            layout = sampler._layout(state)
+            for row in state.rows.tolist():
+                ids = state.context[row, : state.committed[row]]
+                room = int(state.end[row] - state.committed[row]) - 1
+                own = base.module.model(ids[None]).last_hidden_state[0, :-1]
+
+                def law_of(path: tuple[int, ...], ids: Tensor = ids, own: Tensor = own) -> Tensor:
+                    tokens, features = ids[1:], own
+                    for word in (*path, -1):
+                        made = plain_head(weights, tokens, features, by_halves)[-1:]
+                        tokens, features = torch.cat((tokens, torch.tensor([word]))), torch.cat((features, made))
+                    return token_law(base.module.lm_head(made), request)[0]
+
+                at = state.rows.tolist().index(row)
+                words, seen = state.memory["drafts"][row], layout.ancestors[at]
+                paths = {tuple(words[seen[node]][1:].tolist()) for node in range(1, tree.nodes) if words[node] >= 0}
+                if room:  # else there is nothing to draft
+                    assert paths == grown(law_of, tree, room)
+                    rooms.add(room)
+                shapes.add(tuple(layout.parents[at].tolist()))
+                for node in range(1, tree.nodes):
+                    assert node in layout.children[at, layout.parents[at, node]] and layout.depths[at, node] <= 3
+    assert len(shapes) > 1 and max(rooms) > 3  # rows differ
+
+
+# ---- what is decoded ------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chain": {"window": 4},
+    "long chain": {"window": 9},
+    "token by token": {"window": 1},
+    "tree": {"tree": TREE},
+    "published tree": {"tree": "mc_sim_7b_63"},
+    "naive tree": {"tree": (3, 1), "rule": "naive"},
+    "dynamic tree": {"tree": DynamicTree(nodes=9, depth=3, top_k=3), "rule": "naive"},
+}
+
+
+def greedy(module: LlamaForCausalLM, prompts: list[list[int]], new: int, scale: float = 1.0) -> list[list[int]]:
+    found = []
+    for prompt, negative in zip(prompts, NEGATIVE, strict=True):
+        ids: list[int] = []
+        for _ in range(new):
+            with torch.inference_mode():
+                logits = module(torch.tensor([prompt + ids])).logits[0, -1]
+                if scale != 1:
+                    other = module(torch.tensor([negative + ids])).logits[0, -1]
+                    logits = other + scale * (logits - other)
+            ids.append(int(logits.argmax()))
+        found.append(ids)
+    return found
+
+
+def answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], JacobiState]:
+    state = sampler.start(model, prompt, **request)
+    decode(sampler, model, state)
+    spans = zip(state.canvas.tolist(), state.prompt_length, state.end, strict=True)
+    return [row[start:stop] for row, start, stop in spans], state
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
+    base = tiny_base()
+    sampler = paradec.samplers.create("speculative", drafter=loaded(base), **SETTINGS[name])
+    found, state = answers(sampler, base, PROMPTS, max_new_tokens=10, temperature=0, seed=0)
+    assert found == greedy(base.module, PROMPTS, 10)
+    assert np.sum(state.accepted, 0).tolist() == [10] * 4 and (state.accepted[0] == 1).all()
+    assert (state.draft_nfe > 0).all() == (name != "token by token")
+    if name in ("long chain", "published tree"):
+        return
+    guided = {"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
+    assert answers(sampler, base, PROMPTS, max_new_tokens=8, temperature=0, **guided)[0] == greedy(
+        base.module, PROMPTS, 8, 2.0
+    )
+
+
+def foreseeing(base: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Make the base's hidden states follow from the token alone; the checkpoint of a drafter that knows them: fc takes
+    the embedding, the layer adds nothing."""
+    for layer in base.module.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    config, weights = checkpoint(bias=False)
+    with torch.no_grad():
+        features = base.module.model(torch.arange(VOCAB)[:, None]).last_hidden_state[:, 0]
+    weights["embed_tokens.weight"] = features.clone()
+    weights["fc.weight"] = torch.cat((torch.eye(16), torch.zeros(16, 16)), 1).double()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"layers.0.{name}.weight"].zero_()
+    return config, weights
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("settings", [{"window": 4}, {"tree": (2, 1, 1)}])
+def test_a_drafter_that_knows_better_than_chance_loses_nothing(
+    tmp_path: Path, settings: dict[str, Any], temperature: float
+) -> None:
+    base = tiny_base()
+    drafter = paradec.load_drafter(write(tmp_path / "drafter", *foreseeing(base)), base=base)
+    sampler = paradec.samplers.create("speculative", drafter=drafter, **settings)
+    _, state = answers(sampler, base, PROMPTS, max_new_tokens=13, temperature=temperature, seed=1)
+    assert (state.nfe == 4).all() and [step.tolist() for step in state.accepted] == [[1] * 4] + [[4] * 4] * 3
+
+
+def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
+    base = tiny_base()
+    drafter = loaded(base)
+    for settings in ({"window": 4}, {"tree": TREE}):
+        sampler = paradec.samplers.create("speculative", drafter=drafter, **settings)
+        together, _ = answers(sampler, base, PROMPTS, max_new_tokens=9, seed=[1, 2, 3, 4])
+        assert answers(sampler, base, PROMPTS[2], max_new_tokens=9, seed=3)[0] == [together[2]]
+        state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=4)
+        while not state.done:
+            first, again = sampler.step(base, state), sampler.step(base, state)
+            assert torch.equal(first.values, again.values)
+            assert torch.equal(first.quantities["features"], again.quantities["features"])
+            sampler.commit(state, again)
+            with pytest.raises(ValueError, match="earlier state"):
+                sampler.commit(state, first)
+        assert state.features is None
+
+
+# ---- exactness ------------------------------------------------------------------------------------------------------
+
+ROWS, NEW = 2000, 3
+EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"window": 3}, {}),
+    ({"window": 4}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}),
+    ({"tree": (2, 2)}, {"top_k": 3}),
+    ({"tree": (3, 1), "rule": "recursive"}, {"guidance_scale": 2.0}),
+    ({"tree": (2, 1), "rule": "naive"}, {"temperature": 0.7}),
+    ({"tree": DynamicTree(nodes=6, depth=2, top_k=2), "rule": "naive"}, {"temperature": 0.7, "guidance_scale": 1.5}),
+]
+
+
+def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
+    """Two prompts of different lengths side by side, each against the enumeration of all answers."""
+    guided = request.get("guidance_scale", 1) != 1
+    rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
+    if guided:
+        request["negative_prompt"] = Prompts([NEGATIVE[:2][i % 2] for i in range(2 * ROWS)], False, [0] * len(rows))
+    prompts = Prompts(rows, False, [0] * len(rows))
+    state = sampler.start(base, prompts, seed=len(request), max_new_tokens=NEW, **request)
+    decode(sampler, base, state)
+    found = state.canvas.gather(1, torch.as_tensor(state.prompt_length)[:, None] + torch.arange(NEW))
+    every = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW)))
+    values = []
+    for first in range(2):
+        logits = []
+        for prompt in (PROMPTS[first], NEGATIVE[first]):
+            ids = torch.cat((torch.tensor(prompt).expand(len(every), -1), every), 1)
+            logits.append(base.module(ids).logits[:, len(prompt) - 1 : -1])
+        mixed = logits[1] + request["guidance_scale"] * (logits[0] - logits[1]) if guided else logits[0]
+        settings = {name: value for name, value in request.items() if name != "negative_prompt"}
+        law = probability(token_law(mixed, Request(**{"temperature": 1.0} | settings)), every).prod(1)
+        counts = exactness.counted(found[first::2], every, VOCAB)
+        values.append(exactness.p_value(counts, law.detach().numpy()))
+    return values
+
+
+@pytest.mark.parametrize(("settings", "request_"), EXACT)
+def test_the_law_of_the_answers_is_the_model_s(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
+    base = tiny_base(layers=1)
+    sampler = paradec.samplers.create("speculative", drafter=loaded(base), **settings)
+    assert min(p_values(sampler, base, **request_)) > 0.01 / (2 * len(EXACT))
+
+
+def test_dynamic_trees_of_a_smaller_model_are_exact() -> None:
+    model = exactness.TableModel.random(5, seed=0)
+    sampler = exactness.samplers(exactness.TableModel.random(5, seed=1, near=model))["speculative, dynamic tree"]
+    for seed, name in enumerate(("temperature 1", "all")):
+        found = exactness.test_case(sampler, model, 2000, seed=seed, **exactness.REQUESTS[name])
+        assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 3
+
+
+class OtherLaw(Speculative):
+    """Says that its drafts were drawn from another law than they were."""
+
+    def _draft(self, state: JacobiState, *rest: Any) -> None:
+        super()._draft(state, *rest)
+        state.memory["draft_law"] = normalized(state.memory["draft_law"].roll(1, -1) + 0.1)
+
+
+def test_the_test_of_exactness_has_power(loaded: Any) -> None:
+    base = tiny_base(layers=1)
+    assert min(p_values(OtherLaw(drafter=loaded(base), window=3), base)) < 1e-5
+
+
+# ---- LANTERN --------------------------------------------------------------------------------------------------------
+
+
+def test_lantern_walks_trees_by_the_rule_of_the_traces() -> None:
+    """Every step's tokens are those of `walk` with the rule that the public code's cases replay with."""
+    model = exactness.TableModel.random(6, seed=0)
+    drafter = exactness.TableModel.random(6, seed=1, near=model)
+    settings = {"lantern": {"delta": 0.3, "k": 3}, "lantern++": {"lam": 3.0, "k": 2}}
+    for (name, bound), shape in itertools.product(settings.items(), (TREE, DynamicTree(7, 2, 3))):
+        sampler = paradec.samplers.create(name, drafter=drafter, tree=shape, **bound)
+        assert not sampler.lossless and sampler.to_dict()["drafter"] == "table"
+        rule = NodeRule(
+            model.codebook(), bound["k"], name == "lantern", bound.get("delta", bound.get("lam")), shape == TREE
+        )
+        fewer = 0
+        state = sampler.start(model, [[1, 2], [3]] * 20, max_new_tokens=8, seed=2)
+        while not state.done:
+            rows = torch.as_tensor(state.rows)
+            queries = sampler.query(state)
+            outputs = [model(query, state.store) for query in queries]
+            found = sampler.propose(state, outputs, queries)
+            left = torch.as_tensor(state.end - state.committed)[rows, None]
+            tree = sampler._layout(state)
+            drafts = state.memory["drafts"][rows].masked_fill(tree.depths >= left, -1)
+            uniform = state.uniform(state.rows, found.positions, tree.widest + 1, 0)
+            law = outputs[0].softmax(-1)
+            own = walk(tree, drafts, law, state.memory["draft_law"][rows], rule, uniform, hits=False)
+            assert torch.equal(own.tokens, found.values)
+            fewer += int((own.accepted > 0).sum())
+            sampler.commit(state, found)
+        assert fewer > 20
+
+
+def lantern_node(
+    p: np.ndarray,
+    q: np.ndarray,
+    words: list[int],
+    numbers: np.ndarray,
+    codes: np.ndarray,
+    k: int,
+    bound: Callable[[float], float],
+    drawn: bool,
+) -> tuple[int, np.ndarray]:
+    """LANTERN's rule for one node: which child stands (-1: none), and the law of the token where none does."""
+    for i, x in enumerate(words):
+        own = (q[x] / q.sum() if q.sum() > 0 else 0) if drawn else 1
+        if x < 0 or x in words[:i] or own <= 0:
+            continue
+        distance = np.linalg.norm(codes - codes[x], axis=-1)
+        distance[x] = np.inf
+        near = distance.argsort()
+        shares = p[near[:k]].cumsum()
+        shares = shares[shares <= bound(p[x])]
+        if numbers[i] < (p[x] + (shares[-1] if len(shares) else 0)) / own:
+            return i, p
+        less = q / q.sum() if drawn else np.where(np.arange(len(p)) == x, p, 0)
+        gone = near[: k + 1] if len(shares) else near[:0]
+        p = p.copy()
+        if drawn:
+            less[gone] = 0
+        else:
+            p[gone] = 0
+        p = np.maximum(p - less, 0)
+        p = p / p.sum() if p.sum() > 0 else np.full(len(p), 1 / len(p))
+        q = np.where(np.arange(len(p)) == x, 0, q)
+    return -1, p
+
+
+@pytest.mark.parametrize("shape", [TREE, DynamicTree(7, 2, 3)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("name", ["lantern", "lantern++"])
+def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> None:
+    """Every step's tokens against plain numbers, with a limit so wide that only k ends the neighbours."""
+    model = exactness.TableModel.random(9, seed=0)
+    drafter = exactness.TableModel.random(9, seed=1, sharpness=2.0)  # unlike the model, so that drafts fall
+    settings: dict[str, Any] = {"delta": 1.0} if name == "lantern" else {"lam": 100.0}
+    sampler = paradec.samplers.create(name, drafter=drafter, tree=shape, k=k, **settings)
+    codes, stood, fell = model.codebook().numpy(), 0, 0
+    state = sampler.start(model, [[1, 2], [3]] * 10, max_new_tokens=6, seed=2)
+    while not state.done:
+        rows, left = state.rows, state.end - state.committed
+        queries = sampler.query(state)
+        outputs = [model(query, state.store) for query in queries]
+        found = sampler.propose(state, outputs, queries)
+        tree = sampler._layout(state)
+        p, q = outputs[0].softmax(-1).numpy(), state.memory["draft_law"][torch.as_tensor(rows)].numpy()
+        uniform = state.uniform(rows, found.positions, tree.widest + 1, 0).numpy()
+        for i, row in enumerate(rows):
+            parents = tree.parents[i if len(tree.parents) > 1 else 0].tolist()
+            drafts, node, depth, expected = state.memory["drafts"][row].tolist(), 0, 0, []
+            while True:
+                below = [child for child, parent in enumerate(parents) if parent == node]
+                below = below if depth + 1 < left[row] else []  # no draft lies behind the answer's end
+                words = [drafts[child] for child in below]
+                child, law = lantern_node(
+                    p[i, node], q[i, node], words, uniform[i, depth], codes, k,
+                    (lambda own: 1.0) if name == "lantern" else (lambda own: 99 * own), shape == TREE,
+                )  # fmt: skip
+                if child < 0:
+                    expected.append(int(np.searchsorted(law.cumsum(), uniform[i, depth, -1] * law.sum(), "right")))
+                    fell += len(below) > 0
+                    break
+                stood += 1
+                expected.append(words[child])
+                node, depth = below[child], depth + 1
+            assert [word for word in found.values[i].tolist() if word >= 0] == expected
+        sampler.commit(state, found)
+    assert stood > 10 and fell > 3
+
+
+def test_lantern_trees_trade_exactness_for_steps() -> None:
+    model = exactness.TableModel.random(5, seed=0)
+    drafter = exactness.TableModel.random(5, seed=1, near=model)
+    found = {
+        delta: exactness.test_case(
+            paradec.samplers.create("lantern", drafter=drafter, tree=(2, 2), delta=delta, k=3), model, 2000, seed=3
+        )
+        for delta in (0.0, 0.4)
+    }
+    assert min(found[0.0]["p_values"]) > 0.001  # nothing to add: rule (C), which is exact
+    assert min(found[0.4]["p_values"]) < 1e-5 and found[0.4]["nfe"] < found[0.0]["nfe"]
+
+
+@pytest.mark.parametrize(("name", "settings"), [("lantern", {"tree": (3, 2, 1)}), ("lantern++", {"window": 5})])
+def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings: dict[str, Any]) -> None:
+    model = tiny_llamagen("c2i")
+    drafter = loaded(model, hidden=48, vocab=CODES, kv_heads=4)
+    sampler = paradec.samplers.create(name, drafter=drafter, **settings)
+    out = paradec.generate_images(model, class_labels=[3, 7], sampler=sampler, seed=0, output_type="pt")
+    assert out.codes.shape == (2, 4, 4) and out.nfe <= 16
+    greedy, plain = (
+        paradec.generate_images(model, class_labels=[3, 7], sampler=each, temperature=0, output_type="latent")
+        for each in (sampler, paradec.samplers.create("sjd", window=1))
+    )
+    assert torch.equal(greedy.codes, plain.codes)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
+    base = tiny_base()
+    config, weights = checkpoint(bias=bias, qkv_bias=bias)
+    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # in old files, of no use
+    a, b = (
+        paradec.load_drafter(write(tmp_path / file, config, weights, file), base=base)
+        for file in ("model.safetensors", "pytorch_model.bin")
+    )
+    for (name, one), other in zip(a.module.state_dict().items(), b.module.state_dict().values(), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, weights[name])
+    assert a.dtype == torch.float64 and a.facts.name == "model.safetensors" and a.facts.vocab_size == VOCAB
+    narrow = paradec.load_drafter(tmp_path / "pytorch_model.bin", base=base, dtype=torch.float32)
+    assert narrow.dtype == torch.float32
+    sampler = paradec.samplers.create("speculative", drafter=narrow)
+    out = paradec.generate(base, input_ids=PROMPTS, sampler=sampler, max_new_tokens=6, temperature=0)
+    assert out.new_tokens.tolist() == greedy(base.module, PROMPTS, 6)
+
+
+def test_rope_parameters_instead_of_rope_theta(tmp_path: Path) -> None:
+    """As transformers 5 writes them; scaled angles are transformers' to compute."""
+    base, (config, weights) = tiny_base(), checkpoint()
+    said = [
+        {"rope_theta": 77.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+        {"rope_theta": 77.0, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}},
+        {"rope_theta": 154.0},
+    ]
+    found = []
+    for number, fields in enumerate(said):
+        folder = write(tmp_path / str(number), config | fields, weights)
+        drafter = paradec.load_drafter(folder, base=base)
+        found.append(LlamaRotaryEmbedding(drafter.module.config).inv_freq)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0] / 2, found[2])
+    assert not torch.equal(found[0], found[3])
+
+
+def wrong_checkpoints() -> list[Any]:
+    def case(change: Callable[[dict[str, Any], dict[str, Tensor]], Any], message: str) -> Any:
+        return pytest.param(change, message, id=message)
+
+    return [
+        case(lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
+        case(lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
+        case(lambda c, w: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
+        case(lambda c, w: c.update(hidden_act="square"), "hidden_act='square'"),
+        case(lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),
+        case(lambda c, w: c.update(rope_scaling={"type": "spiral"}), "rope_scaling"),
+        case(lambda c, w: c.update(rope_theta=9.0, rope_parameters={"rope_theta": 8.0}), "two bases of the rotary"),
+        case(lambda c, w: w.pop("fc.weight"), "missing weights: fc.weight"),
+        case(lambda c, w: w.update({"layers.0.input_layernorm.weight": torch.ones(16)}), "unexpected weights: layers"),
+        case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), r"fc.weight \[16, 16\] instead of \[16, 32\]"),
+        case(lambda c, w: w.update({"midlayer.hidden_norm.weight": torch.ones(16)}), "EAGLE-3"),
+    ]
+
+
+@pytest.mark.parametrize(("change", "message"), wrong_checkpoints())
+def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
+    config, weights = checkpoint()
+    change(config, weights)
+    with pytest.raises(CheckpointError, match=message):
+        paradec.load_drafter(write(tmp_path / "drafter", config, weights), base=tiny_base())
+
+
+def test_wrong_sources_and_bases(tmp_path: Path) -> None:
+    base, folder = tiny_base(), write(tmp_path / "drafter", *checkpoint())
+    with pytest.raises(ValueError, match="source=3"):
+        paradec.load_drafter(3, base=base)
+    with pytest.raises(ValueError, match="base=None"):
+        paradec.load_drafter(folder, base=None)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
+        paradec.load_drafter(folder, base=base)
+    torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="code in it is not run"):
+        paradec.load_drafter(folder, base=base)
+    write(folder, *checkpoint())
+    bert = BertForMaskedLM(BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(ValueError, match="must be causal"):
+        paradec.load_drafter(folder, base=paradec.wrap(bert, mask_token_id=1))
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.config = base.module, base.module.config
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.inner(ids).logits
+
+    with pytest.raises(ValueError, match="gives no hidden states"):
+        paradec.load_drafter(folder, base=paradec.wrap(Plain(), topology="causal", prediction="shifted"))
+    eager = tiny_base()
+    eager.module.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="does not run over a key/value store"):
+        paradec.load_drafter(folder, base=eager)
+    sampler = paradec.samplers.create("speculative", drafter=paradec.load_drafter(folder, base=base))
+    with pytest.raises(ValueError, match="was loaded for LlamaForCausalLM"):
+        sampler.start(tiny_base(seed=4), [1, 2], max_new_tokens=4)
+
+
+def test_wrong_settings() -> None:
+    drafter = exactness.TableModel.random(5, seed=1)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("tree", {"tree": "mc_sim"}),
+        ("tree", {"tree": (2, 2), "drafter": None}),
+        ("init", {"init": "repeat_horizontal"}),
+        ("refresh", {"refresh": "keep"}),
+        ("random_law", {"random_law": "uniform"}),
+        ("drafter", {"drafter": "small"}),
+        ("nodes", {"tree": {"nodes": 1}}),
+    ]
+    for name, setting in wrong:
+        with pytest.raises(ValueError, match=name):
+            paradec.samplers.create("lantern", **{"drafter": drafter} | setting)
+    for numbers in ({"nodes": 9, "depth": 1, "top_k": 3}, {"depth": 0}, {"top_k": 0}, {"nodes": 2.0}):
+        with pytest.raises(ValueError, match=next(iter(numbers))):
+            DynamicTree(**numbers)
+    with pytest.raises(ValueError, match="use 'naive'"):
+        paradec.samplers.create("speculative", drafter=drafter, tree=DynamicTree(), rule="recursive")
+    with pytest.raises(ValueError, match="did you mean 'mc_sim_7b_63'"):
+        paradec.samplers.create("speculative", tree="mc_sim_7b")

@@ -1,0 +1,321 @@
+"""Weights that are stored as something else than floating-point numbers are refused, by every loader and by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import TINY_VQ, tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
+from safetensors.torch import load_file, save_file
+from test_checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
+from test_eagle import checkpoint as eagle_checkpoint
+from test_eagle import tiny_base
+from test_eagle import write as write_eagle
+from test_families import CONFIGS, write_antiberty
+from test_families import write as write_family
+from torch import Tensor
+
+import paradec
+from paradec.evaluation.antiberty import load_antiberty
+from paradec.evaluation.digits import DigitClassifier, load_classifier
+from paradec.models.images.chameleon import LAYOUTS, load_chameleon
+from paradec.models.images.emu3 import load_emu3
+from paradec.models.images.janus import load_janus
+from paradec.models.images.kl import KLDecoder, load_kl
+from paradec.models.images.mar import MAR
+from paradec.models.images.uvit import UViT, load_uvit
+from paradec.models.images.vq import VQConfig, load_vq
+from paradec.samplers.masked.learn2pd_filter import FilterFacts, load_filter, save_filter
+
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F4": 4,
+    "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64,
+}  # fmt: skip
+"""What safetensors holds besides F16, BF16, F32 and F64: bits of one number."""
+NAMES = {"I8": "int8", "U8": "uint8", "BOOL": "bool", "I64": "int64", "I32": "int32", "C64": "complex64"}
+NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+"""What messages call some of them; others as torch does, or as the file."""
+TORCH = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def recode(file: Path, name: str, code: str) -> None:
+    """Store a tensor of a safetensors file as another dtype."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    metadata = header.pop("__metadata__", None)
+    body = b""
+    for tensor, entry in header.items():
+        begin, end = entry["data_offsets"]
+        part = data[start + begin : start + end]
+        if tensor == name:
+            numbers = torch.tensor(entry["shape"]).prod().item()
+            part = bytes(1 for _ in range(numbers * BITS[code] // 8))
+            entry["dtype"] = code
+        entry["data_offsets"] = [len(body), len(body) + len(part)]
+        body += part
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def floats(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.float().contiguous() for name, tensor in module.state_dict().items()}
+
+
+# ---- good files of every loader: (folder) -> the file, one of its weights, how it is read ---------------------------
+
+Case = tuple[Path, str, Callable[[], Any]]
+
+
+def text(model_type: str) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        if model_type in CONFIGS:
+            write_family(folder, model_type)
+        else:
+            write(folder, LLADA if model_type == "llada" else DREAM)
+        name = min(load_file(folder / "model.safetensors"))
+        return folder / "model.safetensors", name, lambda: paradec.load(folder)
+
+    return make
+
+
+def shards(folder: Path) -> Case:
+    shard(write(folder / "whole", LLADA), folder / "shards")
+    file = folder / "shards" / "model-00002-of-00002.safetensors"
+    return file, min(load_file(file)), lambda: paradec.load(folder / "shards")
+
+
+def llamagen(folder: Path, suffix: str = ".safetensors") -> Case:
+    file = folder / f"c2i_B_256{suffix}"
+    weights = floats(tiny_llamagen(grid=16, vq=False).module) | {"freqs_cis": torch.ones(257, 3, dtype=torch.complex64)}
+    store(file, weights)
+    return file, "output.weight", lambda: paradec.load(file, n_head=4)
+
+
+def vq(folder: Path, suffix: str = ".safetensors") -> Case:
+    file = folder / f"vq{suffix}"
+    counts = {"quantize.codebook_used": torch.ones(9, dtype=torch.int64), "loss.steps": torch.ones(1).bool()}
+    store(file, floats(tiny_vq()) | counts)
+    return file, "quantize.embedding.weight", lambda: load_vq(file, TINY_VQ)
+
+
+def kl(folder: Path, suffix: str = ".safetensors") -> Case:
+    file = folder / f"kl{suffix}"
+    sizes = {"channels": 8, "channel_mult": (1, 2), "res_blocks": 1, "z_channels": 8, "norm_groups": 4}
+    store(file, floats(KLDecoder(VQConfig(**sizes))) | {"loss.steps": torch.ones(1, dtype=torch.int64)})
+    return file, "decoder.conv_in.weight", lambda: load_kl(file, 4)
+
+
+def mar(folder: Path, suffix: str = ".safetensors") -> Case:
+    sizes = {"side": 2, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 5, "buffer": 4}
+    file = folder / f"mar{suffix}"
+    store(file, floats(MAR(**sizes, head_depth=1, head_width=16)))
+    return file, "mask_token", lambda: paradec.load(file, heads=2)
+
+
+def uvit(folder: Path, suffix: str = ".safetensors") -> Case:
+    file = folder / f"uvit{suffix}"
+    store(file, floats(UViT(size=4, codebook_size=12, classes=5, width=16, depth=2, heads=2)))
+    return file, "norm.weight", lambda: load_uvit(file, heads=2)
+
+
+def masked_image(folder: Path) -> Case:
+    store(folder / "model.safetensors", floats(UViT(size=4, codebook_size=32, classes=5, width=16, depth=2, heads=2)))
+    (folder / "config.json").write_text('{"model_type": "uvit", "heads": 2}')
+    return folder / "model.safetensors", "norm.weight", lambda: paradec.load(folder)
+
+
+BASE = tiny_base()
+
+
+def eagle(folder: Path, file: str = "model.safetensors") -> Case:
+    config, weights = eagle_checkpoint()
+    old = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2, dtype=torch.int32)}
+    write_eagle(folder, config, weights | old, file)
+    return folder / file, "fc.weight", lambda: paradec.load_drafter(folder, base=BASE)
+
+
+def learn2pd(folder: Path) -> Case:
+    facts = FilterFacts("block", "tiny", 41, 4, ("none",), 0.5)
+    save_filter(folder / "filter.safetensors", facts, network := facts.network())
+    return folder / "filter.safetensors", min(network.state_dict()), lambda: load_filter(folder / "filter.safetensors")
+
+
+def classifier(folder: Path) -> Case:
+    store(folder / "digits.safetensors", floats(DigitClassifier()))
+    return folder / "digits.safetensors", "output.weight", lambda: load_classifier(folder / "digits.safetensors")
+
+
+def transformers_format(make_model: Callable[[], Any], load: Callable[[Path], Any]) -> Callable[[Path], Case]:
+    def make(folder: Path) -> Case:
+        module = make_model().module
+        module.generation_config._from_model_config = False  # else it would be made anew from config.json
+        module.save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        return (
+            folder / "model.safetensors",
+            next(n for n in weights if n.endswith("embed_tokens.weight")),
+            lambda: load(folder),
+        )
+
+    return make
+
+
+def store(file: Path, weights: dict[str, Tensor]) -> None:
+    if file.suffix == ".safetensors":
+        save_file(weights, file)
+    else:
+        torch.save(weights, file)
+
+
+def antiberty(folder: Path) -> Case:
+    write_antiberty(folder)
+    file = folder / "AntiBERTy_md_smooth" / "pytorch_model.bin"
+    return file, "cls.predictions.bias", lambda: load_antiberty(folder)
+
+
+SAFETENSORS: dict[str, Callable[[Path], Case]] = {
+    **{model_type: text(model_type) for model_type in ("llada", "Dream", *CONFIGS)},
+    "shards": shards,
+    "llamagen": llamagen,
+    "vq": vq,
+    "kl": kl,
+    "mar": mar,
+    "uvit": uvit,
+    "masked image": masked_image,
+    "eagle": eagle,
+    "learn2pd": learn2pd,
+    "classifier": classifier,
+    "emu3": transformers_format(tiny_emu3, load_emu3),
+    "chameleon": transformers_format(lambda: tiny_chameleon(LAYOUTS["anole"], vq=False), load_chameleon),
+    "janus": transformers_format(tiny_janus, load_janus),
+}
+PICKLES: dict[str, Callable[[Path], Case]] = {
+    "llamagen": lambda folder: llamagen(folder, ".pt"),
+    "vq": lambda folder: vq(folder, ".ckpt"),
+    "kl": lambda folder: kl(folder, ".ckpt"),
+    "mar": lambda folder: mar(folder, ".pth"),
+    "uvit": lambda folder: uvit(folder, ".pth"),
+    "eagle": lambda folder: eagle(folder, "pytorch_model.bin"),
+    "antiberty": antiberty,
+}
+
+
+def refused(case: Case, message: str) -> None:
+    file, _, load = case
+    with pytest.raises(ValueError, match=message) as error:
+        load()
+    assert str(file) in str(error.value) or str(file.parent) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("loader", SAFETENSORS)
+def test_safetensors(loader: str, tmp_path: Path) -> None:
+    case = file, name, load = SAFETENSORS[loader](tmp_path)
+    load()  # as it should be
+    kept = file.read_bytes()
+    for code in BITS:
+        recode(file, name, code)
+        refused(case, f"{name} is {NAMES[code]}" if code in NAMES else f"{name} is |cannot be read")
+        file.write_bytes(kept)
+
+
+@pytest.mark.parametrize("loader", PICKLES)
+def test_pickles(loader: str, tmp_path: Path) -> None:
+    case = file, name, load = PICKLES[loader](tmp_path)
+    load()
+    weights = torch.load(file, weights_only=True)
+    for dtype in TORCH:
+        torch.save(weights | {name: weights[name].to(dtype)}, file)
+        refused(case, f"{name} is {str(dtype).removeprefix('torch.')}")
+
+
+def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong dtype is found before transformers is asked for anything."""
+    import transformers
+
+    file, name, load = text("llada")(tmp_path)
+    recode(file, name, "I8")
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("read"))
+    with pytest.raises(paradec.CheckpointError, match=f"{name} is int8; they must be float64, float32, "):
+        load()
+
+
+def test_a_file_of_integers_names_a_few(tmp_path: Path) -> None:
+    weights = {name: value.to(torch.int8) for name, value in random_weights(LLADA).items()}
+    with pytest.raises(
+        paradec.CheckpointError, match=r"is int8, .* is int8, .* is int8 and 17 more; they must be"
+    ) as e:
+        paradec.load(write(tmp_path, LLADA, weights))
+    assert len(str(e.value)) < 600
+
+
+def test_integers_that_are_no_weights(tmp_path: Path) -> None:
+    """EAGLE-3 is named by its tables, and a video decoder counts its batches."""
+    config, weights = eagle_checkpoint()
+    tables = {"midlayer.x": torch.ones(1), "d2t": torch.arange(4), "t2d": torch.ones(5, dtype=torch.bool)}
+    with pytest.raises(paradec.CheckpointError, match="EAGLE-3"):
+        paradec.load_drafter(write_eagle(tmp_path / "eagle", config, weights | tables), base=BASE)
+    _, _, load = SAFETENSORS["emu3"](tmp_path / "emu3")
+    counts = [name for name, value in load().module.state_dict().items() if not value.is_floating_point()]
+    assert counts and all(name.endswith("num_batches_tracked") for name in counts)
+
+
+# ---- checkpoints that say how they are quantised --------------------------------------------------------------------
+
+
+def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path, Path]:
+    """A checkpoint with float8 matrices and their scales, and the same one in bfloat16."""
+    weights = {name: value.bfloat16() for name, value in random_weights(config).items()}
+    stored, plain = dict(weights), dict(weights)
+    for name, value in weights.items():
+        if value.ndim == 2 and ("blocks" in name or "layers" in name):
+            scale = torch.rand((value.shape[0] + 7) // 8, (value.shape[1] + 7) // 8) / 50 + 0.01
+            wide = scale.repeat_interleave(8, 0)[: value.shape[0]].repeat_interleave(8, 1)[:, : value.shape[1]]
+            stored[name] = (value.float() / wide).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            plain[name] = (stored[name].float() * wide).bfloat16()
+    said = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic", "dequantize": True}
+    how = config | {"quantization_config": said | quantisation}
+    return write(folder / "fp8", how, stored), write(folder / "plain", config, plain)
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_transformers_reads_what_it_knows_how_to(tmp_path: Path, config: dict[str, Any]) -> None:
+    pytest.importorskip("accelerate")
+    quantised, plain = fp8(tmp_path, config)
+    model, expected = paradec.load(quantised), paradec.load(plain)
+    assert torch.equal(logits(model, IDS), logits(expected, IDS))
+    model.save_pretrained(tmp_path / "saved")  # as plain numbers
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert torch.equal(logits(paradec.load(tmp_path / "saved"), IDS), logits(expected, IDS))
+    said = json.loads((quantised / "config.json").read_text())
+    del said["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(said))
+    with pytest.raises(paradec.CheckpointError, match="is float8_e4m3fn"):
+        paradec.load(quantised)
+
+
+@pytest.mark.parametrize(
+    "said", [{"bits": 4}, {"quant_method": "no such"}, {"quant_method": ["fp8"]}, {}, "fp8", 3, True, []]
+)
+def test_quantisations_that_transformers_does_not_know(tmp_path: Path, said: Any) -> None:
+    folder = write(tmp_path, LLADA | {"quantization_config": said})
+    with pytest.raises(paradec.CheckpointError, match="quantization_config=.* names no quant_method") as error:
+        paradec.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_quantiser_that_is_not_installed(tmp_path: Path) -> None:
+    folder = write(tmp_path, LLADA | {"quantization_config": {"quant_method": "aqlm"}})
+    with pytest.raises(paradec.CheckpointError, match="quantization_config=.*aqlm.* cannot be followed: .*"):
+        paradec.load(folder)

@@ -1,0 +1,539 @@
+"""Modules that are already in memory: transformers masked and causal language models, and a user's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from places import GOLDEN, TESTS
+from torch import Tensor, nn
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+from paradec.protocol import Query
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 48,
+    "pad_token_id": 1,
+}
+MASK, EOS = 5, 7
+IDS = {"mask_token_id": MASK, "eos_token_id": EOS}
+ENCODERS = ["Bert", "Roberta", "Electra", "MPNet", "ModernBert", "DebertaV2"]
+UNPADDED_ENCODERS = ["ConvBert", "Nystromformer"]
+DECODERS = ["Llama", "Qwen2", "Qwen3"]
+
+
+def module_of(name: str, head: str, **config: Any) -> Any:
+    """A small random module of transformers, float64, as its constructor leaves it (in training mode)."""
+    if head == "ForCausalLM":
+        config = {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None} | config
+    torch.manual_seed(0)
+    made = getattr(transformers, name + "Config")(**(SMALL | config))
+    module = getattr(transformers, name + head)(made).double()
+    for parameter in module.parameters():  # layer norms start at 1 and biases at 0; make them count
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+def encoder(name: str = "Bert", **config: Any) -> Any:
+    return module_of(name, "ForMaskedLM", **config)
+
+
+def decoder(name: str = "Llama", **config: Any) -> Any:
+    return module_of(name, "ForCausalLM", **config)
+
+
+class Opaque(nn.Module):
+    """A module of one's own: a bidirectional mixture of embeddings."""
+
+    def __init__(self, vocab: int = 40):
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(vocab_size=vocab, max_position_embeddings=48)
+        self.embed = nn.Embedding(vocab, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, vocab, dtype=torch.float64)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.shapes.append(tuple(ids.shape))
+        x = self.embed(ids)
+        return self.head(torch.tanh(x + x.mean(1, keepdim=True) + x.roll(1, dims=1)))
+
+
+class OpaqueWithOutput(Opaque):
+    """The same, called as remote code is: an output object, and keyword arguments."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True) -> Any:
+        assert attention_mask is None
+        assert not use_cache
+        return SimpleNamespace(logits=super().forward(input_ids))
+
+
+def wrapped(kind: str) -> Model:
+    """One model of each kind, float64."""
+    if kind in ("llada", "dream"):
+        return paradec.load(GOLDEN / f"{kind}-tiny", dtype="float64")
+    if kind == "Opaque":
+        return paradec.wrap(Opaque(), prediction="same", topology="bidirectional", **IDS)
+    if kind == "OpaqueWithOutput":
+        return paradec.wrap(OpaqueWithOutput(), prediction="shifted", topology="bidirectional", **IDS)
+    if kind in ENCODERS + UNPADDED_ENCODERS:
+        return paradec.wrap(encoder(kind), **IDS)
+    name, _, topology = kind.partition(" ")
+    extra = {"block_length": 4} if topology == "block_causal" else {}
+    return paradec.wrap(decoder(name), prediction="shifted", topology=topology, **extra, **IDS)
+
+
+def call(model: Model, ids: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+    """Logits of one evaluation of all columns."""
+    rows, length = ids.shape
+    positions = torch.arange(length).expand(rows, length)
+    query = Query(rows=torch.arange(rows).numpy(), tokens=ids, positions=positions, wanted=wanted, valid=valid)
+    with torch.inference_mode():
+        return model(query)
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(8, 40, shape, generator=torch.Generator().manual_seed(1))
+
+
+# ---- what the wrapped module computes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENCODERS + UNPADDED_ENCODERS)
+def test_encoders_compute_what_they_compute(name: str) -> None:
+    module, ids = encoder(name).eval(), random_ids(2, 9)
+    with torch.inference_mode():
+        expected = module(input_ids=ids).logits
+    model = paradec.wrap(module, **IDS)
+    assert model.kind == "encoder"
+    assert (model.facts.prediction, model.facts.topology) == ("same", "bidirectional")
+    torch.testing.assert_close(call(model, ids), expected, rtol=0, atol=1e-12)
+
+
+def hand_made(topology: str, length: int, block: int) -> Tensor:
+    """[1, 1, L, L]: 0 where a query sees a key, -inf where it does not."""
+    query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
+    sees = {
+        "bidirectional": query >= 0,
+        "causal": key <= query,
+        "block_causal": key // block <= query // block,
+    }[topology].expand(length, length)
+    return torch.zeros(length, length, dtype=torch.float64).masked_fill(~sees, -torch.inf)[None, None]
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_implementation: str) -> None:
+    module, ids = decoder(name).eval(), random_ids(2, 10)
+    module.set_attn_implementation("eager")  # takes an additive mask as it is
+    with torch.inference_mode():
+        expected = module(input_ids=ids, attention_mask=hand_made(topology, 10, 4), use_cache=False).logits
+    extra = {"block_length": 4} if topology == "block_causal" else {}
+    options = {"prediction": "same", "topology": topology, "attn_implementation": attn_implementation}
+    model = paradec.wrap(module, **options, **extra, **IDS)
+    torch.testing.assert_close(call(model, ids), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llada", "Bert", "Roberta", "Llama bidirectional", "Qwen2 block_causal", "Qwen3 causal"]
+)
+def test_padding_changes_nothing(kind: str) -> None:
+    model, ids = wrapped(kind), random_ids(2, 9)
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, 6:] = False
+    both = call(model, ids, valid=valid)
+    torch.testing.assert_close(both[0], call(model, ids[:1])[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(both[1, :6], call(model, ids[1:, :6])[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
+def test_no_column_sees_nothing(kind: str) -> None:
+    """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
+    model, seen, pairs = wrapped(kind), [], torch.arange(6) // 2
+    query = Query(
+        rows=np.arange(2),
+        tokens=random_ids(2, 6),
+        positions=torch.arange(6).expand(2, 6),
+        valid=torch.arange(6) < torch.tensor([[6], [4]]),
+        visible=(pairs[:, None] == pairs).expand(2, -1, -1),
+    )
+    hook = model.module.register_forward_pre_hook(
+        lambda *call: seen.append(call[2]["attention_mask"]), with_kwargs=True
+    )
+    model(query)
+    hook.remove()
+    assert seen[0].any(-1).all() and not seen[0].all()
+
+
+@pytest.mark.parametrize("kind", ["llada", "Bert", "ModernBert", "Llama bidirectional", "Qwen3 causal", "Opaque"])
+def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
+    model, ids = wrapped(kind), random_ids(2, 9)
+    wanted = torch.tensor([[3, 4, 8], [0, 2, 7]])
+    head = model.module.head if kind == "Opaque" else model.module.get_output_embeddings()
+    seen: list[int] = []
+    head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
+    some = call(model, ids, wanted=wanted)
+    everything = call(model, ids)
+    expected = everything.gather(1, wanted.unsqueeze(-1).expand(-1, -1, everything.shape[-1]))
+    torch.testing.assert_close(some, expected, rtol=0, atol=1e-12)
+    assert seen == ([18, 18] if kind == "Opaque" else [6, 18])
+
+
+def test_a_base_model_that_is_passed_by() -> None:
+    # OPT's head reads from a part of its base model
+    config = transformers.OPTConfig(
+        vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    torch.manual_seed(0)
+    module = transformers.OPTForCausalLM(config).double()
+    model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **IDS)
+    wanted = torch.tensor([[1, 2]])
+    torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
+
+
+@pytest.mark.parametrize("kind", ["Opaque", "OpaqueWithOutput"])
+def test_a_module_of_ones_own(kind: str) -> None:
+    model, ids = wrapped(kind), random_ids(2, 9)
+    assert model.kind == "opaque"
+    assert not model.pads
+    assert not model.supports_store
+    with torch.inference_mode():
+        torch.testing.assert_close(call(model, ids), Opaque.forward(model.module, ids), rtol=0, atol=0)
+
+
+# ---- remote code that the user chose to run ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The golden LLaDA checkpoint through the modeling file beside it, loaded with trust_remote_code, float64."""
+    folder = tmp_path_factory.mktemp("remote") / "llada"
+    shutil.copytree(GOLDEN / "llada-tiny", folder)
+    for file in (TESTS / "remote_code").glob("*.py"):
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_llada.LLaDAModelLM"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder.parent / "modules"))
+        module = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float64)
+    assert type(module).__module__.startswith("transformers_modules.")
+    return module
+
+
+@pytest.fixture
+def wrapped_remote(remote: Any) -> Model:
+    remote.calls.clear()
+    return paradec.wrap(
+        remote, mask_token_id=63, eos_token_id=61, pad_token_id=61, prediction="same", topology="bidirectional"
+    )
+
+
+def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, remote: Any) -> None:
+    assert wrapped_remote.kind == "opaque"
+    assert not wrapped_remote.supports_store
+    assert wrapped_remote.facts.max_length == 512  # LLaDA's name for it is max_sequence_length
+    ids = random_ids(2, 9)
+    loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
+    torch.testing.assert_close(call(wrapped_remote, ids), call(loaded, ids), rtol=0, atol=1e-5)
+    wanted = torch.tensor([[1, 8], [0, 3]])
+    some = call(wrapped_remote, ids, wanted)
+    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
+
+
+@pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
+def test_remote_code_decodes_as_the_loaded_checkpoint(
+    wrapped_remote: Model, remote: Any, llada64: Model, name: str
+) -> None:
+    request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 4}
+    prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
+    if samplers.get(name).shadows:  # asks for a mask of its own, which no opaque module takes
+        with pytest.raises(ValueError, match="LLaDAModelLM is not one"):
+            paradec.generate(wrapped_remote, prompts, **request)
+        return
+    found = paradec.generate(wrapped_remote, prompts, **request)
+    expected = paradec.generate(llada64, prompts, **request)
+    assert found.new_tokens.tolist() == expected.new_tokens.tolist()
+    assert found.row_nfe == expected.row_nfe
+    assert {length for _, length in remote.calls} == {11, 13}  # never padded: rows of one length share a call
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_remote_code_has_no_store(wrapped_remote: Model, cache: str) -> None:
+    with pytest.raises(ValueError, match=f"cache='{cache}'.*LLaDAModelLM"):
+        paradec.generate(wrapped_remote, [3, 14, 15], max_new_tokens=4, cache=cache)
+    with pytest.raises(ValueError, match=r"= 513 is longer than LLaDAModelLM takes \(512\)"):
+        paradec.generate(wrapped_remote, [3], max_new_tokens=512)
+
+
+def test_a_module_without_parameters() -> None:
+    class Constant(nn.Module):
+        config = SimpleNamespace(vocab_size=10)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.arange(10.0).expand(*ids.shape, 10)
+
+    model = paradec.wrap(Constant(), prediction="same", topology="bidirectional", mask_token_id=9)
+    assert paradec.generate(model, [1], max_new_tokens=3).new_tokens.tolist() == [[8, 8, 8]]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda ids: None, "returned no logits"),
+        (lambda ids: (torch.zeros(*ids.shape, 10),), "returned no logits"),
+        (
+            lambda ids: torch.zeros(*ids.shape, 11),
+            r"returned logits of shape \(1, 4, 11\); expected shape \(1, 4, 10\)",
+        ),
+        (lambda ids: torch.zeros(ids.shape[0], 10), r"returned logits of shape \(1, 10\)"),
+    ],
+)
+def test_a_module_that_returns_something_else(output: Any, message: str) -> None:
+    class Odd(nn.Module):
+        config = SimpleNamespace(vocab_size=10)
+
+        def forward(self, ids: Tensor) -> Any:
+            return output(ids)
+
+    model = paradec.wrap(Odd(), prediction="same", topology="bidirectional", mask_token_id=9)
+    with pytest.raises(ValueError, match=f"module Odd {message}"):
+        paradec.generate(model, [1], max_new_tokens=3)
+
+
+# ---- rows are independent ------------------------------------------------------------------------------------------
+
+ROWS = [[8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18], [1, 20], [21, 22, 23, 24, 25]]
+KINDS = [
+    "llada",
+    "dream",
+    *ENCODERS,
+    *UNPADDED_ENCODERS,
+    "Llama bidirectional",
+    "Qwen2 block_causal",
+    "Qwen3 bidirectional",
+    "Opaque",
+    "OpaqueWithOutput",
+]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
+    model = wrapped(kind)
+    width = max(map(len, ROWS))
+    ids, mask = torch.full((len(ROWS), width), 30), torch.zeros(len(ROWS), width, dtype=torch.long)
+    for row, prompt in enumerate(ROWS):
+        columns = slice(width - len(prompt), width) if side == "left" else slice(len(prompt))
+        ids[row, columns], mask[row, columns] = torch.tensor(prompt), 1
+    request = {"max_new_tokens": 6, "sampler": "low_confidence", "trace": True}
+    batch = paradec.generate(model, input_ids=ids, attention_mask=mask, **request)
+    for row, prompt in enumerate(ROWS):
+        alone = paradec.generate(model, [prompt], **request)
+        assert batch.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
+        assert batch.row_nfe[row] == alone.row_nfe[0]
+        ours, theirs = (
+            [entry[1:] for step in out.trace.steps for entry in step.commits if entry[0] == wanted]
+            for out, wanted in ((batch, row), (alone, 0))
+        )
+        assert [entry[:2] for entry in ours] == [entry[:2] for entry in theirs]
+        confidences = ([entry[2] for entry in entries] for entries in (ours, theirs))
+        assert next(confidences) == pytest.approx(next(confidences), abs=1e-6)
+
+
+def test_rows_that_cannot_be_padded_go_in_separate_calls() -> None:
+    model = wrapped("Opaque")
+    paradec.generate(model, [[8, 9], [10, 11], [12, 13, 14]], max_new_tokens=3, sampler="low_confidence")
+    assert set(model.module.shapes) <= {(2, 5), (1, 5), (1, 6)}
+    assert {shape[1] for shape in model.module.shapes} == {5, 6}
+
+
+def test_roberta_positions_start_after_the_padding_id() -> None:
+    model = wrapped("Roberta")
+    assert model.facts.max_length == 46  # two of the table's 48 rows are no positions
+    out = paradec.generate(model, [[8, 9, 10]], max_new_tokens=43, sampler="threshold")
+    assert out.new_tokens.shape == (1, 43)
+    with pytest.raises(ValueError, match=r"= 47 is longer than RobertaForMaskedLM takes \(46\)"):
+        paradec.generate(model, [[8, 9, 10]], max_new_tokens=44)
+    assert wrapped("Bert").facts.max_length == 48
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("llada", "dream")])
+@pytest.mark.parametrize("sampler", ["threshold", "maskgit_plus"])
+def test_every_kind_decodes(kind: str, sampler: str) -> None:
+    model = wrapped(kind)
+    request = {"max_new_tokens": 8, "sampler": sampler, "temperature": 0.8, "seed": 3, "eos_early_stop": False}
+    out = paradec.generate(model, ROWS, guidance_scale=1.5, **request)
+    assert out.new_tokens.shape == (4, 8)
+    assert MASK not in out.new_tokens
+
+
+# ---- wrapping and unwrapping ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (encoder, {}),
+        (decoder, {"prediction": "same", "topology": "bidirectional"}),
+        (decoder, {"prediction": "shifted", "topology": "block_causal", "block_length": 4}),
+        (decoder, {"prediction": "shifted", "topology": "causal"}),
+        (Opaque, {"prediction": "same", "topology": "bidirectional"}),
+    ],
+)
+def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) -> None:
+    module, ids = make(), random_ids(2, 9)
+    module.train()
+    list(module.children())[0].eval()
+    modes = [part.training for part in module.modules()]
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def plain() -> Tensor:
+        module.eval()
+        with torch.inference_mode():
+            output = module(ids)
+        for part, mode in zip(module.modules(), modes, strict=True):
+            part.training = mode
+        return output if isinstance(output, Tensor) else output.logits
+
+    before = plain()
+    attention = getattr(module.config, "_attn_implementation", None)
+    model = paradec.wrap(module, **facts, **IDS)
+    assert [part.training for part in module.modules()] == modes
+    call(model, ids, wanted=torch.tensor([[1], [2]]))
+    if facts.get("topology") != "causal":
+        paradec.generate(model, ROWS, max_new_tokens=4)
+    assert model.unwrap() is module
+    assert [part.training for part in module.modules()] == modes
+    assert getattr(module.config, "_attn_implementation", None) == attention
+    assert sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()) == 0
+    assert torch.equal(plain(), before)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    model.unwrap()  # once more does nothing
+
+
+def test_dropout_is_off_while_wrapped() -> None:
+    model, ids = paradec.wrap(encoder(hidden_dropout_prob=0.5), **IDS), random_ids(1, 9)
+    assert torch.equal(call(model, ids), call(model, ids))
+
+
+def test_the_module_itself_still_takes_padding_masks() -> None:
+    """A module that `load` made sees both ways by itself, a wrapped one as before."""
+    ids, mask = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    model = wrapped("llada")
+    with torch.inference_mode():
+        logits = model.module(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(logits[1, :6], call(model, ids[1:, :6])[0], rtol=0, atol=1e-6)
+    model = wrapped("Llama bidirectional")
+    with torch.inference_mode():
+        logits = model.module.eval()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    causal = paradec.wrap(decoder(), prediction="shifted", topology="causal", **IDS)
+    torch.testing.assert_close(logits[1, :6], call(causal, ids[1:, :6])[0], rtol=0, atol=1e-6)
+
+
+# ---- facts that are missing or wrong -------------------------------------------------------------------------------
+
+BOTH = {"prediction": "same", "topology": "bidirectional"}
+
+
+def without_vocabulary(module: Any) -> Any:
+    module.config.vocab_size = None
+    return module
+
+
+def gpt2() -> Any:
+    ids = {"vocab_size": 40, "bos_token_id": None, "eos_token_id": None}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **ids))
+
+
+@pytest.mark.parametrize(
+    ("make", "facts", "message"),
+    [
+        (decoder, {}, "prediction is needed to wrap LlamaForCausalLM: 'same' or 'shifted'"),
+        (
+            decoder,
+            {"prediction": "same"},
+            "topology is needed to wrap LlamaForCausalLM: 'bidirectional',",
+        ),
+        (decoder, BOTH | {"mask_token_id": None}, "mask_token_id is needed to wrap LlamaForCausalLM"),
+        (decoder, {"prediction": "same", "topology": "block_causal"}, "block_length=None must be an integer"),
+        (decoder, BOTH | {"block_length": 4}, "block_length=4 is only for topology='block_causal'"),
+        (decoder, BOTH | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
+        (decoder, BOTH | {"prediction": "next"}, "unknown prediction: 'next'"),
+        (decoder, BOTH | {"mask_token_id": 40}, "mask_token_id=40 must be an integer from 0 to 39"),
+        (decoder, BOTH | {"mask_token_id": "5"}, "mask_token_id='5'"),
+        (decoder, BOTH | {"mask_token_id": EOS}, "mask_token_id=7 is also an end-of-text id"),
+        (decoder, BOTH | {"pad_token_id": MASK}, "pad_token_id=5 is also the mask id"),
+        (decoder, BOTH | {"eos_token_id": [7, 40]}, "eos_token_id=40"),
+        (decoder, BOTH | {"eos_token_id": 1.5}, "eos_token_id=1.5"),
+        (decoder, BOTH | {"eos_token_id": "7"}, "eos_token_id='7'"),
+        (decoder, BOTH | {"eos_token_id": True}, "eos_token_id=True"),
+        (decoder, BOTH | {"pad_token_id": -1}, "pad_token_id=-1"),
+        (decoder, BOTH | {"max_length": 0}, "max_length=0 must be an integer of at least 1"),
+        (decoder, BOTH | {"max_length": "48"}, "max_length='48'"),
+        (
+            decoder,
+            BOTH | {"attn_implementation": "flash_attention_2"},
+            "attn_implementation='flash_attention_2'.*eager",
+        ),
+        (encoder, {"mask_token_id": None}, "mask_token_id is needed to wrap BertForMaskedLM"),
+        (encoder, {"prediction": "shifted"}, "prediction='shifted', topology='bidirectional' do not fit"),
+        (encoder, {"topology": "causal"}, "topology='causal' do not fit the masked language model BertForMaskedLM"),
+        (lambda: encoder(is_decoder=True), {}, "config.is_decoder=True makes BertForMaskedLM causal"),
+        (lambda: encoder(return_dict=False), {}, "config.return_dict=False of BertForMaskedLM"),
+        (Opaque, {}, "prediction is needed to wrap Opaque"),
+        (lambda: nn.Linear(2, 2), BOTH, "Linear has no config.vocab_size"),
+        (lambda: without_vocabulary(Opaque()), BOTH, "Opaque has no config.vocab_size"),
+        (lambda: decoder("Mistral"), BOTH, "config.sliding_window=4096 of MistralForCausalLM"),
+        (lambda: decoder("Gemma2"), BOTH, "config.layer_types=.'sliding_attention'. of Gemma2ForCausalLM"),
+        (gpt2, BOTH, "topology='bidirectional' is not available for GPT2LMHeadModel"),
+        (lambda: decoder().model, BOTH, "module LlamaModel has no language-model head"),
+    ],
+)
+def test_missing_and_wrong_facts_are_named(make: Any, facts: dict[str, Any], message: str) -> None:
+    module = make()
+    hooks = [len(part._forward_hooks) for part in module.modules()]
+    with pytest.raises(ValueError, match=message) as error:
+        paradec.wrap(module, **(IDS | facts))
+    assert "\n" not in str(error.value)
+    assert [len(part._forward_hooks) for part in module.modules()] == hooks
+    assert module.training
+
+
+def test_only_modules_are_wrapped() -> None:
+    with pytest.raises(TypeError, match="module must be a torch.nn.Module, not str"):
+        paradec.wrap("GSAI-ML/LLaDA-8B-Instruct")
+
+
+def test_ids_come_from_the_tokenizer() -> None:
+    tokenizer = SimpleNamespace(mask_token_id=MASK, eos_token_id=EOS)
+    facts = paradec.wrap(encoder(), tokenizer=tokenizer).facts
+    assert (facts.mask_token_id, facts.eos_token_ids) == (MASK, (EOS,))
+    facts = paradec.wrap(encoder(), tokenizer=tokenizer, mask_token_id=6, eos_token_id=[8, 9], max_length=20).facts
+    assert (facts.mask_token_id, facts.eos_token_ids, facts.max_length) == (6, (8, 9), 20)
+
+
+@pytest.mark.parametrize("extra", ["softcap", "s_aux", "position_bias", "indices"])
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> None:
+    from paradec.models import attention
+
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=f"attention with {extra} is not supported"):
+        attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, **{extra: torch.ones(1)})
+    with pytest.raises(ValueError, match="sliding_window=2 is shorter than the 3 positions"):
+        attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, sliding_window=2)

@@ -1,0 +1,10 @@
+"""Where the tests' files are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+GOLDEN = TESTS / "golden"
+"""Small trained checkpoints in the published formats, and traces of the reference implementations."""

@@ -1,0 +1,518 @@
+"""Verification of drafts: the public codes' cases, exactness by chi-square, rules for trees, inits over image grids."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import GOLDEN, ROOT
+from torch import Tensor
+
+import paradec
+from paradec.models.images.grid import Grid
+from paradec.protocol import Commit, Proposal, decode
+from paradec.samplers.causal.base import INITS, REFRESHES, JacobiSampler, JacobiState
+from paradec.samplers.causal.gsd import GSD
+from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
+from paradec.samplers.causal.verification import CERTAIN, UNIFORM, DraftLaws, draw, judge
+
+
+def _benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exactness_benchmark", ROOT / "benchmarks" / "exactness.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+exactness = _benchmark()
+TableModel = exactness.TableModel
+
+
+def cases(folder: str) -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in sorted((GOLDEN / folder).glob("*.json"))]
+
+
+# ---- the public codes' cases ----------------------------------------------------------------------------------------
+
+
+def sampler_of(case: dict[str, Any]) -> JacobiSampler:
+    if case["method"] == "gsd":
+        settings = case["settings"]
+        return GSD(
+            group_half_width=settings["half_width"], p_threshold=settings["p_thr"], d_threshold=settings["d_thr"]
+        )
+    return SCD(refresh="maximal") if case["method"].startswith("scd") else SJD()
+
+
+@pytest.mark.parametrize("path", [*cases("sjd"), *cases("gsd"), *cases("scd")])
+def test_reference_verification(path: Path) -> None:
+    """Every draw supplied. In a batch the public code commits the fewest of all rows; here each row commits its own.
+    The
+    next q of the maximal coupling is left out: the public code's is biased."""
+    case = json.loads(path.read_text())
+    sampler, expected = sampler_of(case), case["expected"]
+    p = torch.tensor(case["p"], dtype=torch.float64)
+    rows, width, size = p.shape
+    # the case's draft i is judged by the law of slot i - 1
+    q, tokens, u_accept = (torch.tensor(case[name]).roll(-1, dims=1) for name in ("q", "drafts", "u_accept"))
+    q, u_accept = q.double(), u_accept.double()
+    drafts = DraftLaws(tokens, q, torch.arange(width).expand(rows, -1), torch.full((size,), 1 / size))
+    drafted = (torch.arange(width) < width - 1).expand(rows, -1)
+    fresh = draw(p, torch.tensor(case["u_fresh"], dtype=torch.float64))
+    embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
+    chance = sampler.accept(p, drafts, fresh, embed)
+    # one number per draft that falls, row by row; behind the first only the coupling draws
+    falls = drafted & (u_accept >= chance)
+    first = falls & (falls.int().cumsum(1) == 1)
+    drawn = falls if sampler.refresh == "maximal" else first
+    u_residual = torch.full((rows, width), 0.5, dtype=torch.float64)
+    u_residual[drawn] = torch.tensor(case["u_residual"][: int(drawn.sum())], dtype=torch.float64)
+    uniform = torch.stack((u_accept, u_residual), -1)
+    found = judge(p, drafts, drafted, chance, fresh, uniform, sampler.refresh, sampler.redraws)
+    assert found.tokens.tolist() == expected["tokens"]
+    assert (found.standing.squeeze(1) + 1).tolist() == expected["first_reject_slot"]
+    matched = int(found.standing.min()) + 1
+    assert matched == expected["matched"]
+    assert found.tokens[:, :matched].tolist() == expected["commit"]
+    assert found.tokens[:, matched:].tolist() == expected["next_drafts"]
+
+
+@pytest.mark.parametrize("path", cases("lantern"))
+def test_reference_tree_verification(path: Path) -> None:
+    """Chains and trees, drafts that were taken (dynamic) and drawn (static), every draw supplied."""
+    case = json.loads(path.read_text())
+    settings, expected = case["settings"], case["expected"]
+    paths = [tuple(choice) for choice in case["tree_choices"]]
+    tree = Tree(tuple(paths))
+    order = [0, *(1 + paths.index(node) for node in tree.paths)]
+    p, q = (torch.tensor(case[name], dtype=torch.float64)[order].unsqueeze(0) for name in ("p", "q"))
+    drafts = torch.tensor([case["node_tokens"]])[:, order]
+    embed = torch.tensor(case["embed"], dtype=torch.float64)
+    additive = settings["delta"] <= 1  # the public code's one argument is lambda above 1
+    near = settings["k"] if settings["lantern"] else 0
+    rule = NodeRule(embed, near, additive, settings["delta"], settings["mode"] == "static")
+    numbers, used, node = case["u_accept"], 0, 0
+    uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
+    for depth in range(tree.depth + 1):  # where a number goes depends on the path so far
+        below = [child for child in tree.children[node].tolist() if child >= 0]
+        words = drafts[0, below].tolist()
+        tried = [i for i, word in enumerate(words) if word not in words[:i]]
+        for i, number in zip(tried, numbers[used:], strict=False):
+            uniform[0, depth, i] = number
+        found = walk(tree, drafts, p, q, rule, uniform, hits=False)
+        if int(found.accepted) == depth:
+            used += len(tried)
+            break
+        node = int(found.nodes[0, depth + 1])
+        used += tried.index(below.index(node)) + 1
+    accepted = int(found.accepted)
+    assert used == case["n_u_used"] and accepted == expected["accept_length"]
+    assert [int(drafts[0, 0]), *found.tokens[0, :accepted].tolist()] == expected["accepted"]
+    law = torch.tensor(expected["final_law"], dtype=torch.float64)
+    torch.testing.assert_close(normalized(found.weights)[0], law, rtol=0, atol=1e-7)
+    assert int(found.tokens[0, accepted]) == expected["final_token"]
+
+
+def test_the_draw_is_the_inverse_of_the_cumulative_law() -> None:
+    weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64).expand(4, 5)
+    noise = torch.tensor([2.0**-54, 0.2999, 0.3001, 1.0], dtype=torch.float64)
+    assert draw(weights, noise).tolist() == [1, 1, 3, 3]
+    generator = torch.Generator().manual_seed(0)
+    for size in (600, 1280, 5000):  # large vocabularies are searched in two stages
+        weights = torch.rand(64, size, generator=generator, dtype=torch.float64)
+        weights[torch.rand(64, size, generator=generator) < 0.9] = 0
+        noise = torch.rand(64, generator=generator, dtype=torch.float64)
+        noise[0] = 1 - 2.0**-54
+        total = weights.cumsum(-1)
+        expected = torch.searchsorted(total, noise.clamp(max=1 - 2.0**-53).unsqueeze(-1) * total[:, -1:], right=True)
+        assert torch.equal(draw(weights, noise), expected.squeeze(-1))
+        narrow = draw(weights.float(), noise)
+        assert (weights.gather(1, narrow.unsqueeze(1)) > 0).all() and (narrow != expected.squeeze(-1)).sum() <= 1
+
+
+@pytest.mark.parametrize("size", [7, 513, 600, 640, 1001])
+def test_every_word_is_drawn_by_the_middle_of_its_share(size: int) -> None:
+    """The last word too, where the vocabulary ends within a segment."""
+    noise = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert draw(torch.ones(size, size, dtype=torch.float64), noise).tolist() == list(range(size))
+
+
+# ---- exactness ------------------------------------------------------------------------------------------------------
+
+ROWS = 4000
+MODEL = TableModel.random(5, seed=0)
+DRAFTER = TableModel.random(5, seed=1, near=MODEL)
+EXACT = [
+    ("sjd, window 4", "temperature 1"),
+    ("sjd, window 2", "all"),
+    ("sjd, one-hot q", "top-p 0.8"),
+    ("sjd, keep", "temperature 0.7"),
+    ("sjd, sample", "top-k 3"),
+    ("scd, gumbel", "temperature 1"),
+    ("scd, gumbel", "all"),
+    ("scd, maximal", "temperature 1"),
+    ("scd, maximal", "guidance 2"),
+    ("jacobi", "temperature 0.7"),
+    ("speculative, window 4", "all"),
+    ("speculative, recursive tree", "temperature 1"),
+    ("speculative, without_replacement tree", "guidance 2"),
+    ("speculative, k_seq tree", "top-k 3"),
+    ("speculative, naive tree", "temperature 0.7"),
+    ("speculative, greedy tree", "top-p 0.8"),
+]
+
+
+@pytest.mark.parametrize(("name", "request_name"), EXACT)
+def test_the_law_of_the_answers_is_the_model_s(name: str, request_name: str) -> None:
+    """Ragged batches against full enumeration; `benchmarks/exactness.py` has the whole grid and more answers."""
+    sampler, request = exactness.samplers(DRAFTER)[name], exactness.REQUESTS[request_name]
+    found = exactness.test_case(sampler, MODEL, ROWS, seed=EXACT.index((name, request_name)), **request)
+    assert min(found["p_values"]) > 0.01 / (2 * len(EXACT))
+    assert found["nfe"] < 4
+
+
+LONG = TableModel.random(3, seed=4, sharpness=2.0)
+LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.endswith("vertical")]))
+
+
+@pytest.mark.parametrize(("refresh", "init"), LONGER)
+def test_the_law_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
+    """Seven words in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
+    sampler = SJD(window=3, refresh=refresh, init=init)
+    found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
+    assert min(found["p_values"]) > 0.01 / (2 * len(LONGER))
+    assert found["nfe"] < 7
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_the_law_of_images_is_the_model_s(init: str) -> None:
+    image = TableModel.random(6, seed=2)
+    found = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
+    assert min(found["p_values"]) > 0.01 / (2 * len(INITS))
+    assert found["nfe"] < 4  # of seven tokens, three are the grid's
+
+
+@dataclass(frozen=True)
+class OldLaw(SCD):
+    """Leaves the old q with the drafts that it keeps, as the public code of the maximal coupling does."""
+
+    refresh: str = "maximal"
+
+    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+        drafts = self._drafts(state, proposal.rows)
+        commit = super().commit(state, proposal)
+        count = commit.selected.sum(1, keepdim=True)
+        slot = torch.arange(state.width)
+        at = (slot + count).clamp(max=state.width - 1)
+        same = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
+        whole = state.memory["draft_law"].clone()
+        old = drafts.at(at)
+        rows = torch.as_tensor(proposal.rows)
+        source = state.memory["draft_source"][rows]
+        for i in range(state.width):  # slot i of the next window is slot i + count of this one
+            law = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
+            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, law, whole[rows, 0])
+        state.memory["draft_law"] = whole
+        return commit
+
+
+@dataclass(frozen=True)
+class WrongGuessLaw(SJD):
+    """Draws its guesses otherwise than it says."""
+
+    def _guess(self, state: JacobiState, rows: Any, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        guess, source = super()._guess(state, rows, known, drafts)
+        return guess.minimum(guess.roll(1, 1)), source
+
+
+@dataclass(frozen=True)
+class FilteredLeftover(SJD):
+    """Sharpens what a fallen draft leaves once more, as logits processors that run again do."""
+
+    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+        with pytest.MonkeyPatch.context() as patch:
+            own = sys.modules["paradec.samplers.causal.verification"].leftover
+            patch.setattr("paradec.samplers.causal.verification.leftover", lambda p, q: own(p, q) ** 2)
+            return super().commit(state, proposal)
+
+
+@dataclass(frozen=True)
+class NewLaw(SJD):
+    """Gives the drafts that it keeps this step's law, which they were not drawn from."""
+
+    refresh: str = "keep"
+
+    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paradec.samplers.causal.base.judge", lambda *a: judge(*a)._replace(kept=None))
+            return super().commit(state, proposal)
+
+
+class AllOfQ(WithoutReplacement):
+    """Judges drafts that were drawn without replacement by the whole of q."""
+
+    def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chance, next_p, _ = super().step(p, q, x)
+        return chance, next_p, q
+
+
+@pytest.mark.parametrize(
+    "sampler", [OldLaw(window=4), WrongGuessLaw(window=4), FilteredLeftover(window=4, random_law="one_hot")]
+)
+def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
+    found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
+    assert min(found["p_values"]) < 1e-5
+
+
+@pytest.mark.parametrize("init", ["random", "sample_horizontal"])
+def test_long_answers_have_power_over_laws_of_kept_drafts(init: str) -> None:
+    found = exactness.test_case(NewLaw(window=3, init=init), LONG, 8000, seed=1, new=7)
+    assert max(found["p_values"]) < 1e-10
+
+
+@pytest.mark.parametrize("name", [*RULES, "wrong"])
+def test_a_node_s_output_has_the_law_p(name: str) -> None:
+    """One node with three children, for several p and q; the last q has fewer words than there are children."""
+    rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
+    generator = torch.Generator().manual_seed(3)
+    tree, rows, p_values = Tree.of((3,)), 20_000, []
+    for size, words in ((4, 4), (7, 7), (5, 2)):
+        p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
+        q[q.topk(size - words, largest=False).indices] = 0
+        p, q = (normalized(law).expand(rows, -1) for law in (p, q))
+        noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
+        drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
+        uniform = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
+        laws = [law.unsqueeze(1).expand(-1, 4, -1) for law in (p, q)]
+        found = walk(tree, drafts, *laws, rule, uniform)
+        counts = np.bincount(found.tokens[:, 0].numpy(), minlength=size)
+        p_values.append(exactness.p_value(counts, p[0].numpy()))
+        # a hit goes on below the child that it equals
+        hit = found.accepted > 0
+        assert (drafts.gather(1, found.nodes[:, 1:2].clamp(min=0)).squeeze(1) == found.tokens[:, 0])[hit].all()
+        assert (found.tokens[hit, 1] >= 0).all() and (found.tokens[~hit, 1] < 0).all()
+        assert hit.double().mean() > 0.2
+    assert (min(p_values) < 1e-5) if name == "wrong" else (min(p_values) > 1e-3)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
+    """Where other nodes have more children, columns without a child stand behind its own."""
+    rule, generator, rows = RULES[name], torch.Generator().manual_seed(5), 500
+    p, q = (torch.randn(rows, 6, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
+    for count in (1, 2, 3):
+        noise, uniform, more = torch.rand(3, rows, 3, generator=generator, dtype=torch.float64)
+        drafts = rule.children(q, count, noise[:, :count])
+        chosen, left = rule.judge(p, q, drafts, uniform[:, :count])
+        wide = torch.cat((drafts, torch.full((rows, 2), -1)), 1)
+        found = rule.judge(p, q, wide, torch.cat((uniform[:, :count], more[:, :2]), 1))
+        assert torch.equal(found[0], chosen) and torch.equal(found[1], left)
+        assert (chosen >= 0).any()
+
+
+def test_lossy_methods_stay_below_their_bound() -> None:
+    noise = exactness.bias(SJD(window=4), MODEL, 3000)
+    floor = np.mean(noise["total_variation"])
+    assert noise["total_variation_bound"] == 0
+    for name, sampler, model in exactness.lossy():
+        if sampler.random_law == "one_hot" and not name.endswith(("width 2", "delta 0.1", "lambda 5.0")):
+            continue
+        found = exactness.bias(sampler, model, 3000)
+        assert np.mean(found["total_variation"]) <= floor + 1.2 * found["total_variation_bound"]
+        if sampler.random_law == "one_hot":
+            continue
+        if name.endswith(("delta 0.0", "lambda 1.0")):
+            assert found["total_variation_bound"] == 0 and found["nfe"] == noise["nfe"]
+        elif name.endswith(("delta 0.1", "lambda 5.0")):
+            assert found["nfe"] < noise["nfe"] and np.mean(found["total_variation"]) > 1.2 * floor
+
+
+# ---- what acceptance reads ------------------------------------------------------------------------------------------
+
+
+def test_the_laws_of_guesses_are_not_written_out() -> None:
+    tokens = torch.tensor([[1, 3, 2]])
+    dense = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
+    support = torch.tensor([0.5, 0.0, 0.5, 0.0])
+    laws = DraftLaws(tokens, dense, torch.tensor([[0, UNIFORM, CERTAIN]]), support)
+    whole = laws.at(torch.arange(3).unsqueeze(0))
+    assert torch.equal(whole[0], torch.stack((dense[0, 0], support, torch.tensor([0.0, 0.0, 1.0, 0.0]))))
+    every = torch.arange(4).expand(1, 3, 4)
+    assert torch.equal(laws.of(every), whole)
+    torch.testing.assert_close(laws.of_drafts(), torch.tensor([[0.2, 0.0, 1.0]]))
+
+
+def test_neighbours_and_their_share() -> None:
+    latents = torch.tensor([[0.0], [1.0], [3.0], [torch.nan], [3.5]])
+    near = neighbours(latents, torch.tensor([0, 2]), 4)
+    assert near.tolist() == [[1, 2, 4, -1], [4, 1, 0, -1]]
+    law = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15]]).expand(2, -1)
+    words = torch.tensor([0, 2])
+    for additive, bound, expected in (
+        (True, 0.4, [0.3, 0.65]),
+        (True, 0.1, [0.1, 0.3]),
+        (False, 3.0, [0.3, 0.9 - 0.15]),
+    ):
+        mass, any_near = relaxed(law, words, near, additive, bound)
+        expected[1] = expected[1] if additive else 0.75
+        torch.testing.assert_close(mass, torch.tensor(expected))
+        assert any_near.tolist() == [mass[0] > 0.15, mass[1] > 0.35]
+
+
+def test_drafts_and_draws_at_their_bounds() -> None:
+    """A draft stands when its number is below its chance; a draw takes the first word whose sum exceeds its number."""
+    law = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
+    drafts = DraftLaws(torch.tensor([[0, 0]]), law, torch.tensor([[CERTAIN, CERTAIN]]), torch.tensor([0.5, 0.5]))
+    for number, standing in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
+        uniform = torch.tensor([[[number, 0.9], [0.9, 0.9]]], dtype=torch.float64)
+        chance, drafted = torch.tensor([[0.25, 0.5]], dtype=torch.float64), torch.tensor([[True, False]])
+        found = judge(law, drafts, drafted, chance, torch.tensor([[1, 1]]), uniform)
+        assert int(found.standing) == standing
+        for rule, q in (("recursive", [1.0, 0.0]), ("naive", [0.5, 0.5])):
+            numbers = torch.tensor([[number]], dtype=torch.float64)
+            q_law = torch.tensor([q], dtype=torch.float64)
+            chosen, _ = RULES[rule].judge(law[:, 0], q_law, torch.tensor([[0]]), numbers)
+            assert int(chosen) == standing - 1, rule
+    weights = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64).expand(4, 3)
+    assert draw(weights, torch.tensor([0.2, 0.25, 0.5, 0.75], dtype=torch.float64)).tolist() == [0, 1, 2, 2]
+
+
+def test_groups_and_neighbours_at_their_bounds() -> None:
+    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` words below it. LANTERN:
+    neighbours that reach the limit do not exceed it."""
+    law = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
+    drafts = DraftLaws(torch.tensor([[2]]), law, torch.tensor([[CERTAIN]]), law[0, 0])  # 1 and the draft are alike
+    latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)
+    above = float(np.nextafter(0.25, 1))
+    for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
+        sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
+        assert float(sampler.accept(law, drafts, drafts.tokens, latents)) == expected
+    for half, expected in ((3, 1.0), (4, 0.5)):
+        sampler = GSD(group_half_width=half, p_threshold=1, d_threshold=None)
+        assert float(sampler.accept(law, drafts, drafts.tokens, None)) == expected
+    law, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
+    for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
+        assert float(relaxed(law, torch.tensor([0]), near, additive, bound)[0]) == expected
+
+
+def test_presets_have_the_published_settings() -> None:
+    assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().random_law) == (7, 0.15, 0.5, "one_hot")
+    assert (Lantern().k, Lantern().delta) == (1000, 0.1)
+    assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
+    assert Lantern().random_law == LanternPlusPlus().random_law == "one_hot"
+    assert SJD().window == 16 and SJD().random_law == "uniform" and SCD().refresh == "gumbel"
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
+
+
+class Recording:
+    """Passes everything on to a table model and notes the drafts that are evaluated."""
+
+    def __init__(self) -> None:
+        self.model, self.calls = TableModel.random(10, seed=4), []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, query: Any, store: Any = None) -> Tensor:
+        self.calls.append((query.positions, query.tokens))
+        return self.model(query, store)
+
+
+def test_the_grid_s_layout() -> None:
+    assert GRID.stride == 4 and GRID.length == 15
+    assert GRID.layout.tolist() == [0, *[-1, -1, -1, 8] * 3, 9, 1]
+    tokens = torch.tensor([[0, 2, 3, 4, 8, 5, 6, 7, 8, 2, 2, 2, 8, 9, 1]])
+    assert GRID.codes(tokens).tolist() == [[[0, 1, 2], [3, 4, 5], [0, 0, 0]]]
+    tokens[0, 1] = 9
+    with pytest.raises(ValueError, match="none of the grid's cells"):
+        GRID.codes(tokens)
+    wrong: list[dict[str, Any]] = [{"height": 0}, {"width": 1.5}, {"cells": ()}, {"cells": (1, 1)}, {"row_end": -1}]
+    for fields in wrong:
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            Grid(**{"height": 2, "width": 2, "cells": range(4)} | fields)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        SJD().start(TableModel.random(9, seed=0), [1, 2], grid=GRID)
+    with pytest.raises(ValueError, match="max_new_tokens=7"):
+        SJD().start(TableModel.random(10, seed=0), [1, 2], grid=GRID, max_new_tokens=7)
+
+
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("window", [3, 6])
+def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window: int) -> None:
+    model, sampler = Recording(), SJD(window=window, init=init)
+    prompts = [[3, 1], [2], [7, 7, 7]]
+    state = sampler.start(model, prompts, grid=GRID, seed=0)
+    start = torch.tensor([[2], [1], [3]])
+    copied = 0
+    while not state.done:
+        drafts, source = state.memory["drafts"], state.memory["draft_source"]
+        positions = state.positions(np.arange(3))
+        forced = state.forced(np.arange(3), positions)
+        inside = positions - start < GRID.length
+        # structure is put in as it is, guesses are image tokens
+        assert torch.equal(drafts[(forced >= 0) & inside], forced[(forced >= 0) & inside])
+        assert ((drafts >= 2) & (drafts < 8))[(forced < 0) & inside].all()
+        if init != "random":
+            taken = (source == CERTAIN) & (forced < 0) & inside
+            committed = torch.as_tensor(state.committed)[:, None]
+            for row, slot in taken.nonzero().tolist():
+                at = int(positions[row, slot])
+                column = (at - int(start[row]) - 1) % GRID.stride
+                if init == "repeat_vertical":
+                    known = committed[row] + int((source[row] >= 0).sum())
+                    above = at - GRID.stride
+                    while above >= known:
+                        above -= GRID.stride
+                    word = state.canvas[row, above] if above < committed[row] else drafts[row, above - committed[row]]
+                    assert above > int(start[row]) and drafts[row, slot] == word
+                elif init.endswith("horizontal"):
+                    assert column > 0
+                copied += 1
+        sampler.commit(state, sampler.step(model, state))
+    answers = state.canvas.gather(1, start + torch.arange(GRID.length))
+    layout = GRID.layout.expand(3, -1)
+    assert torch.equal(answers[layout >= 0], layout[layout >= 0])
+    assert GRID.codes(answers).shape == (3, 3, 3)
+    assert (init == "random") == (copied == 0)
+
+
+def test_images_are_greedy_at_temperature_0() -> None:
+    model = TableModel.random(10, seed=4)
+    expected = SJD(window=1).start(model, [[3, 1], [2]], grid=GRID, temperature=0)
+    decode(SJD(window=1), model, expected)
+    for name, init in itertools.product(("sjd", "scd"), INITS):
+        sampler = paradec.samplers.create(name, window=6, init=init)
+        state = sampler.start(model, [[3, 1], [2]], grid=GRID, temperature=0, seed=1)
+        decode(sampler, model, state)
+        assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
+
+
+def test_sample_inits_copy_the_likeliest_word() -> None:
+    """With a law that does not depend on what stands before, the likeliest word of the neighbour is that of the
+    slot."""
+    table = (
+        torch.randn(6, generator=torch.Generator().manual_seed(5), dtype=torch.float64).expand(7, 6, -1).contiguous()
+    )
+    model, best = TableModel(table), int(table[0, 0].argmax())
+    sampler = SJD(window=5, init="sample_horizontal")
+    state = sampler.start(model, [1, 2], max_new_tokens=30, seed=0)
+    sampler.commit(state, sampler.step(model, state))
+    guessed = state.memory["draft_source"][0] == CERTAIN
+    assert guessed.any() and (state.memory["drafts"][0][guessed] == best).all()

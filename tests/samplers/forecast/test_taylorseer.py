@@ -1,0 +1,672 @@
+"""TaylorSeer: the public codes' schedules and forecasts; what bases and rules promise; the loop over outputs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import combinations
+from math import factorial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DiTTransformer2DModel,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+)
+from places import GOLDEN
+from safetensors.torch import load_file
+from torch import Tensor
+
+import paradec
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.protocol import decode
+from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
+from paradec.samplers.forecast.base import ForecastState
+from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
+from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification
+from paradec.samplers.forecast.taylorseer import TaylorSeer
+
+TRACES = GOLDEN / "diffusion"
+LABELS = [1, 2, 7]
+
+
+def tiny_dit(dtype: torch.dtype = torch.float32) -> DiTTransformer2DModel:
+    module = DiTTransformer2DModel(**json.loads((TRACES / "golden_latents.json").read_text())["dit"]["transformer"])
+    module.load_state_dict(load_file(TRACES / "golden_tiny_dit.safetensors"))
+    return module.to(dtype).eval()
+
+
+def noise(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, 4, 8, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def decoded(sampler: TaylorSeer, model: DiffusionModel, latent: Tensor, **request: object) -> ForecastState:
+    state = sampler.start(model, latent, **{"scheduler": DDIMScheduler(), "num_inference_steps": 20} | request)
+    decode(sampler, model, state)
+    return state
+
+
+def plain(
+    module: DiTTransformer2DModel, latent: Tensor, labels: list[int], scheduler: object, steps: int, scale: float = 1.0
+) -> Tensor:
+    """The loop of diffusers' DiTPipeline, up to the VAE."""
+    scheduler = copy.deepcopy(scheduler)
+    scheduler.set_timesteps(steps)
+    classes = torch.tensor(labels + ([1000] * len(labels) if scale != 1.0 else []))
+    with torch.inference_mode():
+        for t in scheduler.timesteps:
+            given = torch.cat([latent, latent]) if scale != 1.0 else latent
+            if hasattr(scheduler, "scale_model_input"):
+                given = scheduler.scale_model_input(given, t)
+            output = module(given, timestep=t.expand(len(given)), class_labels=classes).sample
+            output = output[:, :4]
+            if scale != 1.0:
+                conditional, unconditional = output.chunk(2)
+                output = unconditional + scale * (conditional - unconditional)
+            latent = scheduler.step(output, t, latent).prev_sample
+    return latent
+
+
+# ---- the public code's cases ----------------------------------------------------------------------------------------
+
+
+def test_schedules() -> None:
+    cases = json.loads((TRACES / "schedules.json").read_text())
+    assert len(cases) >= 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"}
+    for case in cases:
+        first = case["first_enhance"] if case["scheme"] == "reference" else case["before"]
+        settings = {"interval": case["N"], "first_enhance": first, "style": case["scheme"]}
+        sampler = TaylorSeer(**settings, full_after=case.get("after"))
+        assert [i for i in range(case["T"]) if sampler.is_full(i)] == case["full"]
+
+
+def replay(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[History, dict, Tensor | None]]:
+    """(history, record, forecast) at every step of a case."""
+    features, history, seen = torch.tensor(case["features"], dtype=dtype), None, []
+    for record in case["records"]:
+        index, forecast = record["index"], None
+        if record["type"] == "full":
+            assert index in case["full_steps"]
+            history = basis.update(history, features[index : index + 1], index)
+        else:
+            forecast = basis.forecast(history, index)
+            history = basis.roll(history, forecast)
+        seen.append((history, record, forecast))
+    return seen
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("taylor-*.json")), ids=lambda path: path.stem)
+def test_states_and_forecasts(path: Path) -> None:
+    case = json.loads(path.read_text())
+    dtype = getattr(torch, case["dtype"])
+    basis = Taylor(case["max_order"], guard=case["first_enhance"] - 2)
+    for history, record, forecast in replay(basis, case, dtype):
+        if forecast is not None:
+            assert torch.equal(forecast[0], torch.tensor(record["prediction"], dtype=dtype))
+            continue
+        expected = torch.tensor(record["factors"], dtype=dtype)
+        if case["variant"] == "dit":  # the public code for DiT counts steps down: odd orders change their sign
+            expected[1::2] *= -1
+        assert torch.equal(torch.cat(history.tensors), expected)
+
+
+def basis_of(case: dict) -> tuple[Basis, float]:
+    """The basis of a case, and how exactly it is met."""
+    kind, order = case["kind"], case.get("order")
+    if kind == "diffusers_state":
+        return Taylor(order), 0
+    if kind == "cachedit_taylor":
+        return Taylor(order, guard=1), 0  # takes differences behind step 1 only
+    if kind == "hermite":
+        return Hermite(order, sigma=case["sigma"]), 1e-12
+    if kind == "foca":
+        return FoCa(), 0
+    assert kind == "dmd"
+    return DMD(order, window=case["history"]), 1e-8  # eigenvectors of a matrix that is nearly singular
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("variant-*.json")), ids=lambda path: path.stem)
+def test_variants(path: Path) -> None:
+    case = json.loads(path.read_text())
+    basis, tolerance = basis_of(case)
+    for history, record, forecast in replay(basis, case, torch.float64):
+        if forecast is not None:
+            expected = torch.tensor(record["prediction"], dtype=torch.float64)
+            torch.testing.assert_close(forecast[0], expected, rtol=tolerance, atol=tolerance)
+        elif "factors" in record:
+            assert torch.equal(torch.cat(history.tensors), torch.tensor(record["factors"], dtype=torch.float64))
+
+
+# ---- what the bases promise -----------------------------------------------------------------------------------------
+
+
+def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
+    """The largest error of forecasts behind the last of these evaluations, for a random polynomial."""
+    coefficients = torch.randn(degree + 1, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def feature(step: int) -> Tensor:
+        return sum(c * (step / 10) ** i for i, c in enumerate(coefficients)).to(dtype)
+
+    history = None
+    for node in nodes:
+        history = basis.update(history, feature(node), node)
+    errors = []
+    for step in range(nodes[-1] + 1, nodes[-1] + 6):
+        forecast = basis.forecast(history, step)
+        assert forecast.dtype == dtype
+        errors.append(float((forecast.double() - feature(step).double()).abs().max()))
+    return max(errors)
+
+
+def test_polynomials_that_a_basis_forecasts_exactly() -> None:
+    even, odd = [0, 1, 2, 7, 12], [0, 1, 3, 4, 9]
+    for nodes in (even, odd):
+        assert worst_error(Taylor(1), 1, nodes) < 1e-12
+        assert worst_error(Newton(2), 2, nodes) < 1e-12 and worst_error(Newton(4), 4, nodes) < 1e-11
+        assert worst_error(Taylor(2), 2, nodes) > 1e-2 and worst_error(Newton(2), 3, nodes) > 1e-3
+        assert worst_error(Hermite(1, sigma=0.5**0.5), 1, nodes) < 1e-12
+        for basis in (Taylor(0), Newton(0), Reuse(5)):
+            assert worst_error(basis, 0, nodes) == 0
+    assert worst_error(DMD(1, window=6), 1, [0, 4, 8, 12, 16]) < 1e-6  # a line is a mode of DMD
+
+
+def test_foca_over_many_forecasts_in_a_row() -> None:
+    """Against its definition: behind the third forecast the step's share falls, and forecasts feed the next ones."""
+    features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    basis, history, longest = FoCa(), None, 0
+    full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)
+    last = 0
+    for step, feature in enumerate(features):
+        if step in (0, 1, 8, 10):
+            history = basis.update(history, feature, step)
+            full, full_before, used, used_before, last = feature, full, feature, used, step
+            continue
+        since = step - last
+        slope = (full - full_before) + (used - used_before)
+        if since <= 3:
+            expected = full + since / 2 * slope
+        else:
+            expected = 3 / since * (full + 1.5 * slope) + (1 - 3 / since) * full
+        found = basis.forecast(history, step)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        history = basis.roll(history, found)
+        used, used_before, longest = expected, used, max(longest, since)
+    assert longest == 6
+
+
+def test_history_is_kept_in_the_derivative_dtype() -> None:
+    for name, basis in BASES.items():
+        history = None
+        for step in (0, 1, 2, 3):
+            history = basis(order=2, dtype=torch.float32).update(
+                history, torch.full((2, 4), 1.0 + step).bfloat16(), step
+            )
+        assert {tensor.dtype for tensor in history.tensors} == {torch.float32}, name
+        assert len(history.tensors) <= basis(order=2).slots and history.nbytes == 32 * len(history.tensors)
+        assert basis(order=2).forecast(history, 4).dtype == torch.bfloat16
+    # what is kept narrowly is rounded, what is kept widely is not
+    narrow, wide = (
+        worst_error(Taylor(1, dtype), 1, [0, 3], torch.float32) for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert wide < 1e-5 < 1e-3 < narrow
+
+
+def test_a_feature_of_another_shape_starts_anew() -> None:
+    basis = Taylor(2)
+    history = basis.update(basis.update(None, torch.ones(2, 3), 0), torch.ones(2, 5), 1)
+    assert len(history.tensors) == 1 and history.tensors[0].shape == (2, 5)
+
+
+# ---- when -----------------------------------------------------------------------------------------------------------
+
+
+def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
+    """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
+    course, full = Course(total), []
+    for index in range(total):
+        course.change += sampler.refresh.rescale(change) if isinstance(sampler.refresh, AccumulatedChange) else 0
+        evaluated = sampler.evaluates(course)
+        if not evaluated:
+            course.error = error
+        course.finished(evaluated)
+        full += [index] * evaluated
+    return full
+
+
+def test_refresh_by_accumulated_change() -> None:
+    rule = AccumulatedChange(threshold=0.3)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 10, change=0.125) == [0, 3, 6, 9]
+    assert walk(TaylorSeer(refresh=rule, first_enhance=3), 10, change=0.125) == [0, 1, 2, 5, 8]
+    doubled = AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0))
+    assert walk(TaylorSeer(refresh=doubled, first_enhance=1), 8, change=0.125) == [0, 2, 4, 6]
+    bounded = AccumulatedChange(threshold=9, max_forecasts=2)
+    assert walk(TaylorSeer(refresh=bounded, first_enhance=1), 8, change=0.1) == [0, 3, 6]
+
+
+def test_refresh_by_verification() -> None:
+    rule = Verification(base_threshold=0.5, decay_rate=0.1, min_forecasts=2, max_forecasts=4)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.01) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.6) == [0, 3, 6, 9]
+    # what is allowed falls along the run, but not below 0.1; after an evaluation comes a forecast
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.3) == [0, 4, 7, 10]  # 0.34 at step 2, 0.28 at 3
+    assert walk(TaylorSeer(refresh=rule, first_enhance=4), 12, error=0.09) == [0, 2, 7]
+
+
+def test_rules_at_their_thresholds() -> None:
+    """An error must exceed what is allowed; a change that reaches its threshold is enough."""
+    rule = Verification(base_threshold=0.5, decay_rate=1.0, max_forecasts=4)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.5) == [0, 5, 10]
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 6, error=0.5000001) == [0, 2, 4]
+    rule = Verification(base_threshold=0.01, max_forecasts=4)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 12, error=0.1) == [0, 5, 10]
+    rule = AccumulatedChange(threshold=0.25)
+    assert walk(TaylorSeer(refresh=rule, first_enhance=1), 7, change=0.125) == [0, 2, 4, 6]
+
+
+def test_rules_survive_plain_data() -> None:
+    for rule in (Verification(base_threshold=0.2), AccumulatedChange(coefficients=(1, 2, 3)), "verification"):
+        sampler = TaylorSeer(refresh=rule)
+        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+    schedule = BlockSchedule(4, (("a.attn", (0, 2)), ("a.ff", (0,))))
+    sampler = TaylorSeer(schedule=schedule, basis="reuse", full_after=3, max_memory="1.5GB")
+    assert sampler.max_memory == 1_500_000_000
+    assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (99, 99),
+        ("12", 12),
+        ("4kb", 4_000),
+        ("3 MB", 3_000_000),
+        ("2GB", 2_000_000_000),
+        ("7KiB", 7 * 1024),
+        ("0.5MiB", 512 * 1024),
+        ("1gib", 1024**3),
+    ],
+)
+def test_memory_in_words(said: int | str, meant: int) -> None:
+    assert TaylorSeer(max_memory=said).max_memory == meant
+
+
+# ---- BAC ------------------------------------------------------------------------------------------------------------
+
+
+def test_adaptive_schedule_is_the_best_of_all() -> None:
+    rng = np.random.default_rng(0)
+    for total in range(1, 8):
+        for updates in range(1, total + 1):
+            scores = rng.random((total, total))
+
+            def worth(steps: list[int], scores: np.ndarray = scores, total: int = total) -> float:
+                ends = [*steps[1:], total]
+                return sum(scores[a, t] for a, end in zip(steps, ends) for t in range(a, end))
+
+            every = [worth([0, *rest]) for rest in combinations(range(1, total), updates - 1)]
+            for maximise, best in ((True, max(every)), (False, min(every))):
+                steps = adaptive_schedule(scores, updates, maximise)
+                assert len(steps) == updates and steps[0] == 0 and steps == sorted(set(steps))
+                assert worth(steps) == pytest.approx(best, abs=1e-12)
+    assert adaptive_schedule(np.ones((6, 6)), 3) == [0, 1, 2]  # of equals, the earliest
+    with pytest.raises(ValueError, match="updates=7"):
+        adaptive_schedule(np.ones((6, 6)), 7)
+
+
+def test_bubbling_union_only_adds() -> None:
+    steps = {"0.attn": [0, 3], "0.ff": [0, 4], "1.attn": [0, 5], "1.ff": [0, 6]}
+    errors = {"0.attn": 1.0, "0.ff": 2.0, "1.attn": 4.0, "1.ff": 3.0}
+    united = bubbling_union(steps, errors, ["0.ff", "1.ff"], 3)
+    assert united == {"0.attn": [0, 3], "0.ff": [0, 4, 6], "1.attn": [0, 5, 6], "1.ff": [0, 6]}
+    everything = bubbling_union(steps, errors, ["0.ff", "1.ff"], 4)
+    assert everything["0.attn"] == [0, 3, 4, 6]
+    assert bubbling_union(steps, errors, ["0.ff", "1.ff"], 1) == steps
+
+
+def test_block_schedule_files(tmp_path: Path) -> None:
+    schedule = BlockSchedule(8, (("a.attn", (0, 2)), ("a.ff", (0, 5))))
+    schedule.save(tmp_path / "bac.json")
+    assert BlockSchedule.load(tmp_path / "bac.json") == schedule
+    assert TaylorSeer(schedule=str(tmp_path / "bac.json")).schedule == schedule
+    for data in ({"steps": 8}, {"steps": 8, "modules": {"a": [1, 2]}}, {"steps": 2, "modules": {"a": [0, 2]}}, [1]):
+        with pytest.raises(ValueError, match="schedule|step"):
+            BlockSchedule.from_dict(data)
+    with pytest.raises(ValueError, match="nowhere"):
+        BlockSchedule.load(tmp_path / "nowhere.json")
+
+
+# ---- the solver's loop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(
+    "scheduler", [DDIMScheduler(), EulerDiscreteScheduler(), DPMSolverMultistepScheduler(), HeunDiscreteScheduler()]
+)
+def test_interval_one_is_the_plain_loop(scheduler: object, scale: float) -> None:
+    module, latent = tiny_dit(), noise(3)
+    state = decoded(
+        TaylorSeer(interval=1, order=2),
+        DiffusionModel(module),
+        latent,
+        scheduler=scheduler,
+        num_inference_steps=10,
+        guidance_scale=scale,
+        class_labels=LABELS,
+    )
+    assert torch.equal(state.latent, plain(module, latent, LABELS, scheduler, 10, scale))
+    branches = 1 if scale == 1.0 else 2
+    assert state.nfe.tolist() == [state.total] * 3
+    assert state.row_forwards.tolist() == [state.total * branches] * 3
+    assert state.forwarded_tokens.tolist() == [state.total * branches * 16] * 3
+
+
+def test_interval_one_is_the_diffusers_pipeline() -> None:
+    from diffusers import AutoencoderKL, DiTPipeline
+
+    module, fed = tiny_dit(), []
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(4,), layers_per_block=1, latent_channels=4, norm_num_groups=2, sample_size=8
+    )
+    decoder = vae.decode
+    vae.decode = lambda latent: fed.append(latent * vae.config.scaling_factor) or decoder(latent)
+    pipe = DiTPipeline(module, vae, DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(42)
+    pipe(LABELS, guidance_scale=4.0, num_inference_steps=20, generator=generator, output_type="pt")
+    latent = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(42))
+    state = decoded(TaylorSeer(interval=1), DiffusionModel(module), latent, guidance_scale=4.0, class_labels=LABELS)
+    torch.testing.assert_close(state.latent, fed[0], rtol=1e-6, atol=1e-6)  # the scaling factor is divided out
+
+
+@pytest.mark.parametrize(
+    ("interval", "order", "first_enhance"), [(3, 1, 2), (3, 1, 3), (4, 2, 1), (5, 4, 3), (2, 0, 1)]
+)
+def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int) -> None:
+    module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
+    sampler = TaylorSeer(interval=interval, order=order, first_enhance=first_enhance)
+    state = decoded(sampler, DiffusionModel(module), latent, class_labels=LABELS, trace=True)
+
+    scheduler, sample, counter, known, last, kinds = DDIMScheduler(), latent, 0, [], 0, []
+    scheduler.set_timesteps(20)
+    with torch.inference_mode():
+        for step, t in enumerate(scheduler.timesteps):
+            if step < first_enhance or counter == interval - 1:
+                counter = 0
+                output = module(sample, timestep=t.expand(3), class_labels=torch.tensor(LABELS)).sample[:, :4]
+                new = [output]
+                for i in range(order):
+                    if i < len(known) and step > first_enhance - 2:
+                        new.append((new[i] - known[i]) / (step - last))
+                known, last = new, step
+                kinds.append("full")
+            else:
+                counter += 1
+                output = sum(term * (step - last) ** i / factorial(i) for i, term in enumerate(known))
+                kinds.append("forecast")
+            sample = scheduler.step(output, t, sample).prev_sample
+    torch.testing.assert_close(state.latent, sample, rtol=1e-10, atol=1e-10)
+    assert [step.kind for step in state.trace.steps] == kinds
+    full = kinds.count("full")
+    assert full == sum(map(sampler.is_full, range(20))) == first_enhance + (20 - first_enhance) // interval
+    assert state.nfe.tolist() == [full] * 3 and state.progress == (20, 20)
+    assert [step.forwarded for step in state.trace.steps] == [[16] * 3 if kind == "full" else [0] * 3 for kind in kinds]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_timesteps_that_rise(interval: int) -> None:
+    module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
+    scheduler = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    sampler = TaylorSeer(interval=interval, order=1, first_enhance=2)
+    request = {"scheduler": scheduler, "num_inference_steps": 10, "class_labels": LABELS}
+    state = decoded(sampler, DiffusionModel(module), latent, **request)
+    scheduler.set_timesteps(10)
+    assert (scheduler.timesteps.diff() > 0).all()
+    last, known = 0, []
+    with torch.inference_mode():
+        for step, t in enumerate(scheduler.timesteps):
+            if step < 2 or (step - 1) % interval == 0:
+                output = module(latent, timestep=t.expand(3), class_labels=torch.tensor(LABELS)).sample[:, :4]
+                slope = (output - known[0]) / (step - last) if known else torch.zeros_like(output)
+                known, last = [output, slope], step
+            output = known[0] + (step - last) * known[1]
+            latent = scheduler.step(output, t, latent).prev_sample
+    torch.testing.assert_close(state.latent, latent, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("basis", list(BASES))
+def test_every_basis_in_the_loop(basis: str) -> None:
+    """The loop's stacked memory holds what a history by itself would."""
+    module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
+    sampler = TaylorSeer(interval=3, first_enhance=2, order=2, basis=basis)
+    state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
+    scheduler, history, forecaster = DDIMScheduler(), None, sampler.forecaster
+    scheduler.set_timesteps(20)
+    with torch.inference_mode():
+        for step, t in enumerate(scheduler.timesteps):
+            if sampler.is_full(step):
+                output = module(latent, timestep=t.expand(2), class_labels=torch.tensor([1, 2])).sample[:, :4]
+                history = forecaster.update(history, output, step)
+            else:
+                output = forecaster.forecast(history, step)
+                history = forecaster.roll(history, output)
+            latent = scheduler.step(output, t, latent).prev_sample
+    assert torch.equal(state.latent, latent)
+
+
+def test_order_zero_is_reuse_and_explicit_steps_are_taken() -> None:
+    model, latent = DiffusionModel(tiny_dit()), noise(2)
+    ends = [
+        decoded(TaylorSeer(full_steps=[0, 1, 5, 9], **how), model, latent, class_labels=[1, 2], trace=True)
+        for how in ({"order": 0}, {"basis": "reuse", "order": 3}, {"order": 0, "basis": "newton"})
+    ]
+    assert all(torch.equal(ends[0].latent, end.latent) for end in ends[1:])
+    assert [i for i, step in enumerate(ends[0].trace.steps) if step.kind == "full"] == [0, 1, 5, 9]
+    assert ends[0].nfe.tolist() == [4, 4]
+
+
+def test_the_loop_refreshes_by_accumulated_change() -> None:
+    model, latent = DiffusionModel(tiny_dit()), noise(2)
+    ends = [
+        decoded(TaylorSeer(refresh=AccumulatedChange(threshold)), model, latent, class_labels=[1, 2])
+        for threshold in (1e-6, 0.05, 1e6)
+    ]
+    assert ends[0].nfe.tolist() == [20, 20] and ends[2].nfe.tolist() == [3, 3]
+    assert 3 < ends[1].nfe[0] < 20
+
+
+def test_a_linear_output_is_forecast_exactly() -> None:
+    class Linear:
+        """A model whose output is linear in the solver step."""
+
+        device = torch.device("cpu")
+
+        makes = "latent"
+
+        def conditions(self, latent: Tensor, given: dict, branches: int) -> dict:
+            return {}
+
+        def positions(self, latent: Tensor) -> int:
+            return 1
+
+        def __call__(self, query: object) -> Tensor:
+            return torch.full_like(query.latent, 2.0 + 0.25 * float(query.timestep))
+
+    sampler = {n: TaylorSeer(interval=n, order=1) for n in (1, 4)}
+    ends = [
+        decoded(sampler[n], Linear(), noise(2, torch.float64), scheduler=FlowMatchEulerDiscreteScheduler()).latent
+        for n in (1, 4)
+    ]
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-3)
+
+
+# ---- contracts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", [DDIMScheduler(), EulerDiscreteScheduler(), DPMSolverMultistepScheduler()])
+def test_a_step_repeated_equals_the_step(scheduler: object) -> None:
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, order=2)
+    before = dict(vars(scheduler))
+    latent = noise(3)
+    state = sampler.start(model, latent, scheduler=scheduler, num_inference_steps=9, class_labels=LABELS)
+    with torch.inference_mode():
+        while not state.done:
+            kept = copy.deepcopy((state.latent, state.memory.tensors, vars(state.scheduler)))
+            first, again = sampler.step(model, state), sampler.step(model, state)
+            assert torch.equal(first.values, again.values) and first.kind == again.kind
+            assert _same(kept, (state.latent, state.memory.tensors, vars(state.scheduler)))
+            sampler.commit(state, again)
+            with pytest.raises(ValueError, match="earlier state"):
+                sampler.commit(state, first)
+    assert vars(scheduler).keys() == before.keys()
+    assert all(vars(scheduler)[name] is value for name, value in before.items())
+    assert torch.equal(latent, noise(3))
+
+
+@pytest.mark.parametrize("basis", list(BASES))
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_is_written_into_a_proposal_stays_there(basis: str, order: int) -> None:
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=4, first_enhance=1, order=order, basis=basis)
+    state = sampler.start(model, noise(2), scheduler=DDIMScheduler(), num_inference_steps=8, class_labels=[1, 2])
+    with torch.inference_mode():
+        while not state.done:
+            kept = state.memory["history"].clone()
+            proposal = sampler.step(model, state)
+            values = proposal.values.clone()
+            proposal.values.mul_(7).add_(3)
+            assert torch.equal(state.memory["history"], kept)
+            again = sampler.step(model, state)
+            assert torch.equal(again.values, values)
+            sampler.commit(state, again)
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return np.array_equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return first == second or type(first) is type(second)
+
+
+@pytest.mark.parametrize("scheduler", [DDIMScheduler(), DDPMScheduler()])
+def test_rows_are_independent(scheduler: object) -> None:
+    model, latent = DiffusionModel(tiny_dit(torch.float64)), noise(3, torch.float64)
+    sampler = TaylorSeer(interval=3, order=1)
+    request = {"scheduler": scheduler, "guidance_scale": 2.0, "seed": 5}
+    together = decoded(sampler, model, latent, class_labels=LABELS, **request).latent
+    for row, label in enumerate(LABELS):
+        alone = decoded(sampler, model, latent[row : row + 1], class_labels=label, **request).latent
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-9, atol=1e-9)
+    assert torch.equal(together, decoded(sampler, model, latent, class_labels=LABELS, **request).latent)
+
+
+def test_stochastic_schedulers_draw_from_the_seed() -> None:
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3)
+    latent = noise(1).expand(2, -1, -1, -1)
+    ends = [
+        decoded(sampler, model, latent, scheduler=DDPMScheduler(), class_labels=1, **given).latent
+        for given in ({"seed": 1}, {"seed": 2}, {"generator": torch.Generator().manual_seed(1)})
+    ]
+    assert not torch.equal(ends[0][0], ends[0][1])  # copies of a row draw different noise
+    assert not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
+
+
+def test_memory_holds_every_row_and_can_be_reset() -> None:
+    model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3, order=2)
+    state = decoded(sampler, model, noise(3), class_labels=LABELS)
+    assert state.memory["history"].shape == (3, 3, 4, 8, 8) and state.notes["count"] == 3
+    state.memory.reset(np.array([1]), "sequence")
+    assert state.memory["history"][[0, 2]].any() and not state.memory["history"][1].any()
+
+
+def test_nan_outputs_are_refused() -> None:
+    module = tiny_dit()
+    model, sampler = DiffusionModel(module), TaylorSeer()
+    state = sampler.start(model, noise(3), scheduler=DDIMScheduler(), class_labels=LABELS)
+    module.proj_out_2.bias.data[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="row 0 at step 0"):
+        decode(sampler, model, state)
+    assert torch.equal(state.latent, noise(3)) and not state.nfe.any() and state.index == 0
+
+
+def test_settings_are_checked() -> None:
+    sampler = paradec.samplers.create("taylorseer", preset="dit", order=2)
+    assert (sampler.interval, sampler.order, sampler.first_enhance) == (4, 2, 2)
+    assert type(sampler).from_dict(sampler.to_dict()) == sampler
+    for preset in TaylorSeer.presets:
+        paradec.samplers.create("taylorseer", preset=preset)
+    wrong = {
+        "interval": [0, 2.5, True],
+        "order": [-1, "1"],
+        "first_enhance": [0],
+        "style": ["paper", None],
+        "full_after": [0],
+        "full_steps": [[1, 2], [0, 2, 1], [0, 0], [0, 1.5], "0", []],
+        "refresh": ["sometimes", 3, {"refresh": "verification", "base": 1}, {"threshold": 1}],
+        "schedule": [3, {"a": [0]}, "nowhere.json"],
+        "basis": ["tailor", 2],
+        "sigma": [0],
+        "window": [3],
+        "target": ["layers", 1],
+        "modules": ["(", [], 5],
+        "derivative_dtype": ["int8", 16],
+        "max_memory": [0, "many", "2XB", 1.5],
+    }
+    for setting, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=setting):
+                TaylorSeer(**{setting: value})
+    for settings in (
+        {"skip": "a"},
+        {"full_steps": [0], "refresh": "verification"},
+        {"modules": "a", "target": "output"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            TaylorSeer(**settings)
+    for rule, settings in (
+        (Verification, {"base_threshold": 0}),
+        (Verification, {"decay_rate": 2}),
+        (Verification, {"min_forecasts": 5, "max_forecasts": 4}),
+        (AccumulatedChange, {"threshold": -1}),
+        (AccumulatedChange, {"coefficients": ()}),
+        (AccumulatedChange, {"coefficients": (1, "2")}),
+    ):
+        with pytest.raises(ValueError, match=list(settings)[-1]):
+            rule(**settings)
+    for settings in ({"target": "block"}, {"refresh": "verification"}, {"modules": "a"}, {"max_memory": 1000}):
+        with pytest.raises(ValueError, match=f"{next(iter(settings))}.*paradec.accelerate"):
+            decoded(TaylorSeer(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
+    model = DiffusionModel(tiny_dit())
+    good = {"latent": noise(2), "scheduler": DDIMScheduler(), "class_labels": [1, 2]}
+    wrong = {
+        "latent": [noise(2).long(), noise(2)[0], noise(2) * torch.nan, noise(2)[..., :4]],
+        "scheduler": [object()],
+        "num_inference_steps": [0],
+        "guidance_scale": [-1.0],
+        "class_labels": [[1], [1, 2000], 1.5],
+        "seed": [[1], -1],
+        "generator": ["one"],
+        "encoder_hidden_states": [noise(2)],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises((ValueError, TypeError), match=name):
+                given = good | {name: value}
+                sampler.start(model, given.pop("latent"), **given)
+    with pytest.raises(TypeError, match="Linear"):
+        sampler.start(torch.nn.Linear(1, 1), noise(2), scheduler=DDIMScheduler())
+    with pytest.raises(TypeError, match="DiTTransformer2DModel"):
+        DiffusionModel(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="eval"):
+        DiffusionModel(tiny_dit().train())

@@ -1,0 +1,230 @@
+"""Samplers against arithmetic: a denoiser that knows the exact joint law of the answer, so that the accuracy of a
+decoding is known in closed form.
+
+The laws are ParallelBench's list tasks (arXiv 2510.04767). The denoiser gives each position its exact conditional law,
+all decided positions given. Tokens that are drawn one after the other then always make a right answer; tokens that are
+drawn at once are drawn independently, and are right with the probability that the product of their marginals gives the
+right answers: (n! - 1) / n^n for a shuffle, (1 - 1/n)^(n-1) for one word replaced at random, 1 for a copy.
+
+Frequencies over many rows are held against these by Chernoff's bound: a correct sampler fails a comparison with
+probability at most `ERROR` over the choice of the seed (which is fixed, so that a result stays what it is).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Query
+from paradec.samplers.masked.learn2pd_filter import BlockFilter, FilterFacts, save_filter
+
+ERROR, COPIES = 1e-9, 500
+N = 4
+WORDS = range(6)
+HOLE = 6
+FIRST_LAW = 7  # prompts are one token, which names the law
+
+GIVEN = (0, 1, 2, 3, 4)  # the words of a list; 5 is the new one
+
+
+def laws() -> dict[str, list[tuple[int, ...]]]:
+    """The right answers of each task, all equally likely; lists are cut so that every answer has N words."""
+    four, three = GIVEN[:4], GIVEN[:3]
+    return {
+        "copy": [four],
+        "shuffle": [order for order in itertools.permutations(four) if order != four],
+        "permutation": list(itertools.permutations(four)),
+        "replace_random": [(*four[:i], 5, *four[i + 1 :]) for i in range(N)],
+        "insert_random": [(*three[:i], 5, *three[i:]) for i in range(N)],
+        "remove_random": [GIVEN[:i] + GIVEN[i + 1 :] for i in range(N + 1)],
+    }
+
+
+LAWS = laws()
+PROMPTS = [[FIRST_LAW + index] for index in range(len(LAWS)) for _ in range(COPIES)]
+
+
+class Denoiser:
+    """The exact conditional laws of `LAWS`: what a position is, given the decided positions that its column sees.
+
+    What is not in the law's support any more (several tokens were drawn at once) says nothing: marginals are left.
+    """
+
+    tokenizer, pads, supports_store, supports_visibility = None, True, False, True
+    default_max_new_tokens, default_block_length = N, None
+    device, dtype = torch.device("cpu"), torch.float64
+    facts = ModelFacts(vocab_size=FIRST_LAW + len(LAWS), mask_token_id=HOLE, name="the law")
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        rows, count = query.tokens.shape[0], query.wanted.shape[1]
+        logits = torch.full((rows, count, self.facts.vocab_size), -torch.inf, dtype=torch.float64)
+        known = query.tokens[:, None, 1 : N + 1].expand(rows, count, N)
+        if query.visible is not None:
+            seen = query.visible.gather(1, query.wanted.unsqueeze(2).expand(rows, count, query.visible.shape[2]))
+            known = known.masked_fill(~seen[:, :, 1 : N + 1], HOLE)
+        place = query.positions.gather(1, query.wanted) - 1
+        for index, answers in enumerate(LAWS.values()):
+            of_law = query.tokens[:, 0] == FIRST_LAW + index
+            support = torch.tensor(answers)  # [S, N]
+            agree = ((known[of_law].unsqueeze(2) == support) | (known[of_law].unsqueeze(2) == HOLE)).all(-1)
+            agree |= ~agree.any(-1, keepdim=True)
+            words = support.T[place[of_law]]  # [R, W, S]
+            counts = torch.zeros_like(logits[of_law]).scatter_add(2, words, agree.double())
+            logits[of_law] = (counts / counts.sum(-1, keepdim=True)).log()
+        return logits
+
+
+def at_once(answers: Sequence[tuple[int, ...]]) -> float:
+    """The probability of a right answer when every position is drawn from its marginal, by itself."""
+    marginal = [{word: sum(a[i] == word for a in answers) / len(answers) for word in WORDS} for i in range(N)]
+    return math.fsum(math.prod(marginal[i][word] for i, word in enumerate(answer)) for answer in answers)
+
+
+def right(law: str, answers: Tensor) -> Tensor:
+    """[R] bool: which answers [R, N] count. A shuffle of the list as it was does not, which "permutation" may draw."""
+    support = torch.tensor(LAWS["shuffle" if law == "permutation" else law])
+    return (answers.unsqueeze(1) == support).all(-1).any(1)
+
+
+def assert_probability(hits: int, trials: int, p: float, comparisons: int = 1) -> None:
+    """That `hits` of `trials` are what a probability of p gives. Chernoff: with q = hits / trials, KL(q, p) >= x has at
+    most the probability 2 exp(-trials x)."""
+    if p in (0.0, 1.0):
+        assert hits == p * trials
+        return
+    q = hits / trials
+    kl = sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a > 0)
+    assert trials * kl <= math.log(2 * comparisons / ERROR), f"{q:.4f}, expected {p:.4f}"
+
+
+ONE_STEP: dict[str, dict] = {
+    "threshold": {"threshold": 0.0},
+    "factor": {"factor": N + 1.0},
+    "hierarchy": {"threshold": 0.0},
+    "entropy_bound": {"gamma": 1e9},
+    "entropy_threshold": {"threshold": 1e9},
+    "localleap": {"anchor_threshold": 0.0, "relaxed_threshold": 0.0},
+    "adablock": {"threshold": 0.0},
+    "learn2pd": {"filter_threshold": 0.0},
+    "wino": {"threshold": 0.0, "cap_low": N, "cap_share": 1.0},
+    "editing": {"threshold": 0.0, "editing_threshold": 1.0},
+    "saber": {"minimum": N},
+    "credit": {"threshold": 0.0, "fusion": 0.0},
+    "union": {"rules": ({"sampler": "threshold", "threshold": 0.0}, "localleap")},
+    "intersection": {"rules": [{"sampler": "threshold", "threshold": 0.0}, {"sampler": "factor", "factor": N + 1.0}]},
+}
+"""Settings at which a block is one step, for the samplers that `steps=1` does not tell so."""
+TILTS = {"credit", "union"}
+"""Those whose defaults draw from other logits than the model's: right answers, in other proportions."""
+FROM_THIS_STEP = {"ccd": {"history": 1}}
+"""Settings with which tokens are drawn from this step's logits alone, where the defaults average over earlier steps:
+these did not know what has been decided since."""
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+
+
+@pytest.fixture(scope="module")
+def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights for learn2pd: at filter_threshold=0 what they say does not matter."""
+    path: Path = tmp_path_factory.mktemp("filter") / "filter.safetensors"
+    torch.manual_seed(0)
+    facts = FilterFacts("block", Denoiser.facts.name, Denoiser.facts.vocab_size, N, ("none",), threshold=0.96)
+    save_filter(path, facts, BlockFilter(N))
+    return str(path)
+
+
+def decode(name: str, settings: dict, filter_file: str, block: int, **request: Any) -> paradec.Output:
+    if name == "learn2pd":
+        settings = settings | {"filter": filter_file, "allow_mismatch": True}
+    return paradec.generate(
+        Denoiser(),
+        PROMPTS,
+        sampler=samplers.create(name, **settings),
+        blocks=paradec.FixedBlocks(block),
+        max_new_tokens=N,
+        temperature=1.0,
+        seed=11,
+        **request,
+    )
+
+
+def answers_of(out: paradec.Output, law: str) -> Tensor:
+    index = list(LAWS).index(law)
+    return out.new_tokens[index * COPIES : (index + 1) * COPIES]
+
+
+def test_the_laws_have_the_closed_forms() -> None:
+    """The enumeration, and with it the denoiser, against the formulas."""
+    assert at_once(LAWS["copy"]) == 1
+    assert at_once(LAWS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
+    shuffled = at_once(LAWS["permutation"]) * len(LAWS["shuffle"]) / len(LAWS["permutation"])
+    assert shuffled == pytest.approx((math.factorial(N) - 1) / N**N, rel=1e-14)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: str) -> None:
+    steps = 1 if samplers.create(name).uses_steps else None
+    if steps is None:
+        assert name in ONE_STEP, f"say in ONE_STEP at which settings {name!r} commits a block in one step"
+    out = decode(name, ONE_STEP.get(name, {}), filter_file, N, steps=steps)
+    assert set(out.row_nfe) == {1}
+    for law, answers in LAWS.items():
+        expected = at_once(answers)
+        if law == "permutation":
+            expected = (math.factorial(N) - 1) / N**N
+        assert_probability(int(right(law, answers_of(out, law)).sum()), COPIES, expected, len(LAWS))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> None:
+    """Blocks of one position, default settings: every answer is right, and drawn from the joint law itself."""
+    out = decode(name, {}, filter_file, 1)
+    comparisons = sum(map(len, LAWS.values()))
+    for law, answers in LAWS.items():
+        found = answers_of(out, law)
+        if law != "permutation":
+            assert right(law, found).all()
+        counts = [int((found == torch.tensor(answer)).all(1).sum()) for answer in answers]
+        assert sum(counts) == COPIES
+        if name not in TILTS:
+            for count in counts:
+                assert_probability(count, COPIES, 1 / len(answers), comparisons)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
+    """One block: a row whose steps committed one token each has a right answer, whatever the order; a copy is right
+    however many were committed."""
+    most = torch.zeros(len(PROMPTS), dtype=torch.int64)
+
+    def callback(state: Any, commit: Any) -> None:
+        rows = torch.as_tensor(commit.rows)
+        most[rows] = torch.maximum(most[rows], commit.selected.sum(1))
+
+    out = decode(name, FROM_THIS_STEP.get(name, {}), filter_file, N, callback=callback)
+    for index, law in enumerate(LAWS):
+        if law == "permutation":
+            continue
+        found = right(law, answers_of(out, law))
+        one_by_one = most[index * COPIES : (index + 1) * COPIES] == 1
+        assert found[one_by_one].all()
+        if law == "copy":
+            assert found.all()
+
+
+def test_a_wrong_sampler_would_be_found(filter_file: str) -> None:
+    """Two steps of two tokens are already told from one step of four."""
+    out = decode("low_confidence", {}, filter_file, N, steps=2)
+    for law in ("shuffle", "insert_random", "remove_random"):
+        hits = int(right(law, answers_of(out, law)).sum())
+        with pytest.raises(AssertionError):
+            assert_probability(hits, COPIES, at_once(LAWS[law]), len(LAWS))

@@ -1,0 +1,728 @@
+"""The device-side step against the plain loop, uncaptured; that it could be captured; and when it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import END, MASK, everything, tiny
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import import_utils
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches import store
+from paradec.generate import _device_loop
+from paradec.kernels import token_stats as statistics
+from paradec.models.adapter import Model
+from paradec.protocol import decode
+from paradec.samplers.masked import device_step as engine
+from paradec.samplers.masked.state import MaskedState
+
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
+HOLES = [[1, MASK, 3, MASK, MASK, 6, 7, 8, 9, MASK, 11], [5, 6, MASK, 8]]
+MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
+
+
+@pytest.fixture(autouse=True)
+def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding to 64 positions would be most of what these models compute."""
+    monkeypatch.setattr(engine, "COLUMNS", 16)
+    monkeypatch.setattr(engine, "WIDTHS", 16)
+
+
+def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request) -> tuple[object, MaskedState]:
+    settings = request.pop("settings", {})
+    method = samplers.create(sampler, **settings)
+    request = {"max_new_tokens": 12, "block_length": 4, "seed": 1} | request
+    return method, method.start(model, prompt, **request)
+
+
+def loaded(method: Any, model: Model, state: MaskedState) -> engine.Engine:
+    """An engine that holds the request of `state`."""
+    table = engine.block_table(state)
+    made = engine.Engine(engine.Layout.of(method, state, table[0], capture=False))
+    made.load(model, state, table)
+    return made
+
+
+def assert_same(model: Model, sampler: str, *, poll_every: int = 1, capture: bool = False, **request) -> MaskedState:
+    """Decode both ways, and compare everything that an output is made of."""
+    method, plain = start(sampler, model, **request)
+    decode(method, model, plain)
+    method, ours = start(sampler, model, **request)
+    if capture:
+        with torch.inference_mode():
+            engine._decode(method, model, ours, True, poll_every)
+    else:
+        engine.decode(method, model, ours, capture=False, poll_every=poll_every)
+    assert torch.equal(ours.canvas, plain.canvas)
+    np.testing.assert_array_equal(ours.counts, plain.counts)
+    for name in ("end", "stopped", "running", "decided", "row_step"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(plain, name), err_msg=name)
+    assert ours.done and ours.progress == plain.progress
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("sampler", "prediction", "cache"),
+    [(name, *pair) for name in sorted(engine.SAMPLERS) for pair in (("same", "none"), ("shifted", "dual"))]
+    + [("threshold", "shifted", "none"), ("threshold", "same", "prefix"), ("low_confidence", "shifted", "prefix")],
+)
+def test_same_tokens_and_counts_as_the_plain_loop(sampler: str, prediction: str, cache: str) -> None:
+    assert_same(MODELS[prediction], sampler, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "request_"),
+    [
+        ("low_confidence", {"steps": 6, "cache": "prefix"}),
+        ("low_confidence", {"temperature": 0.9, "eos_early_stop": False}),
+        ("entropy", {"steps": 9, "temperature": 0.5, "top_p": 0.9}),
+        ("topk_margin", {"settings": {"alg_temp": 0.4}, "steps": 6, "block_length": 6, "cache": "dual"}),
+        ("maskgit_plus", {"block_length": 12, "steps": 5, "cache": "prefix"}),
+        ("threshold", {"settings": {"threshold": 0.2}, "confidence_eos_eot_inf": True, "cache": "dual"}),
+        ("factor", {"logits_eos_inf": True, "suppress_tokens": (3, 4), "temperature": 0.7, "cache": "prefix"}),
+        ("random", {"steps": 9, "block_length": 5}),  # three blocks, the last one shorter
+    ],
+)
+def test_same_with_other_requests(sampler: str, request_: dict) -> None:
+    assert_same(MODELS["same"], sampler, **request_)
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("block_length", [None, 3])
+def test_same_where_masks_stand_inside_the_prompt(block_length: int | None, cache: str) -> None:
+    request = {"prompt": HOLES, "max_new_tokens": None, "block_length": block_length, "cache": cache}
+    assert_same(MODELS["shifted"], "threshold", **request)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_same_where_end_tokens_are_kept_out_of_holes(cache: str, early: bool) -> None:
+    ends = tuple(range(1, 41, 2))
+    request = {"prompt": HOLES, "max_new_tokens": 8, "cache": cache, "temperature": 1.0, "eos_early_stop": early}
+    state = assert_same(tiny(2, seed=3, ends=ends), "threshold", holes_eos_inf=True, **request)
+    column = np.arange(state.canvas.shape[1])
+    inside = (column < state.answer_start[:, None]) & ~state.given.numpy()
+    assert inside.any() and not np.isin(state.canvas.numpy()[inside], ends).any()
+    free = assert_same(tiny(2, seed=3, ends=ends), "threshold", **request)
+    assert np.isin(free.canvas.numpy()[inside], ends).any()
+
+
+@pytest.mark.parametrize(("cache", "poll_every"), [("none", 5), ("prefix", 3)])
+def test_surplus_steps_change_and_count_nothing(cache: str, poll_every: int) -> None:
+    assert_same(MODELS["same"], "threshold", cache=cache, poll_every=poll_every, settings={"threshold": 0.3})
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_rows_end_at_their_end_token(cache: str) -> None:
+    # three end ids in a vocabulary of 41: rows end at different steps, inside and between blocks
+    model = tiny(2, seed=3, ends=(END, 7, 21, 30, 12, 2))
+    rows = [[i, i + 1, i + 5] for i in range(8, 20)]
+    state = assert_same(model, "threshold", prompt=rows, cache=cache, max_new_tokens=16)
+    assert 0 < state.stopped.sum() < len(rows) and len(set(state.end.tolist())) > 3
+
+
+# ---- against plain loops over the bare module -----------------------------------------------------------------------
+
+
+class Stale:
+    """A module whose keys and values are only renewed at some positions: what a cache's step sees. Everything is
+    evaluated at every call, and the keys and values of the other positions are exchanged for those of earlier calls."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module, self.kept, self.fresh = module, {}, slice(None)
+        self.hooks = [
+            part.register_forward_hook(partial(self.exchange, name))
+            for name, part in module.named_modules()
+            if name.endswith(("k_proj", "v_proj"))
+        ]
+
+    def exchange(self, name: str, part: Any, given: Any, made: Tensor) -> Tensor:
+        if self.fresh != slice(None):
+            made, made_now = self.kept[name].clone(), made
+            made[:, self.fresh] = made_now[:, self.fresh]
+        self.kept[name] = made
+        return made
+
+    def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
+        """Confidence and best word of every position that is predicted from a fresh one."""
+        self.fresh = fresh
+        logits = self.module(torch.tensor([row]), everything(len(row)), use_cache=False).logits[0, :, :MASK]
+        logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
+        p, words = logits.softmax(-1).max(-1)
+        return p.tolist(), words.tolist()
+
+    def __enter__(self) -> Stale:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, steps: int | None) -> list[int]:
+    """The positions that a rule commits, from the confidences of the undecided ones."""
+    order = sorted(p, key=lambda i: (-p[i], i))
+    if sampler == "threshold":
+        return order[:1] + [i for i in order[1:] if p[i] >= 0.3]
+    if sampler == "factor":
+        return order[: max([1] + [n for n in range(1, len(order) + 1) if (n + 1) * (1 - p[order[n - 1]]) <= 2.0])]
+    steps = masks if steps is None else steps
+    if sampler == "maskgit_plus":  # Dream's time grid, whose first steps may be idle
+        now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+        return order if step == steps - 1 else order[: int(len(order) * (1 - after / now))]
+    return order[: masks // steps + (step < masks % steps)]
+
+
+def decoded_by_hand(
+    model: Model, prompt: list[int], sampler: str, cache: str, new: int, size: int, steps: int | None
+) -> dict[str, Any]:
+    row, length, shift = prompt + [MASK] * new, len(prompt) + new, model.facts.shift
+    found = {"row_step": 0, "decided": 0, "evaluated": 0, "whole": 0, "end": length, "stopped": False}
+    with Stale(model.module) as module, torch.inference_mode():
+        for start in range(len(prompt), length, size):
+            block, step = range(start, min(start + size, length)), 0
+            while masks := [i for i in block if row[i] == MASK]:
+                fresh = slice(None)
+                if cache != "none" and step:
+                    fresh = slice(start - shift, length if cache == "prefix" else block[-1] + 1)
+                confidence, words = module.read(row, fresh, shift)
+                picked = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
+                for i in picked:
+                    row[i] = words[i]
+                step += 1
+                found["row_step"] += 1
+                found["decided"] += len(picked)
+                found["evaluated"] += len(range(length)[fresh])
+                found["whole"] += fresh == slice(None)
+                first = next((i for i in block if row[i] == MASK or row[i] in model.facts.eos_token_ids), None)
+                if first is not None and row[first] != MASK:
+                    return found | {"row": row[: first + 1], "end": first + 1, "stopped": True}
+    return found | {"row": row}
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize(
+    ("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4), ("maskgit_plus", 12)]
+)
+def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None:
+    """The device-side step, and the host's, in a batch of unequal rows: tokens, ends, steps and what was evaluated."""
+    prediction = "shifted" if (sampler == "factor") == (cache == "prefix") else "same"
+    model = tiny(2, prediction=prediction, seed=3, ends=(END, 7, 21, 30))
+    rows = [[i, *range(i + 1, i + 1 + i % 3)] for i in range(8, 22)]
+    settings = {"threshold": {"threshold": 0.3}, "factor": {"factor": 2.0}}.get(sampler, {})
+    expected = [
+        decoded_by_hand(model, row, sampler, cache, 6, 4, None if steps is None else steps // 2) for row in rows
+    ]
+    for loop in (decode, partial(engine.decode, capture=False)):
+        method, state = start(
+            sampler, model, prompt=rows, settings=settings, cache=cache, max_new_tokens=6, block_length=4, steps=steps
+        )
+        loop(method, model, state)
+        for index, found in enumerate(expected):
+            assert state.canvas[index, : state.end[index]].tolist() == found["row"]
+            for name in ("end", "stopped", "row_step", "decided"):
+                assert getattr(state, name)[index] == found[name], (name, index)
+            steps_taken, forwards, evaluated, whole = state.counts[:, index]
+            assert steps_taken == forwards == found["row_step"]
+            assert evaluated == found["evaluated"] and whole == found["whole"]
+    ends = [(found["stopped"], found["end"] - len(row)) for found, row in zip(expected, rows, strict=True)]
+    assert {stopped for stopped, _ in ends} == {False, True}
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_an_end_token_at_the_last_position_ends_the_text(cache: str) -> None:
+    """It was asked for: the text is finished, not cut off. Beside rows that end before it, and rows that do not end."""
+    model = tiny(2, seed=3, ends=tuple(range(0, 40, 3)))
+    rows = [[i, i + 1, i + 5] for i in range(4, 34)]
+    finished = []
+    for loop in (decode, partial(engine.decode, capture=False)):
+        method, state = start("low_confidence", model, prompt=rows, cache=cache, max_new_tokens=2, block_length=2)
+        loop(method, model, state)
+        ends = set(model.facts.eos_token_ids)
+        answers = [row[3:] for row in state.canvas.tolist()]
+        assert state.stopped.tolist() == [bool(set(answer) & ends) for answer in answers]
+        finished.append([answer[1] in ends and answer[0] not in ends for answer in answers])
+    assert finished[0] == finished[1] and any(finished[0]) and not all(state.stopped)
+
+
+def test_a_step_that_no_row_needs_changes_nothing() -> None:
+    model = MODELS["same"]
+    method, state = start("threshold", model, cache="dual")
+    with torch.inference_mode():
+        device = loaded(method, model, state)
+        device.step("full", 3, device.columns)
+        kept = ("canvas", "counts", "row_step", "block_step", "block_index", "running", "end", "flags")
+        before = {name: getattr(device, name).clone() for name in kept}
+        stored = [layer[:, :-1].clone() for layer in device.store.layer_keys.values()]
+        written = device.store.token_at_write.clone()
+        device.step("full", 3, device.columns)  # all rows are inside their block now
+        device.live.fill_(False)  # as while a graph is captured
+        device.step("window", 3, 4)
+    columns = device.columns
+    assert torch.equal(device.canvas[:, :columns], before["canvas"][:, :columns])
+    assert all(torch.equal(getattr(device, name), value) for name, value in before.items() if name != "canvas")
+    assert torch.equal(device.store.token_at_write, written)
+    kept_keys = [layer[:, :-1] for layer in device.store.layer_keys.values()]
+    assert all(torch.equal(a, b) for a, b in zip(kept_keys, stored, strict=True))
+
+
+def test_rows_of_one_phase_leave_the_others_alone() -> None:
+    model = MODELS["same"]
+    method, state = start("low_confidence", model, cache="dual")
+    with torch.inference_mode():
+        device = loaded(method, model, state)
+        columns = device.columns
+        device.step("full", 3, columns)
+        device.block_step[1] = 0  # one row opens a block
+        before, written = device.canvas.clone(), device.store.token_at_write.clone()
+        keys = {layer: kept.clone() for layer, kept in device.store.layer_keys.items()}
+        device.step("window", 3, 4)
+        after = device.store.layer_keys
+        assert all(torch.equal(after[layer][1, :columns], kept[1, :columns]) for layer, kept in keys.items())
+        assert not torch.equal(after[1][0], keys[1][0])
+        device.step("window", 2, 4)  # as a call of these rows alone
+    assert device.row_step.tolist() == [3, 1, 3]
+    assert torch.equal(device.canvas[1, :columns], before[1, :columns])
+    assert torch.equal(device.store.token_at_write[1], written[1])
+    assert not torch.equal(device.canvas[0, :columns], before[0, :columns])
+
+
+# ---- from one request to the next ---------------------------------------------------------------------------------
+
+OTHERS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
+LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 2), (11, 7))]
+"""Two batches that fill 32 columns, with 24 new tokens."""
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
+    """Other prompts, lengths and seeds; in between another temperature, and a request of which a part runs."""
+    model = tiny(2, prediction="shifted")
+    request = {"cache": cache, "temperature": 0.6}
+    assert_same(model, "threshold", **request)
+    ((key, first),) = model.engines.items()
+    assert_same(model, "threshold", prompt=OTHERS, seed=7, **request)
+    assert list(model.engines.items()) == [(key, first)] and first.model is None
+    assert_same(model, "threshold", prompt=OTHERS, cache=cache, temperature=0.3)
+    assert len(model.engines) == 2 and key[0].request.temperature == 0.6
+    method, state = start("threshold", model, **request)
+    taken = model.engines.pop(key)  # as while a request runs beside this one
+    engine.decode(method, model, state, capture=False)
+    assert model.engines[key] is not taken
+    assert engine.clear_graphs(model) == 2 and not model.engines
+    assert_same(model, "threshold", **request)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"settings": {"threshold": 0.5}},
+        {"sampler": "factor"},
+        {"cache": "prefix"},
+        {"top_p": 0.8},
+        {"suppress_tokens": (3,)},
+        {"block_length": 6},
+        {"eos_early_stop": False},
+        {"holes_eos_inf": True},
+        {"prompt": [[1] * 30, [2], [3]]},
+        {"prompt": ROWS[:2]},
+    ],
+)
+def test_what_a_graph_holds_is_its_layout(change: dict) -> None:
+    model = MODELS["same"]
+    request = {"sampler": "threshold", "cache": "dual"}
+    layouts = []
+    for given in (request, request | {"seed": 5, "prompt": OTHERS}, request | change):
+        name = given.pop("sampler")
+        method, state = start(name, model, **given)
+        layouts.append(engine.Layout.of(method, state, engine.block_table(state)[0], capture=False))
+        assert hash(layouts[-1]) is not None
+    assert layouts[0] == layouts[1] != layouts[2]
+
+
+def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
+    model = tiny(1)
+    for length in (3, 4, 5, 6, 3, 7):
+        assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=length)
+    assert [layout.widest for layout, _ in model.engines] == [5, 6, 3, 7]  # 4 was used longest ago
+    assert len(model.engines) == engine.KEPT
+    model.module.float().double()  # numbers that stand elsewhere
+    assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=3)
+    assert len(model.engines) == 1
+    model.unwrap()
+    assert not model.engines
+
+
+def test_engines_serve_a_module_in_any_mode() -> None:
+    """A captured forward would keep the mode of its first request: it is without dropout, whatever the mode."""
+    model = tiny(1)
+    for layer in model.module.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.module.eval()
+    expected = assert_same(model, "threshold").canvas
+    keys = list(model.engines)
+    for training in (True, False):
+        model.engines.clear()
+        model.module.train(training)
+        assert torch.equal(assert_same(model, "threshold").canvas, expected)
+        model.module.train(not training)
+        assert torch.equal(assert_same(model, "threshold").canvas, expected)
+        assert list(model.engines) == keys
+        assert model.module.training is not training
+
+
+def test_kept_engines_give_way_to_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(1)
+
+    def check_memory(needed: int, device: Any, limit: int | None, what: str) -> None:
+        if model.engines or limit is not None and needed > limit:
+            raise ValueError(f"{what} would take too much")
+
+    assert_same(model, "threshold", cache="dual")
+    bounded = {"cache": caches.create("dual", max_memory=10)}
+    with pytest.raises(ValueError, match="max_memory"):
+        start("threshold", model, **bounded)
+    assert len(model.engines) == 1  # it would not fit without them
+    monkeypatch.setattr(store, "check_memory", check_memory)
+    start("threshold", model, cache="dual")
+    assert not model.engines
+    # a bound that the user set holds for the padded canvas as well: it is not padded then
+    method, state = start("threshold", model, cache=caches.create("dual", max_memory=10**9))
+    assert loaded(method, model, state).columns == state.canvas.shape[1]
+    method, state = start("threshold", model, cache="dual")
+    assert loaded(method, model, state).columns == 32 > state.canvas.shape[1]
+
+
+def test_an_engine_that_saw_bad_logits_is_not_kept() -> None:
+    model = tiny(1)
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight[14] = torch.nan
+    method, state = start("threshold", model, cache="dual")
+    with pytest.raises(FloatingPointError):
+        engine.decode(method, model, state, capture=False)
+    assert not model.engines
+    assert_same(model, "threshold", prompt=[[1], [2, 3], [4]], cache="dual")
+
+
+class Tape(TorchDispatchMode):
+    """Writes operations down as a CUDA graph does: numbers, shapes and tensors stay what they were. Where a step went
+    by anything else that changes, playing it again shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, result))
+        return result
+
+    def play(self) -> None:
+        made: dict[int, Tensor] = {}
+
+        def this_time(tensor: Tensor) -> Tensor:
+            return made.get(id(tensor), tensor)
+
+        for function, args, kwargs, before in self.calls:
+            args, kwargs = tree_map_only(Tensor, this_time, (args, kwargs))
+            now = function(*args, **kwargs)
+            pairs = zip(tree_leaves(before), tree_leaves(now), strict=True)
+            made |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "request_", "prompts"),
+    [
+        ("threshold", {"cache": "dual", "temperature": 0.5}, (ROWS, OTHERS, ROWS)),
+        ("low_confidence", {"cache": "prefix", "steps": 6}, (ROWS, OTHERS)),
+        ("entropy", {"cache": "none", "settings": {"alg_temp": 0.4}, "temperature": 0.5}, (ROWS, OTHERS)),
+        ("random", {"cache": "dual", "max_new_tokens": 24, "block_length": 8, "steps": 9}, LEVEL),
+        ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, LEVEL),
+    ],
+)
+def test_steps_that_are_played_again_are_steps(
+    sampler: str, request_: dict, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tapes = tiny(2, prediction="shifted"), []
+
+    def captured(device: engine.Engine, step: Any) -> Any:
+        assert not device.live
+        step()  # what is made at first use stays
+        with Tape() as tape:
+            step()
+        tapes.append(tape)
+        return tape.play
+
+    monkeypatch.setattr(engine, "captured", captured)
+    # on the CPU some operations are numpy's, which no tape sees
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
+    known = set()
+    for number, prompt in enumerate(prompts):
+        assert_same(model, sampler, capture=True, prompt=prompt, seed=number, **request_)
+        (device,) = model.engines.values()
+        assert len(tapes) == len(device.graphs)
+        if number:  # a phase that the first request had is not captured again
+            assert known & set(device.graphs) and len(tapes) < 2 * len(known) + number
+        known |= set(device.graphs)
+    assert device.layout.level == (prompts is LEVEL)
+
+
+# ---- that a graph can hold it -------------------------------------------------------------------------------------
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "is_nonzero", "equal")
+
+
+class OnTheDevice(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: values that the host waits for, shapes that depend on them, and anything
+    from or to the host but a number that an operation takes along. "The device" is meta: tensors there have shapes
+    and no values, so that what is read of one fails as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in WAITS and not name.startswith("_unique"), f"{name} waits for the device"
+        if name in ("index", "index_put_", "index_put"):
+            dtypes = {at.dtype for at in args[1] if at is not None}
+            assert dtypes == {torch.int64}, f"{name} by {dtypes} waits for the device"
+        result = function(*args, **(kwargs or {}))
+        self.operations.add(name)
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and (tensor.dim() or name in ("_to_copy", "copy_")):
+                assert tensor.is_meta, f"{name} of {tuple(tensor.shape)} meets the host"
+        return result
+
+
+class NothingNew(TorchFunctionMode):
+    """Refuses tensors made of numbers and arrays, which are copied to the device unseen."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.tensor, torch.as_tensor, torch.from_numpy):
+            assert isinstance(args[0], Tensor), f"{type(args[0]).__name__} is copied to the device"
+        return function(*args, **(kwargs or {}))
+
+
+def steps_without_values(
+    sampler: str, cache: str, prediction: str, vocabulary: int = 41, prompt: Any = ROWS, **request: Any
+) -> OnTheDevice:
+    """Take every kind of step on the meta device, all operations watched."""
+    method, state = start(sampler, MODELS[prediction], prompt, cache=cache, **request)
+    layout = engine.Layout.of(method, state, engine.block_table(state)[0], capture=True)
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    made, config = (LlamaForCausalLM, LlamaConfig) if prediction == "same" else (Qwen2ForCausalLM, Qwen2Config)
+    with torch.device("meta"):
+        module = made(config(**sizes)).half()
+    facts = state.facts
+    model = paradec.wrap(
+        module,
+        mask_token_id=facts.mask_token_id,
+        eos_token_id=facts.eos_token_ids,
+        prediction=prediction,
+        topology="bidirectional",
+    )
+    with torch.inference_mode():
+        device = engine.Engine(dataclasses.replace(layout, device=torch.device("meta")))
+        device.model = model
+        if device.cache.uses_store:
+            device.store = model.make_store(device.batch, device.columns)
+        device.step("full", device.batch, device.columns)  # the store is allocated once, before any capture
+        with NothingNew(), OnTheDevice() as watched:
+            device.step("full", device.batch, device.columns)
+            device.step("full", 1, device.columns)
+            if device.cache.uses_store:
+                device.step("window", device.batch, device.columns)
+                device.step("window", 1, device._width(device.most))
+    return watched
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks whether a padded call is one of packed sequences, except while a graph is captured."""
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize(
+    ("sampler", "cache", "request_"),
+    [(name, "dual", {"temperature": 0.5, "steps": 6}) for name in sorted(engine.SAMPLERS)]
+    + [
+        ("threshold", "none", {"prompt": LEVEL[0], "max_new_tokens": 24}),
+        ("entropy", "prefix", {"steps": 9, "top_p": 0.9, "settings": {"alg_temp": 0.3}, "temperature": 0.5}),
+        ("low_confidence", "dual", {"prompt": LEVEL[0], "max_new_tokens": 24, "steps": 12, "suppress_tokens": (3,)}),
+        ("maskgit_plus", "none", {"confidence_eos_eot_inf": True, "top_k": 5, "temperature": 0.5}),
+        ("factor", "prefix", {"eos_early_stop": False}),
+    ],
+)
+def test_a_step_waits_for_nothing(sampler: str, cache: str, request_: dict) -> None:
+    watched = steps_without_values(sampler, cache, "same" if cache == "prefix" else "shifted", **request_)
+    assert {"embedding", "index", "index_copy_", "scatter_"} <= watched.operations
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("path", ["chunked", "triton"])
+def test_nor_do_large_vocabularies(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics that serve them; kernels are not launched, but all that stands around them is done."""
+    launched = []
+    monkeypatch.setattr(statistics, "path_for", lambda logits, fields=None: path)
+    monkeypatch.setattr(statistics, "_programs", lambda device: 528)
+    if path == "triton":
+        pytest.importorskip("triton")
+        statistics._triton()
+        for name in ("_partial_kernel", "_finish_kernel"):
+            launches = type("Launches", (), {"__getitem__": lambda self, grid: lambda *a, **k: launched.append(grid)})
+            monkeypatch.setattr(statistics, name, launches())
+    for sampler in ("threshold", "entropy"):
+        steps_without_values(sampler, "dual", "same", 9000, temperature=0.5)
+    assert bool(launched) == (path == "triton")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.cpu(),
+        lambda x: x + torch.as_tensor(np.arange(3), device=x.device),
+        lambda x: torch.tensor(3.0, device=x.device) + x,
+        lambda x: x + torch.zeros(3),
+    ],
+)
+def test_what_waits_is_noticed(wrong: Any) -> None:
+    x = torch.zeros(3, device="meta")
+    with NothingNew(), OnTheDevice(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        wrong(x)
+
+
+def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
+    model = tiny(1)
+    with torch.no_grad():  # token 14 stands in row 2 alone
+        model.module.model.embed_tokens.weight[14] = torch.nan
+    for run in (
+        lambda method, state: decode(method, model, state),
+        lambda method, state: engine.decode(method, model, state, capture=False),
+    ):
+        method, state = start("threshold", model)
+        with pytest.raises(FloatingPointError, match="row 2 at its step 0"):
+            run(method, state)
+        assert state.canvas[2, 1:13].eq(MASK).all()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "request_", "reason"),
+    [
+        ("credit", {}, "sampler 'credit' keeps something on the host"),
+        ("random", {"settings": {"order": "block"}}, "'random' with these settings remembers"),
+        ("threshold", {"settings": {"quota_per_step": "carry"}, "steps": 3}, "'threshold' with these settings"),
+        ("threshold", {"cache": "dkv_decode"}, "cache 'dkv_decode' chooses on the host"),
+        ("threshold", {"guidance_scale": 2.0}, "guidance evaluates two rows"),
+        ("threshold", {"rng": "reference", "prompt": [[1, 2]]}, "rng='reference' draws on the host"),
+        ("threshold", {"stop": paradec.Prophet(answer=range(2))}, "stop rules other than the end token"),
+    ],
+)
+def test_what_it_cannot_serve_is_named(sampler: str, request_: dict, reason: str) -> None:
+    model = MODELS["same"]
+    method, state = start(sampler, model, **request_)
+    assert reason in engine.refusal(method, model, state)
+    with pytest.raises(ValueError, match="device-side step cannot serve this request"):
+        engine.decode(method, model, state, capture=False)
+
+
+def test_methods_of_ones_own_are_not_taken_for_ours() -> None:
+    class Mine(samplers.get("threshold")):
+        pass
+
+    _, state = start("threshold", MODELS["same"])
+    assert engine.refusal(Mine(), MODELS["same"], state) == "sampler 'threshold' is a class of your own, Mine"
+
+
+def test_bad_arguments() -> None:
+    model = MODELS["same"]
+    method, state = start("threshold", model)
+    with pytest.raises(ValueError, match="capture=True takes a CUDA device; the model is on cpu"):
+        engine.decode(method, model, state)
+    with pytest.raises(ValueError, match="poll_every=0 must be an integer of at least 1"):
+        engine.decode(method, model, state, capture=False, poll_every=0)
+    method.commit(state, method.step(model, state))
+    with pytest.raises(ValueError, match="this state has been stepped"):
+        engine.decode(method, model, state, capture=False)
+
+
+def test_generate_takes_compile_on_cuda_alone() -> None:
+    model = MODELS["same"]
+    with pytest.raises(ValueError, match="compile=True captures CUDA graphs, and the model is on cpu"):
+        paradec.generate(model, input_ids=[1, 2], compile=True)
+    with pytest.raises(ValueError, match="compile=1 must be True or False"):
+        paradec.generate(model, input_ids=[1, 2], compile=1)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "callback", "reason"),
+    [("credit", None, "sampler 'credit' keeps something"), ("threshold", print, "a callback looks at every step")],
+)
+def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
+    method, state = start(sampler, MODELS["same"])
+    with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
+        loop = _device_loop(method, MODELS["same"], state, callback, None)
+    assert loop is decode and len(caught) == 1
+    method, state = start("threshold", MODELS["same"])
+    assert _device_loop(method, MODELS["same"], state, None, None) is not decode
+
+
+def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the second graph, after the first one ran, leaves the request as it was."""
+    model = tiny(1)
+    seen = []
+
+    def captured(device: engine.Engine, step: Any) -> Any:
+        if seen:
+            raise engine.NotCapturable("a step of LlamaForCausalLM cannot be captured: it waits")
+        seen.append(step)
+        return step
+
+    monkeypatch.setattr(engine, "captured", captured)
+    monkeypatch.setattr(engine, "decode", lambda method, model, state: engine._decode(method, model, state, True, 1))
+    method, plain = start("threshold", model, cache="dual")
+    decode(method, model, plain)
+    method, state = start("threshold", model, cache="dual")
+    with torch.inference_mode(), pytest.warns(UserWarning, match="no effect: a step .* it waits") as caught:
+        _device_loop(method, model, state, None, None)(method, model, state, None)
+    assert len(caught) == 1 and not model.engines
+    assert torch.equal(state.canvas, plain.canvas) and (state.counts == plain.counts).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("sampler", ["threshold", "entropy"])
+def test_captured_steps_equal_the_plain_loop(sampler: str, cache: str) -> None:
+    for prediction in MODELS:
+        model = tiny(2, prediction=prediction)
+        model.module.to("cuda")
+        arguments = {"input_ids": ROWS, "sampler": sampler, "cache": cache, "max_new_tokens": 12, "block_length": 4}
+        plain = paradec.generate(model, **arguments, temperature=0.7, seed=1)
+        for _ in range(2):  # captured, and from the graphs that were kept
+            captured = paradec.generate(model, **arguments, temperature=0.7, seed=1, compile=True)
+            assert torch.equal(captured.sequences, plain.sequences) and captured.row_nfe == plain.row_nfe
+        assert engine.clear_graphs(model) == 1

@@ -1,0 +1,583 @@
+"""FreeDave: the base's tokens in fewer forwards, for any base, cache and layout of the drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny
+from torch import Tensor, nn
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+from paradec.protocol import Sampler
+from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.draft_layout import DraftQuery
+from paradec.samplers.masked.freedave import FreeDave, accept
+
+CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
+MEANS = {"prediction": "same", "topology": "bidirectional"}
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two outputs agree in all but their cost."""
+    fields = ("tokens", "finished", "text")
+    return torch.equal(first.sequences, second.sequences) and all(
+        getattr(first, name) == getattr(second, name) for name in fields
+    )
+
+
+# ---- lossless -------------------------------------------------------------------------------------------------------
+
+WORDS, DIGITS, DENOISERS = 14, 8, 500
+MASK, END = 12, 13
+
+
+class Denoisers(nn.Module):
+    """512 random denoisers in one module: the first three tokens of a row, as octal digits, say which is asked."""
+
+    def __init__(self, width: int = 8, longest: int = 16):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=WORDS)
+        made = torch.Generator().manual_seed(0)
+        normal = lambda *shape: torch.randn(shape, generator=made, dtype=torch.float64)  # noqa: E731
+        self.words, self.places = normal(WORDS, width), normal(longest, width)
+        self.mix = normal(DIGITS**3, width, width) / width**0.5
+        self.readout = normal(DIGITS**3, width, WORDS)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        which = (input_ids[:, :3] * torch.tensor([64, 8, 1])).sum(1)
+        hidden = self.words[input_ids] + self.places[: input_ids.shape[1]]
+        # what stands near counts more, so that a step changes some predictions and leaves others
+        near = torch.arange(input_ids.shape[1])
+        weights = torch.exp(-(near[:, None] - near).abs().double())
+        hidden = torch.tanh(weights @ hidden @ self.mix[which])
+        return hidden @ self.readout[which]
+
+
+@pytest.fixture(scope="module")
+def denoisers() -> tuple[Model, list[list[int]]]:
+    model = paradec.wrap(Denoisers(), mask_token_id=MASK, eos_token_id=END, **MEANS)
+    prompts = [[i // 64, i // 8 % 8, i % 8] + [7] * (i % 3) for i in range(DENOISERS)]
+    return model, prompts
+
+
+BASES = [
+    ("low_confidence", {}),
+    ("threshold", {}),
+    ("factor", {}),
+    ("maskgit_plus", {"steps": 8}),
+    ("entropy", {"steps": 6}),
+    (CARRY, {"steps": 4, "block_length": 8}),  # counts what it refused
+    ({"sampler": "klass", "confidence_threshold": 0.3, "kl_threshold": 0.5}, {"block_length": 8}),
+    ({"sampler": "credit", "threshold": 0.95}, {"block_length": 8}),  # these remember distributions
+]
+
+
+@pytest.mark.parametrize(("base", "request_"), BASES, ids=lambda value: str(getattr(value, "name", value)))
+def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, request_: dict) -> None:
+    """Token for token the base, in ragged batches whose rows accept differently; at temperature 0 and, since a step's
+    numbers are its own, above it."""
+    model, prompts = denoisers
+    arguments = {"max_new_tokens": 8, "block_length": 4, "seed": 1} | request_
+    method = FreeDave(base).base
+    expected = paradec.generate(model, prompts, sampler=method, **arguments)
+    fewer = []
+    for count in (1, 2, 4, 8):
+        found = paradec.generate(model, prompts, sampler=FreeDave(base, draft_steps=count), **arguments)
+        assert same(found, expected)
+        assert all(ours <= theirs for ours, theirs in zip(found.row_nfe, expected.row_nfe, strict=True))
+        if count == 1:
+            assert found.row_nfe == expected.row_nfe and found.forwarded_tokens == expected.forwarded_tokens
+        fewer.append(sum(found.row_nfe))
+    drawn, drafted = (
+        paradec.generate(model, prompts, sampler=sampler, temperature=0.6, **arguments)
+        for sampler in (method, FreeDave(base))
+    )
+    assert same(drawn, drafted) and not same(drawn, expected)
+    assert fewer[0] > fewer[1] >= fewer[2] >= fewer[3]
+    assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers do differ
+
+
+@pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
+def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: str) -> None:
+    """Lossless with its defaults and a plan of steps, or refused by name."""
+    model, prompts = denoisers
+    try:
+        sampler = FreeDave(name, draft_steps=3)
+    except ValueError as error:
+        assert re.search(f"base='{name}'", str(error))
+        return
+    arguments = {"max_new_tokens": 8, "block_length": 8, "seed": 1} | ({"steps": 6} if sampler.uses_steps else {})
+    for temperature in (0.0, 0.6):
+        expected, found = (
+            paradec.generate(model, prompts[:60], sampler=method, temperature=temperature, **arguments)
+            for method in (sampler.base, sampler)
+        )
+        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
+
+
+CASES = [
+    ("bidirectional", "same", "none"),
+    ("bidirectional", "same", "prefix"),
+    ("bidirectional", "same", "dual"),
+    ("bidirectional", "shifted", "dual"),
+    ("block_causal", "same", "none"),
+    ("block_causal", "same", "block"),
+    ("block_causal", "shifted", "block"),
+]
+
+
+@pytest.mark.parametrize(("topology", "prediction", "cache"), CASES)
+@pytest.mark.parametrize(("base", "temperature"), [("low_confidence", 0.0), ("random", 0.3)])
+def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base: Any, temperature: float) -> None:
+    """Drafts leave nothing in the store that the base would not have found there."""
+    model = tiny(2, topology, prediction)
+    arguments = {"max_new_tokens": 8, "block_length": 4, "cache": cache, "temperature": temperature, "seed": 2}
+    expected = paradec.generate(model, ROWS, sampler=base, eos_early_stop=False, **arguments)
+    batch, tree = (
+        paradec.generate(model, ROWS, sampler=FreeDave(base, draft_mode=mode), eos_early_stop=False, **arguments)
+        for mode in ("batch", "tree")
+    )
+    assert same(batch, expected) and same(tree, expected)
+    assert batch.row_nfe == tree.row_nfe and sum(batch.row_nfe) < sum(expected.row_nfe)
+    assert (batch.row_forwards, batch.forwarded_tokens) == (tree.row_forwards, tree.forwarded_tokens)
+
+
+@pytest.mark.parametrize("base", ["learn2pd", "learn2pd+margin"])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
+    """No draft stands that was evaluated with a longer row than the base would have had."""
+    rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
+    forwarded = {}
+    for eot in ("greedy", "none"):
+        method = samplers.create(base.replace("learn2pd", f"learn2pd(eot={eot})"))
+        arguments = {"max_new_tokens": 32, "block_length": 16, "cache": cache}
+        expected = paradec.generate(llada64, rows, sampler=method, **arguments)
+        found = paradec.generate(llada64, rows, sampler=FreeDave(method), **arguments)
+        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
+        forwarded[eot] = found.forwarded_tokens
+    assert forwarded["greedy"] < forwarded["none"]
+
+
+@pytest.mark.parametrize("mode", ["batch", "tree"])
+def test_guidance(mode: str) -> None:
+    arguments = {"max_new_tokens": 12, "block_length": 6, "cache": "dual", "guidance_scale": 1.6}
+    base = paradec.generate(tiny(2), ROWS, sampler="low_confidence", **arguments)
+    assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
+
+
+@pytest.mark.parametrize(("mode", "cache"), [("batch", "none"), ("tree", "none"), ("batch", "dual"), ("tree", "dual")])
+def test_neighbours(mode: str, cache: str) -> None:
+    """A row's forwards, drafts and commits are those that it has alone."""
+    model, sampler = tiny(2), FreeDave(draft_mode=mode)
+    arguments = {"sampler": sampler, "max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True}
+    together = paradec.generate(model, ROWS, **arguments)
+    for row, prompt in enumerate(ROWS):
+        alone = paradec.generate(model, [prompt], **arguments)
+        steps = together.trace.steps[: len(alone.trace.steps)]
+        assert [[c[1:3] for c in s.commits if c[0] == row] for s in steps] == [
+            [c[1:3] for c in s.commits] for s in alone.trace.steps
+        ]
+        assert [s.forwarded[row] for s in steps] == [s.forwarded[0] for s in alone.trace.steps]
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_one_draft_is_the_base_forward_for_forward(cache: str) -> None:
+    model = tiny(2)
+    arguments = {"max_new_tokens": 10, "block_length": 5, "cache": cache, "trace": True, "steps": 8}
+    base = paradec.generate(model, ROWS, sampler="low_confidence", **arguments)
+    found = paradec.generate(model, ROWS, sampler=FreeDave(draft_steps=1), **arguments)
+    assert found.trace.steps == base.trace.steps
+
+
+def test_text_ends_where_it_would_have() -> None:
+    """End tokens, stop strings, holes and streams: the same text, the same finished rows, the same answer lengths."""
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.got: list[int] = []
+
+        def put(self, ids: Tensor) -> None:
+            self.got += ids.flatten().tolist()
+
+        def end(self) -> None:
+            self.got.append(-1)
+
+    model = paradec.load(dtype="float64")
+    prompts = ["Sort: pear fig apple kiwi", "Reverse: fig kiwi plum", "Copy: plum fig"]
+    arguments = {"max_new_tokens": 16, "block_length": 8}
+    found: dict[str, Any] = {}
+    for sampler in ("low_confidence", "freedave"):
+        streamer = Streamer()
+        paradec.generate(model, prompts[0], sampler=sampler, streamer=streamer, **arguments)
+        found[sampler] = (
+            paradec.generate(model, prompts, sampler=sampler, **arguments),
+            paradec.generate(model, prompts, sampler=sampler, stop_strings=["fig", "kiwi"], **arguments),
+            paradec.infill(model, "Sort: pear <mask> apple <mask:3>", sampler=sampler),
+        )
+        found[sampler + " streamed"] = streamer.got
+    assert all(same(*pair) for pair in zip(found["low_confidence"], found["freedave"], strict=True))
+    assert found["low_confidence streamed"] == found["freedave streamed"]
+    whole, stopped, _ = found["freedave"]
+    assert all(whole.finished) and all(stopped.finished) and sum(stopped.tokens) < sum(whole.tokens)
+    assert sum(whole.row_nfe) < sum(found["low_confidence"][0].row_nfe)
+
+
+# ---- its law above temperature 0 ------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """A denoiser of three positions and three words, written out: logits for every canvas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=4)
+        made = torch.Generator().manual_seed(3)
+        self.table = torch.randn(64, 4, 4, generator=made, dtype=torch.float64) * 1.2
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.table[(input_ids[:, 1:] * torch.tensor([16, 4, 1])).sum(1)]
+
+
+def exact_law(table: Tensor, temperature: float, canvas: tuple[int, ...] = (3, 3, 3)) -> dict[tuple[int, ...], float]:
+    """Probability of every outcome: all words that may be drawn; of them the one with the largest p is committed."""
+    holes = [i for i in range(3) if canvas[i] == 3]
+    if not holes:
+        return {canvas: 1.0}
+    logits = table[16 * canvas[0] + 4 * canvas[1] + canvas[2], 1:, :3]
+    p, drawn_from = logits.softmax(-1).tolist(), (logits / temperature).softmax(-1).tolist()
+    law: dict[tuple[int, ...], float] = {}
+    for drawn in product(range(3), repeat=len(holes)):
+        chance = float(np.prod([drawn_from[i][word] for i, word in zip(holes, drawn, strict=True)]))
+        at, word = max(zip(holes, drawn, strict=True), key=lambda pair: p[pair[0]][pair[1]])
+        after = tuple(word if i == at else canvas[i] for i in range(3))
+        for end, share in exact_law(table, temperature, after).items():
+            law[end] = law.get(end, 0.0) + chance * share
+    return law
+
+
+def p_value(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+    """Of the chi-square test; outcomes expected less than five times are put together."""
+    total = sum(counts.values())
+    pairs = [(counts.get(end, 0), total * share) for end, share in law.items()]
+    rare = [pair for pair in pairs if pair[1] < 5]
+    pairs = [pair for pair in pairs if pair[1] >= 5] + ([tuple(map(sum, zip(*rare, strict=True)))] if rare else [])
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in pairs)
+    return float(torch.special.gammaincc(torch.tensor((len(pairs) - 1) / 2.0), torch.tensor(statistic / 2)))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.3])
+def test_the_law_is_exact(temperature: float) -> None:
+    module = Table()
+    model = paradec.wrap(module, mask_token_id=3, **MEANS)
+    arguments = {"max_new_tokens": 3, "block_length": 3, "temperature": temperature, "seed": 0}
+    out = paradec.generate(model, [0], sampler="freedave", num_return_sequences=8000, **arguments)
+    counts: dict[tuple[int, ...], int] = {}
+    for row in out.new_tokens.tolist():
+        counts[tuple(row)] = counts.get(tuple(row), 0) + 1
+    assert sum(out.row_nfe) < 3 * 8000  # some drafts do stand
+    law = exact_law(module.table, temperature)
+    assert abs(sum(law.values()) - 1) < 1e-12
+    assert p_value(counts, law) > 1e-3
+    assert p_value(counts, exact_law(module.table, temperature * 1.2)) < 1e-6  # the test would see another law
+
+
+# ---- what is accepted, what is evaluated ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_accept_by_hand(subset: bool) -> None:
+    """Against the rule written row by row, on random chains."""
+    made = np.random.default_rng(0)
+    mask, count, rows, width = 9, 5, 400, 6
+    drafts = np.full((count, rows, width), mask)
+    written = np.empty_like(drafts)
+    for row in range(rows):
+        order = made.permutation(width)
+        for depth in range(count):
+            drafts[depth, row, order[:depth]] = 0  # nested: one token more each
+            written[depth, row] = drafts[depth, row]
+            fills = order[depth : depth + made.integers(1, 4)]
+            written[depth, row, fills] = made.random(len(fills)) < 0.15
+    copies = made.integers(1, count + 1, rows)
+    best, judge = accept(drafts, written, copies, mask, subset)
+    for row in range(rows):
+        expected, jumps = 0, {}
+        while True:
+            target = written[expected, row]
+            stand = [
+                j
+                for j in range(expected + 1, copies[row] if subset else min(expected + 2, copies[row]))
+                if (target == drafts[j, row]).all()
+                or subset
+                and all(a in (mask, b) for a, b in zip(drafts[j, row], target, strict=True))
+            ]
+            if not stand:
+                break
+            jumps |= dict.fromkeys(range(expected, max(stand)), expected)
+            expected = max(stand)
+        assert best[row] == expected
+        assert all(judge[i, row] == by for i, by in jumps.items())
+    assert len(set(best.tolist())) > 3
+
+
+@dataclass
+class ByHand:
+    """FreeDave over the threshold rule, for one row, from the paper: what each forward commits, and what is counted."""
+
+    module: nn.Module
+    threshold: float
+    count: int
+    subset: bool
+
+    def read(self, row: list[int]) -> tuple[list[float], list[int]]:
+        """The confidence and the best word of every position."""
+        logits = self.module(torch.tensor([row]))[0].index_fill(1, torch.tensor(MASK), -torch.inf)
+        p, words = logits.softmax(-1).max(-1)
+        return p.tolist(), words.tolist()
+
+    def base(self, row: list[int], block: range, found: tuple[list[float], list[int]]) -> list[int]:
+        """The row after one step of the rule."""
+        masks = [i for i in block if row[i] == MASK]
+        best = max(masks, key=lambda i: (found[0][i], -i), default=None)
+        chosen = {i for i in masks if found[0][i] >= self.threshold or i == best}
+        return [found[1][i] if i in chosen else word for i, word in enumerate(row)]
+
+    def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
+        """What stands: rows one step after the other, each with the number of the draft whose logits made it."""
+        path, at = [], 0
+        while True:
+            later = range(at + 1, len(drafts)) if self.subset else range(at + 1, min(at + 2, len(drafts)))
+            fits = [
+                i
+                for i in later
+                if drafts[i] == after[at]
+                or (self.subset and all(d in (MASK, a) for d, a in zip(drafts[i], after[at], strict=True)))
+            ]
+            if not fits:
+                return [*path, (after[at], at)]
+            path += [(drafts[i], at) for i in range(at + 1, fits[-1] + 1)]
+            at = fits[-1]
+
+    def decode(self, prompt: list[int], new: int, size: int) -> dict[str, Any]:
+        row, length = prompt + [MASK] * new, len(prompt) + new
+        commits, steps = [], 0
+        for block in [range(at, at + size) for at in range(len(prompt), length, size)]:
+            carried = None
+            while masks := [i for i in block if row[i] == MASK]:
+                drafts = [row]
+                if carried is not None:
+                    for _ in range(1, min(self.count, len(masks))):
+                        drafts.append(self.base(drafts[-1], block, carried))
+                found = [self.read(draft) for draft in drafts]
+                path = self.accepted(drafts, [self.base(d, block, f) for d, f in zip(drafts, found, strict=True)])
+                commits.append(set())
+                for number, (after, judge) in enumerate(path):
+                    written = [i for i in block if after[i] != row[i]]
+                    commits[-1] |= {(i, after[i], round(found[judge][0][i], 9)) for i in written}
+                    row, steps, carried = after, steps + 1, found[number]
+                    first = next((i for i in block if row[i] in (MASK, END)), None)
+                    if first is not None and row[first] == END:
+                        beyond = len(path) - number - 1  # steps that would stand, had the text not ended
+                        return self.ended(commits, steps, row, first + 1, True) | {"beyond": beyond}
+                    if all(row[i] != MASK for i in block):
+                        break
+        return self.ended(commits, steps, row, length, False)
+
+    def ended(self, commits: list, steps: int, row: list[int], end: int, stopped: bool) -> dict[str, Any]:
+        decided = sum(map(len, commits))
+        return {
+            "commits": commits,
+            "steps": steps,
+            "row": row[:end],
+            "stopped": stopped,
+            "decided": decided,
+            "beyond": 0,
+        }
+
+
+@pytest.mark.parametrize(
+    ("threshold", "count", "subset"), [(1.0, 4, False), (0.8, 3, False), (0.7, 4, True), (1.0, 6, True)]
+)
+def test_every_forward_by_hand(
+    denoisers: tuple[Model, list[list[int]]], threshold: float, count: int, subset: bool
+) -> None:
+    """Tokens, the score that each had when the base took it, steps, decided positions and ends, also inside drafts."""
+    model, prompts = denoisers
+    hand = ByHand(model.module, threshold, count, subset)
+    sampler = FreeDave(
+        {"sampler": "threshold", "threshold": threshold}, draft_steps=count, agreement="subset" if subset else "exact"
+    )
+    inside, beyond = 0, 0
+    for size, chosen in ((5, prompts[160:190]), (10, prompts[100:160])):
+        state = sampler.start(model, chosen, max_new_tokens=10, block_length=size)
+        commits: list[list[set]] = [[] for _ in chosen]
+        with torch.inference_mode():
+            while not state.done:
+                running = np.flatnonzero(state.running)
+                entries = sampler.commit(state, sampler.step(model, state)).to_list()
+                for row in running:
+                    commits[row].append({(i, word, round(score, 9)) for r, i, word, score in entries if r == row})
+            expected = [hand.decode(prompt, 10, size) for prompt in chosen]
+        for row, found in enumerate(expected):
+            assert commits[row] == found["commits"]
+            assert state.canvas[row, : state.end[row]].tolist() == found["row"]
+            assert state.row_step[row] == found["steps"] and state.stopped[row] == found["stopped"]
+            assert state.decided[row] == found["decided"] and state.nfe[row] == len(commits[row])
+            inside += found["stopped"] and found["steps"] > len(commits[row])
+            beyond += found["beyond"] > 0
+    assert inside and beyond  # some rows ended behind an accepted draft, some before another one
+
+
+@dataclass
+class EndsAfter:
+    """A stop rule that ends a row by what the state counts."""
+
+    name: str
+    most: int
+
+    def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
+        rows = state.window.rows
+        full = (tokens != MASK).all(1) | (getattr(state, self.name)[rows] >= self.most)
+        # nothing may be undecided before the end
+        first = np.where((tokens == MASK).any(1), (tokens == MASK).argmax(1), tokens.shape[1])
+        return np.where(full, state.block_start[rows] + first, np.iinfo(np.int64).max)
+
+
+@pytest.mark.parametrize("name", ["decided", "row_step", "block_step"])
+@pytest.mark.parametrize("base", ["low_confidence", "threshold"])
+def test_a_rule_of_ones_own_sees_every_step(denoisers: tuple[Model, list[list[int]]], name: str, base: str) -> None:
+    """A rule that reads the state's counts ends rows at the base's step, though several are taken at once."""
+    model, prompts = denoisers
+    for most in (3, 5):
+        arguments = {"max_new_tokens": 8, "block_length": 8, "stop": EndsAfter(name, most), "eos_early_stop": False}
+        expected, found = (
+            paradec.generate(model, prompts[:80], sampler=sampler, **arguments) for sampler in (base, FreeDave(base))
+        )
+        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
+
+
+@pytest.mark.parametrize("mode", ["batch", "tree"])
+def test_what_is_counted(mode: str) -> None:
+    """One call with every draft of every row that has any; none of them is written to the store."""
+    model, sampler = tiny(2), FreeDave(draft_steps=3, draft_mode=mode)
+    state = sampler.start(model, ROWS, max_new_tokens=4, block_length=4, cache="dual")
+    with torch.inference_mode():
+        proposal = sampler.step(model, state)
+        assert [type(query).__name__ for query in proposal.cost.queries] == ["Query", "Query"]  # nothing to draft from
+        sampler.commit(state, proposal)
+        stored = state.store.token_at_write.clone()
+        (query,) = sampler.query(state)
+        assert isinstance(query, DraftQuery) and query.slots is None and query.copies.tolist() == [3, 3, 3]
+        assert query.tokens.shape == ((9, 4) if mode == "batch" else (3, 12))
+        before = state.canvas.clone()
+        proposal = sampler.step(model, state)
+        assert torch.equal(before, state.canvas) and torch.equal(stored, state.store.token_at_write)
+        assert proposal.cost.nfe.tolist() == [1, 1, 1]
+        assert proposal.cost.row_forwards.tolist() == [3, 3, 3] and proposal.cost.forwarded.tolist() == [12, 12, 12]
+        commit = sampler.commit(state, proposal)
+    assert state.row_step.tolist() == [1 + sum(entry[0] == row for entry in commit.to_list()) for row in range(3)]
+
+
+def test_broken_logits_of_a_rejected_draft_end_nothing(llada64: Model) -> None:
+    """What the base never evaluates cannot stop it."""
+    sampler = FreeDave(draft_steps=4)
+    state = sampler.start(llada64, [1, 2, 3], max_new_tokens=8, block_length=8)
+    with torch.inference_mode():
+        sampler.commit(state, sampler.step(llada64, state))
+        while not state.done:
+            queries = sampler.query(state)
+            logits = [llada64(query) for query in queries]
+            clean = sampler.propose(state, [one.clone() for one in logits], queries)
+            drafts, written = (
+                np.stack([x.numpy() for x in tensors])
+                for tensors in ([a.tokens for a in clean.drafts], [t.written for t in clean.taken])
+            )
+            best, _ = accept(drafts, written, clean.copies, llada64.facts.mask_token_id, False)
+            logits[0][best[0] + 1 :] = torch.nan
+            sampler.commit(state, sampler.propose(state, [one.clone() for one in logits], queries))
+    base = paradec.generate(llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=8, block_length=8)
+    assert state.canvas[0, 3:].tolist() == base.new_tokens[0].tolist()
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_is_a_name_a_sampler_or_its_data() -> None:
+    ways = [FreeDave("threshold"), FreeDave(samplers.create("threshold")), FreeDave({"sampler": "threshold"})]
+    assert ways[0] == ways[1] == ways[2] and len(set(ways)) == 1
+    plus = samplers.create("freedave", preset="freedave++", draft_steps=2)
+    assert plus.base.threshold == 0.95 and plus.agreement == "subset" and plus.draft_steps == 2
+    assert Sampler.from_dict(json.loads(json.dumps(plus.to_dict()))) == plus
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"base": "freedave"}, ["base='freedave'", "drafts by itself"]),
+        ({"base": "adablock"}, ["base='adablock'", "where its blocks end"]),
+        ({"base": "sjd"}, ["base='sjd'", "masked sampler"]),
+        ({"base": "low_confidense"}, ["base='low_confidense'", "did you mean 'low_confidence'"]),
+        ({"base": {"sampler": "threshold", "threshold": 2}}, ["base=", "threshold=2"]),
+        ({"base": CARRY, "agreement": "subset"}, ["base='threshold'", "agreement='subset'"]),
+        ({"draft_steps": 0}, ["draft_steps=0"]),
+        ({"draft_mode": "trea"}, ["draft_mode", "did you mean 'tree'"]),
+        ({"agreement": "most"}, ["agreement", "exact, subset"]),
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(settings: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        samplers.create("freedave", **settings)
+    assert all(word in str(caught.value) for word in words)
+
+
+@dataclass(frozen=True)
+class Rewriter(MaskedSampler):
+    name = "rewriter"
+    revises = rereads = True
+
+
+@dataclass(frozen=True)
+class Hurried(samplers.get("threshold")):
+    name = "hurried"
+
+    def commit(self, state: Any, proposal: Any) -> Any:
+        return super().commit(state, proposal)
+
+
+def test_bases_that_do_more_than_select_are_refused() -> None:
+    with pytest.raises(ValueError, match="base='rewriter'.*takes back"):
+        FreeDave(Rewriter())
+    with pytest.raises(ValueError, match="base='hurried'.*`commit` of its own"):
+        FreeDave(Hurried())
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"rng": "reference"}, "rng='reference'.*'freedave'"),
+        ({"blocks": paradec.AdaptiveBlocks(delimiters=(3,))}, "'freedave'.*AdaptiveBlocks"),
+        ({"cache": "vicinity"}, "cache='vicinity'.*'freedave'"),
+        ({"cache": "dkv_decode"}, "cache='dkv_decode'.*'freedave'"),
+    ],
+    ids=str,
+)
+def test_requests_that_are_refused(llada64: Model, request_: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FreeDave().start(llada64, [1, 2], max_new_tokens=4, **request_)
+
+
+def test_trees_need_a_mask_per_position(denoisers: tuple[Model, list[list[int]]]) -> None:
+    with pytest.raises(ValueError, match="draft_mode='tree'.*use draft_mode='batch'"):
+        paradec.generate(denoisers[0], [0, 0, 1], sampler=FreeDave(draft_mode="tree"), max_new_tokens=4)

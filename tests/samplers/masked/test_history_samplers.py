@@ -1,0 +1,609 @@
+"""Samplers that remember: credit, ccd, ccd_agree, klass, persistence and threshold's carry against plain loops written
+from the papers' formulas, the settings at which they are other samplers, and what becomes of their memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Sampler
+from paradec.samplers.masked.base import Stage
+from paradec.samplers.masked.state import rows_of
+from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
+
+VOCAB, MASK, ENDS = 7, 6, (4, 5)
+ROWS, BLOCK, BLOCKS = 3, 6, 2
+PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
+Step = set[tuple[int, int, int]]
+
+
+class Script:
+    """A model that answers step t with the logits [rows, positions, V] of `table[t]`, whatever it is asked."""
+
+    facts = ModelFacts(vocab_size=VOCAB, mask_token_id=MASK, eos_token_ids=ENDS)
+    device = torch.device("cpu")
+    tokenizer, default_block_length, default_max_new_tokens = None, None, BLOCK * BLOCKS
+    pads, supports_store, supports_visibility = True, False, False
+
+    def __init__(self, seed: int, scale: float):
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(BLOCK * BLOCKS, ROWS, 1 + BLOCK * BLOCKS, VOCAB, dtype=torch.float64, generator=generator)
+        table = [noise[0]]
+        for fresh in noise[1:]:  # favourites last for a while, and change
+            table.append(0.9 * table[-1] + 0.4 * fresh)
+        self.table = scale * torch.stack(table)
+        # positions that a step leaves out, as a cache would
+        self.keep = torch.rand(len(noise), ROWS, BLOCK, generator=generator) < (1.0 if seed % 2 else 0.7)
+        self.at = 0
+
+    def __call__(self, query: object) -> Tensor:
+        logits = self.table[self.at][torch.as_tensor(query.rows)]
+        return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, VOCAB)).clone()
+
+
+def kept(script: Script, at: int, row: int, undecided: list[int], start: int) -> set[int]:
+    """Undecided positions of a row's block that step `at` evaluates; one of them at least."""
+    found = {i for i in undecided if script.keep[at, row, i - start]}
+    return found or set(undecided)
+
+
+def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
+    """What the sampler commits at every step of a script."""
+    prompts = [[row] for row in range(ROWS)]
+    state = sampler.start(
+        script, prompts, max_new_tokens=BLOCK * BLOCKS, block_length=BLOCK, eos_early_stop=False, seed=0, **request
+    )
+    steps = []
+    script.at = 0
+    with torch.inference_mode():
+        while not state.done:
+            queries = sampler.query(state)
+            (query,) = queries
+            available = torch.zeros(len(query.rows), BLOCK, dtype=torch.bool)
+            for n, row in enumerate(query.rows.tolist()):
+                start = int(state.block_start[row])
+                undecided = [i for i in range(start, start + BLOCK) if state.undecided[row, i]]
+                available[n, [i - start for i in kept(script, script.at, row, undecided, start)]] = True
+            queries = [query.but(available=available)]
+            commit = sampler.commit(state, sampler.propose(state, [script(query)], queries))
+            steps.append({(r, p, t) for r, p, t, _ in commit.to_list()})
+            script.at += 1
+    return steps
+
+
+# The rules as loops over one row's block: z [positions][V], the positions evaluated, and n, what the schedule grants.
+
+
+def softmax(z: list[float]) -> list[float]:
+    z = [-math.inf if v == MASK else x for v, x in enumerate(z)]
+    weights = [math.exp(x - max(z)) for x in z]
+    return [w / sum(weights) for w in weights]
+
+
+def argmax(p: list[float]) -> int:
+    return max(range(len(p)), key=lambda v: (p[v], -v))
+
+
+def entropy(p: list[float], inside: float = 0.0) -> float:
+    return -sum(q * math.log(q + inside) for q in p if q > 0)
+
+
+def top(scores: dict[int, float], n: int) -> set[int]:
+    return set(sorted(scores, key=lambda i: (-scores[i], i))[:n])
+
+
+class Loop:
+    def __init__(self, **settings: object):
+        self.__dict__ |= samplers.create(self.name).to_dict() | settings
+
+
+class CreditLoop(Loop):
+    name = "credit"
+
+    def open(self, positions: list[int]) -> None:
+        self.credit: dict[int, dict[int, float]] = {i: {} for i in positions}
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        confidence, token = {}, {}
+        for i in z:
+            credit = {v: c * self.decay for v, c in self.credit[i].items()}
+            p = softmax(z[i])
+            best = argmax(p)
+            if self.storage == "slots" and best not in credit and len(credit) == self.slots:
+                del credit[min(credit, key=credit.get)]
+            credit[best] = credit.get(best, 0.0) + p[best] ** self.exponent
+            self.credit[i] = credit
+            fused = softmax([x + self.fusion * math.log(1 + credit.get(v, 0.0)) for v, x in enumerate(z[i])])
+            token[i] = argmax(fused)
+            confidence[i] = fused[token[i]]
+        chosen = {i for i in z if confidence[i] >= self.threshold} | top(confidence, 1)
+        return {i: token[i] for i in chosen}
+
+
+class KLASSLoop(Loop):
+    name = "klass"
+
+    def open(self, positions: list[int]) -> None:
+        self.previous = {i: [0.0] * VOCAB for i in positions}
+        self.divergences: dict[int, list[float]] = {i: [] for i in positions}
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        p = {i: softmax(z[i]) for i in z}
+        for i in z:
+            pairs = zip(p[i], self.previous[i], strict=True)
+            self.divergences[i].append(sum(a * (math.log(a + 1e-12) - math.log(b + 1e-12)) for a, b in pairs))
+            self.previous[i] = p[i]
+        confidence = {i: max(p[i]) for i in z}
+        ready = {
+            i
+            for i in z
+            if confidence[i] > self.confidence_threshold
+            and len(self.divergences[i]) >= self.history
+            and all(d < self.kl_threshold for d in self.divergences[i][-self.history :])
+        }
+        return {i: argmax(p[i]) for i in ready or top(confidence, n)}
+
+
+class PersistenceLoop(Loop):
+    name = "persistence"
+
+    def open(self, positions: list[int]) -> None:
+        self.seen: dict[int, list[int]] = {i: [] for i in positions}
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        p = {i: softmax(z[i]) for i in z}
+        best = {i: argmax(p[i]) for i in z}
+        for i in z:
+            self.seen[i].append(best[i])
+        free = {i: max(p[i]) for i in z if best[i] not in ENDS or max(p[i]) >= self.end_threshold}
+        lasting = {
+            i for i in free if free[i] >= self.threshold and self.seen[i][-self.persist :] == [best[i]] * self.persist
+        }
+        chosen = top(free, n) | lasting or {min(z)}
+        return {i: best[i] for i in chosen}
+
+
+class CCDLoop(Loop):
+    name = "ccd"
+
+    def open(self, positions: list[int]) -> None:
+        self.buffers: list[dict[int, list[float]]] = []
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        p = {i: softmax(z[i]) for i in z}
+        mean = {}
+        for i in z:
+            found = [p[i]] + [b[i] for b in self.buffers[: self.history - 1] if i in b]
+            mean[i] = [sum(q) / len(found) for q in zip(*found, strict=True)]
+        buffer = top({i: max(p[i]) for i in z}, self.buffer)
+        self.buffers.insert(0, {i: p[i] for i in buffer})
+        surest = {i: -entropy(mean[i]) for i in z}
+        chosen = top(surest, n)
+        if self.entropy_threshold is not None:
+            chosen |= {i for i in buffer if surest[i] >= -self.entropy_threshold}
+        return {i: argmax(mean[i]) for i in chosen}
+
+
+class CCDAgreeLoop(Loop):
+    name = "ccd_agree"
+
+    def open(self, positions: list[int]) -> None:
+        self.at, self.masks, self.buffer, self.previous, self.n = 0, 0, [], {}, 1
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        p = {i: softmax(z[i]) for i in z}
+        best = {i: argmax(p[i]) for i in z}
+        self.masks = self.masks or len(z)
+        if self.at >= self.warmup - 1:
+            self.n += 1
+        width = min(self.n, int(n + n * self.expand_ratio))
+        if len(z) <= self.tail * self.masks:
+            width = 2
+        order = sorted(z, key=lambda i: (entropy(p[i], 1e-10), i))
+        first, wide = order[:n], order[:width]
+        commit = first
+        if self.at >= self.warmup and set(first) & set(self.buffer):
+            agreed = [i for i in wide if i in self.buffer and best[i] == self.previous.get(i)]
+            if len(agreed) >= n:
+                commit = agreed if self.adaptive else agreed[:n]
+        self.buffer = [i for i in order if i not in commit][:width]
+        self.previous |= best
+        self.at += 1
+        return {i: best[i] for i in commit}
+
+
+class CarryLoop(Loop):
+    """What a step grants and does not commit is granted to the next one, however often it was refused before."""
+
+    name = "threshold"
+    planned = 2
+
+    def open(self, positions: list[int]) -> None:
+        self.at, self.left, self.masks = 0, 0, len(positions)
+
+    def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+        p = {i: softmax(z[i]) for i in z}
+        granted = self.left + (self.masks // self.planned if self.at < self.planned else 0)
+        order = sorted(z, key=lambda i: (-max(p[i]), i))[: max(granted, 1)]
+        chosen = order[:1] + [i for i in order[1:] if max(p[i]) >= self.threshold]
+        self.left = max(granted, 1) - len(chosen)
+        self.at += 1
+        return {i: argmax(p[i]) for i in chosen}
+
+
+class SlowCarryLoop(CarryLoop):
+    planned = 3
+
+
+def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
+    """What a rule's loops commit at every step of a script, all rows together."""
+    per_row = []
+    for row in range(ROWS):
+        at, found = 0, []
+        for start in range(1, 1 + BLOCK * BLOCKS, BLOCK):
+            undecided = list(range(start, start + BLOCK))
+            loop.open(undecided)
+            planned = BLOCK if steps is None else steps // BLOCKS
+            begin = at
+            while undecided:
+                n = max(1, BLOCK // planned + (at - begin < BLOCK % planned))
+                z = {i: script.table[at, row, i].tolist() for i in sorted(kept(script, at, row, undecided, start))}
+                chosen = loop.step(z, n)
+                found.append({(row, i, token) for i, token in chosen.items()})
+                undecided = [i for i in undecided if i not in chosen]
+                at += 1
+        per_row.append(found)
+    return [set().union(*(found[at] for found in per_row if at < len(found))) for at in range(max(map(len, per_row)))]
+
+
+CASES: list[tuple[type[Loop], dict, int | None]] = [
+    (CreditLoop, {"threshold": 0.8}, None),
+    (CreditLoop, {"threshold": 0.8, "storage": "dense"}, None),
+    (CreditLoop, {"threshold": 0.95, "decay": 0.9, "exponent": 0.5, "fusion": 2.0, "storage": "dense"}, None),
+    (CreditLoop, {"threshold": 0.95, "decay": 0.9, "exponent": 0.5, "fusion": 2.0, "slots": 1}, None),
+    (CreditLoop, {"threshold": 0.9, "decay": 1.0, "fusion": 2.0, "slots": 2}, None),
+    (KLASSLoop, {"confidence_threshold": 0.5, "kl_threshold": 0.1}, None),
+    (KLASSLoop, {"confidence_threshold": 0.4, "kl_threshold": 0.3, "history": 1}, 4),
+    (KLASSLoop, {"confidence_threshold": 0.3, "kl_threshold": 0.2, "history": 3}, 10),
+    (PersistenceLoop, {"threshold": 0.7}, None),
+    (PersistenceLoop, {"threshold": 0.6, "persist": 3, "end_threshold": 0.95}, None),
+    (PersistenceLoop, {"threshold": 0.7, "persist": 1, "end_threshold": 0.5}, 4),
+    (CCDLoop, {"entropy_threshold": None}, None),
+    (CCDLoop, {"entropy_threshold": 0.8}, None),
+    (CCDLoop, {"entropy_threshold": 0.6, "history": 2, "buffer": 2}, None),
+    (CCDLoop, {"entropy_threshold": 0.9, "history": 4, "buffer": 9}, 6),
+    (CCDAgreeLoop, {"warmup": 1}, None),
+    (CCDAgreeLoop, {"warmup": 0, "expand_ratio": 2.0, "tail": 0.5}, None),
+    (CCDAgreeLoop, {"warmup": 1, "adaptive": False}, 6),
+    (CCDAgreeLoop, {"warmup": 2, "expand_ratio": 9.0}, None),
+    (CarryLoop, {"threshold": 0.8, "quota_per_step": "carry"}, 4),
+    (SlowCarryLoop, {"threshold": 0.7, "quota_per_step": "carry"}, 6),
+]
+
+
+@pytest.mark.parametrize(("loop", "settings", "steps"), CASES)
+def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | None) -> None:
+    sampler, sizes = samplers.create(loop.name, **settings), set()
+    for seed in range(8):
+        script = Script(seed, scale=2.5 if seed < 6 else 1.0)
+        ours, theirs = played(sampler, script, steps=steps), looped(loop(**settings), script, steps)
+        assert ours == theirs
+        sizes |= {sum(row == r for row, *_ in step) for step in ours for r in range(ROWS)}
+    assert len(sizes) > 2 or settings.get("entropy_threshold", 0) is None or not settings.get("adaptive", True)
+
+
+@pytest.mark.parametrize(("loop", "settings", "steps"), CASES)
+def test_memory_matters(loop: type[Loop], settings: dict, steps: int | None) -> None:
+    """A loop that forgets at every step goes another way: the tests above compare memories."""
+
+    class Forgetful(loop):
+        def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
+            self.open([*z])
+            return super().step(z, n)
+
+    differ = 0
+    for seed in range(8):
+        script = Script(seed, scale=2.5)
+        differ += looped(loop(**settings), script, steps) != looped(Forgetful(**settings), script, steps)
+    assert differ or settings.get("persist") == 1
+
+
+def same(a: paradec.Output, b: paradec.Output) -> bool:
+    steps = [[[(r, p, t) for r, p, t, _ in step.commits] for step in out.trace.steps] for out in (a, b)]
+    return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
+
+
+def decode(model: Model, name: str, settings: dict, **request: object) -> paradec.Output:
+    return decoded(model, samplers.create(name, **settings), **request)
+
+
+@functools.cache
+def decoded(model: Model, sampler: Sampler, **request: object) -> paradec.Output:
+    """What a sampler makes of `PROMPTS`, decoded once however many tests compare it."""
+    request = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False} | request
+    return paradec.generate(model, PROMPTS, sampler=sampler, trace=True, **request)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "other", "others"),
+    [
+        ("credit", {"fusion": 0.0}, "threshold", {"threshold": 0.9}),
+        ("credit", {"fusion": 0.0, "storage": "dense", "threshold": 0.6}, "threshold", {"threshold": 0.6}),
+        ("credit", {"storage": "dense"}, "credit", {"storage": "slots", "slots": 8}),
+        ("klass", {"kl_threshold": math.inf, "history": 1}, "threshold", {"threshold": 0.9}),
+        ("klass", {"confidence_threshold": 1.0}, "low_confidence", {}),
+        ("persistence", {"persist": 10**6, "end_threshold": 0.0}, "low_confidence", {}),
+        ("persistence", {"persist": 1, "end_threshold": 0.0, "threshold": 0.8}, "threshold", {"threshold": 0.8}),
+        ("ccd", {"history": 1, "entropy_threshold": None}, "entropy_threshold", {"threshold": 0.0}),
+        ("ccd", {"history": 1, "buffer": 12, "entropy_threshold": 0.7}, "entropy_threshold", {"threshold": 0.7}),
+        ("ccd_agree", {"warmup": 10**6}, "entropy_threshold", {"threshold": 0.0}),
+    ],
+)
+def test_settings_at_which_samplers_coincide(
+    name: str, settings: dict, other: str, others: dict, llada64: Model
+) -> None:
+    ours = decode(llada64, name, settings)
+    assert same(ours, decode(llada64, other, others))
+
+
+def test_defaults_go_their_own_way(llada64: Model) -> None:
+    names = ("threshold", "low_confidence", "entropy_threshold", "credit", "ccd", "ccd_agree", "klass", "persistence")
+    outs = {name: decode(llada64, name, {}) for name in names}
+    assert not any(same(outs[a], outs[b]) for i, a in enumerate(names) for b in names[i + 1 :])
+
+
+def test_dense_equals_slots_bit_for_bit() -> None:
+    """As long as no position has more best tokens than slots; with fewer slots something differs."""
+    dense = samplers.create("credit", storage="dense", fusion=1.5)
+    for slots, equal in ((VOCAB - 1, True), (1, False)):
+        sparse = samplers.create("credit", slots=slots, fusion=1.5)
+        found = []
+        for seed in range(4):
+            script = Script(seed, 1.0)
+            states = [s.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=12) for s in (dense, sparse)]
+            for at in range(8):
+                script.at = at
+                proposals = [s.step(script, state) for s, state in zip((dense, sparse), states, strict=True)]
+                found.append(torch.equal(proposals[0].scores, proposals[1].scores))
+                stages = [Stage_of(state) for state in states]
+                for sampler, state, stage in zip((dense, sparse), states, stages, strict=True):
+                    # let credit grow without committing anything
+                    _, updates = sampler.fuse(script(sampler.query(state)[0]), stage)
+                    for name, value in updates.items():
+                        state.memory[name] = value
+        assert all(found) == equal
+
+
+LARGE = 9001
+"""Words: more than are served in float64 throughout."""
+
+
+class LargeScript(Script):
+    """The same with many words, in float32; the few of `Script` are the likely ones."""
+
+    facts = ModelFacts(vocab_size=LARGE, mask_token_id=MASK, eos_token_ids=ENDS)
+
+    def __init__(self, seed: int, scale: float):
+        super().__init__(seed, scale)
+        tail = torch.randn(*self.table.shape[:-1], LARGE - VOCAB, generator=torch.Generator().manual_seed(seed))
+        self.table = torch.cat((self.table.float(), tail - 8), -1)
+
+    def __call__(self, query: object) -> Tensor:
+        logits = self.table[self.at][torch.as_tensor(query.rows)]
+        return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, LARGE)).clone()
+
+
+@pytest.mark.parametrize("text", ["credit({})", "credit({})>>localleap", "credit({})>>entropy_threshold"])
+def test_slots_equal_dense_in_a_large_vocabulary(text: str) -> None:
+    """There slots leave the raised logits unwritten: the same tokens, and the same confidences up to rounding."""
+    steps = 0
+    for seed in range(4):
+        found = []
+        for storage in ("storage=dense", "slots=8"):
+            sampler, script = samplers.create(text.format(storage + ",fusion=1.5")), LargeScript(seed, 3.0)
+            state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=12, eos_early_stop=False)
+            found.append([])
+            while not state.done:
+                script.at = len(found[-1])
+                proposal = sampler.step(script, state)
+                sampler.commit(state, proposal)
+                found[-1].append((state.canvas.clone(), proposal.scores))
+        dense, slots = found
+        steps += len(dense)
+        assert len(dense) == len(slots) > 1
+        for (canvas, scores), (same_canvas, same_scores) in zip(dense, slots, strict=True):
+            assert torch.equal(canvas, same_canvas)
+            torch.testing.assert_close(scores, same_scores, rtol=1e-5, atol=1e-6)
+    assert steps > 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_unwritten_words_equal_written_ones(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(3, 7, LARGE, generator=generator)).to(dtype)
+    best, p = best_with_probability(logits)
+    ids = torch.rand(3, 7, LARGE, generator=generator).topk(4).indices
+    ids[..., 0] = best
+    ids[:, :3, 1] = logits.topk(2).indices[:, :3, 1]  # a rival that may win
+    ids[:, 4:, 2] = -1
+    ids[:, 5, 0] = -1
+    by = 3 * torch.rand(3, 7, 4, generator=generator)
+    raised = Raised(logits, best, p.double(), ids, by)
+    token, confidence = raised.statistics()
+    expected = raised.written().double().softmax(-1)
+    assert torch.equal(token, expected.argmax(-1)) and (token != best).any()
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(confidence, expected.amax(-1), rtol=tolerance, atol=tolerance)
+    logits[0, 0, 5] = torch.nan
+    assert Raised(logits, *best_with_probability(logits), ids, by).statistics()[1].isnan().nonzero().tolist() == [
+        [0, 0]
+    ]
+
+
+@pytest.mark.parametrize(("words", "dtype", "smoothed"), [(64, torch.float32, True), (LARGE, torch.float64, True),
+                                                          (LARGE, torch.float32, False)])  # fmt: skip
+def test_dreams_entropy_is_plain_where_a_second_logarithm_costs(words: int, dtype: torch.dtype, smoothed: bool) -> None:
+    logits = 3 * torch.randn(5, words, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    p = logits.double().softmax(-1)
+    found = token_statistics(logits, ("confidence", "negative_entropy"))[1]["negative_entropy"]
+    forms = [(p * (p + add).log()).sum(-1) for add in (1e-10, 0.0)]
+    assert 0 < (forms[0] - forms[1]).max() < 1e-10 * words
+    tolerance = 1e-12 if smoothed else 1e-6
+    torch.testing.assert_close(found, forms[0 if smoothed else 1], rtol=tolerance, atol=tolerance)
+
+
+def test_unwritten_ties_go_to_the_lower_id() -> None:
+    logits = torch.zeros(1, 2, LARGE)
+    ids, by = torch.tensor([[[7, 3], [7, 3]]]), torch.tensor([[[1.0, 1.0], [0.0, 0.0]]])
+    token, _ = Raised(logits, *best_with_probability(logits), ids, by).statistics()
+    assert token.tolist() == [[3, 0]]
+
+
+def Stage_of(state: object) -> Stage:
+    window = state.window
+    undecided = window.read(state.canvas) == MASK
+    return Stage(undecided, window.positions, rows_of(state.memory, window.rows, undecided.shape[1]))
+
+
+NAMES = ["credit", "ccd", "klass"]
+WITH_STORAGES = [("credit", {"storage": "dense"}), ("credit", {}), ("ccd", {}), ("klass", {}), ("union", {})]
+
+
+@pytest.mark.parametrize(("name", "settings"), WITH_STORAGES)
+def test_gathered_rows_go_on_as_before(name: str, settings: dict) -> None:
+    """The logits stage of some rows, in any order, with their part of the memory, is that stage of all rows."""
+    sampler, script, rows = samplers.create(name, **settings), Script(1, 2.5), torch.tensor([2, 0])
+    state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6, eos_early_stop=False)
+    for at in range(4):
+        script.at = at
+        logits, stage = script(sampler.query(state)[0]), Stage_of(state)
+        memory = {key: tensor[rows] for key, tensor in state.memory.tensors.items()}
+        some, updates = sampler.fuse(logits[rows], Stage(stage.undecided[rows], stage.positions[rows], memory))
+        whole, expected = sampler.fuse(logits, stage)
+        assert torch.equal(some, whole[rows])
+        assert all(torch.equal(updates[key], expected[key][rows]) for key in expected)
+        sampler.commit(state, sampler.step(script, state))
+
+
+@pytest.mark.parametrize("name", ["credit", "ccd", "ccd_agree", "klass", "persistence", "union"])
+def test_nothing_is_left_for_the_next_block_or_request(name: str) -> None:
+    sampler, script = samplers.create(name), Script(1, 2.5)
+    first = played(sampler, script)
+    assert played(sampler, script) == first  # the sampler holds nothing
+    state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6, eos_early_stop=False)
+    fresh = {key: value.clone() for key, value in state.memory.tensors.items()}
+    written = 0
+    for script.at in range(12):
+        if state.done:
+            break
+        start = state.block_start.copy()
+        sampler.commit(state, sampler.step(script, state))
+        for row in range(ROWS):
+            clean = [bool((state.memory[key][row] == spec.fill).all()) for key, spec in state.memory.specs.items()]
+            if state.block_start[row] != start[row] and state.running[row]:
+                assert all(clean)
+            written += not all(clean)
+    assert written and fresh
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_proposing_twice_from_one_answer_is_the_same(name: str) -> None:
+    """The model's answer is not changed by credit or averages."""
+    sampler, script = samplers.create(name), Script(3, 2.5)
+    state = sampler.start(script, [[0], [1], [2]], max_new_tokens=12, block_length=6)
+    for script.at in range(3):
+        queries = sampler.query(state)
+        outputs = [script(query) for query in queries]
+        first, second = (sampler.propose(state, outputs, queries) for _ in range(2))
+        assert torch.equal(first.scores, second.scores) and torch.equal(first.values, second.values)
+        sampler.commit(state, second)
+
+
+def test_credit_survives_bfloat16() -> None:
+    """In bfloat16 a logit of 20 has steps of 0.125: credit must be added in more."""
+    logits = torch.zeros(1, 1, VOCAB, dtype=torch.bfloat16)
+    logits[..., 2], logits[..., 3] = 20.0, 19.875
+    for storage in ("dense", "slots"):
+        sampler = samplers.create("credit", storage=storage)
+        memory = {k: torch.full((1, 1, *(VOCAB if d == "vocab" else d for d in s.dims[1:])), s.fill, dtype=s.dtype)
+                  for k, s in sampler.memory().items()}  # fmt: skip
+        fused, _ = sampler.fuse(logits, Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory))
+        p = logits.double().softmax(-1)[0, 0, 2].item()
+        assert fused[0, 0, 2].item() - 20 == pytest.approx(0.65 * math.log(1 + p**0.2), rel=1e-4)
+        assert logits[0, 0, 2] == 20
+
+
+def test_steady_credit_is_bounded() -> None:
+    """A constant favourite collects p ** exponent / (1 - decay), and lifts its odds by no more than that allows."""
+    sampler = samplers.create("credit", threshold=1.0)
+    logits = torch.zeros(1, 1, VOCAB, dtype=torch.float64)
+    logits[..., 1] = 3.0
+    memory = {"credit": torch.zeros(1, 1, 8), "tokens": torch.full((1, 1, 8), -1, dtype=torch.int32)}
+    for _ in range(200):
+        stage = Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory)
+        fused, memory = sampler.fuse(logits, stage)
+    p = logits.softmax(-1)[0, 0, 1].item()
+    limit = p**0.2 / 0.3
+    assert memory["credit"].sum().item() == pytest.approx(limit, rel=1e-5)
+    odds = fused.softmax(-1)[0, 0, 1].item()
+    assert odds / (1 - odds) == pytest.approx(p / (1 - p) * (1 + limit) ** 0.65, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["credit", "klass", "persistence", "ccd_agree", "ccd"])
+def test_wide_blocks_of_adaptive_policies(name: str, llada64: Model) -> None:
+    """Blocks whose end is only known after their first step start from a clean memory as well: rows alone agree."""
+    blocks = paradec.AdaptiveBlocks(length=6, delimiters=(3, 5, 10), delimiter_threshold=0.05, window=0.5)
+    together = decode(llada64, name, {}, blocks=blocks, block_length=None)
+    for row, prompt in enumerate(PROMPTS):
+        alone = paradec.generate(llada64, prompt, sampler=name, max_new_tokens=24, blocks=blocks, eos_early_stop=False)
+        assert together.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["credit", "klass", "ccd", "credit+localleap"])
+def test_memory_can_be_forked(name: str, llada64: Model) -> None:
+    """FreeDave takes several steps of a sampler from one forward; its drafts carry the memory along."""
+    base = decode(llada64, name, {}) if name.isidentifier() else decode(llada64, "union", {})
+    drafted = decode(llada64, "freedave", {"base": name})
+    assert torch.equal(base.sequences, drafted.sequences)
+    assert sum(drafted.row_nfe) < sum(base.row_nfe)
+
+
+BAD = [
+    ("credit", {"decay": 1.1}, r"decay=1.1 must be a number in \[0, 1\]"),
+    ("credit", {"fusion": -1}, r"fusion=-1 must be a number in \[0, inf\]"),
+    ("credit", {"storage": "sparse"}, "unknown storage: 'sparse'.*allowed: dense, slots"),
+    ("credit", {"slots": 0}, "slots=0 must be an integer from 1 to 1024"),
+    ("klass", {"kl_threshold": 0}, r"kl_threshold=0 must be a number in \(0, inf\]"),
+    ("klass", {"history": 0}, "history=0 must be an integer of at least 1"),
+    ("persistence", {"persist": 0}, "persist=0 must be an integer of at least 1"),
+    ("persistence", {"end_threshold": 2}, r"end_threshold=2 must be a number in \[0, 1\]"),
+    ("ccd", {"buffer": 0}, "buffer=0 must be an integer of at least 1"),
+    ("ccd", {"entropy_threshold": -0.1}, r"entropy_threshold=-0.1 must be a number in \[0, inf\]"),
+    ("ccd_agree", {"tail": 1.5}, r"tail=1.5 must be a number in \[0, 1\]"),
+    ("ccd_agree", {"adaptive": 1}, "adaptive=1 must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), BAD)
+def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samplers.create(name, **settings)
+
+
+def test_presets() -> None:
+    create: Callable[..., Sampler] = samplers.create
+    dinfer, sglang = create("credit", preset="dinfer"), create("credit", preset="sglang")
+    assert (dinfer.decay, dinfer.exponent, dinfer.fusion, dinfer.storage) == (0.8, 0.2, 0.7, "dense")
+    assert (sglang.decay, sglang.exponent, sglang.fusion, sglang.threshold) == (0.65, 0.5, 0.7, 0.95)
+    assert (create("ccd", preset="llada").history, create("ccd").history) == (2, 3)
+    assert create("klass", preset="dream").kl_threshold == 0.001
+    assert create("klass", preset="llada") == create("klass", confidence_threshold=0.6, kl_threshold=0.015)

@@ -1,0 +1,432 @@
+"""Invariants that every masked sampler with every cache must keep, in float64. New registry entries are covered here
+without a test of their own."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import MASK, everything, tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.models.adapter import Model
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Proposal, Sampler
+from paradec.samplers.masked.state import MaskedState
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+BIDIRECTIONAL = [name for name in caches.names() if "bidirectional" in caches.get(name).topologies]
+
+
+def pairs() -> list[tuple[str, str, str]]:
+    """(sampler, cache, model): every sampler without a cache on both models, and with one of the caches that it works
+    with, in turn, on one of them."""
+    models = {"llada64": "same", "dream64": "shifted"}
+    found = [(name, "none", model) for model in models for name in MASKED if works(name, "none", models[model])]
+    for index, sampler in enumerate(MASKED):
+        model = [model for model in models if works(sampler, "none", models[model])][-(index % 2)]
+        fitting = [name for name in BIDIRECTIONAL[1:] if works(sampler, name, models[model])]
+        found.append((sampler, fitting[index // 2 % len(fitting)], model))
+    return [*found, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64")]
+
+
+def works(sampler: str, cache: str, prediction: str) -> bool:
+    facts = ModelFacts(vocab_size=2, prediction=prediction)
+    return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
+
+
+PAIRS = pairs()
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+NEW = 8
+
+
+def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict]]:
+    """(prompts, request) of a pair: greedy and drawn, one of them with guidance; all else differs from pair to pair. No
+    prompt stands there twice, since copies of one draw different numbers."""
+    draw = random.Random(f"{name} {cache} {model}")
+    found = []
+    guided = draw.choice((0.0, 0.8))
+    for temperature in (0.0, 0.8):
+        rows: list[list[int]] = []
+        for _ in range(draw.randint(2, 3)):
+            row = [draw.randrange(36) for _ in range(draw.randint(1, 9))]
+            rows += [row] if row not in rows else []
+        request = {
+            "block_length": draw.choice((3, 4, NEW)),
+            "temperature": temperature,
+            "guidance_scale": 1.5 if temperature == guided else 1.0,
+            "seed": draw.randrange(2**31),
+            "eos_early_stop": draw.random() < 0.5,
+        }
+        found.append((rows, request))
+    return found
+
+
+@pytest.fixture(params=["llada64", "dream64"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return request.getfixturevalue(request.param)
+
+
+def tensors_of(state: MaskedState) -> dict[str, torch.Tensor]:
+    found = {"canvas": state.canvas, "undecided": state.undecided, **state.memory.tensors}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def numbers_of(state: MaskedState) -> dict[str, list]:
+    return {name: value.tolist() for name, value in vars(state).items() if isinstance(value, np.ndarray)}
+
+
+def assert_same_proposal(a: Proposal, b: Proposal) -> None:
+    for name in ("values", "positions", "scores", "available"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert a.quantities.keys() == b.quantities.keys()
+    assert all(torch.equal(a.quantities[name], b.quantities[name]) for name in a.quantities)
+    assert (a.cost.nfe == b.cost.nfe).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "model_name", "case"), [(*pair, case) for pair in PAIRS for case in range(len(cases(*pair)))]
+)
+def test_every_step_and_every_row(
+    name: str, cache: str, model_name: str, case: int, request: pytest.FixtureRequest
+) -> None:
+    """Decoding step by step: a step repeated equals the step and changes nothing; a commit fills only undecided
+    positions, makes progress, never writes the mask; and the number of steps is bounded. Methods that revise write to
+    the open block alone, never to what was given, and keep to their own bound.
+
+    A row's tokens, forwards and commits are those that it has alone: they do not depend on its neighbours (which are
+    unequal in length)."""
+    model: Model = request.getfixturevalue(model_name)
+    rows, asked = cases(name, cache, model_name)[case]
+    sampler = samplers.create(name)
+    state = sampler.start(model, rows, max_new_tokens=NEW, cache=cache, **asked)
+    mask = model.facts.mask_token_id
+    most = NEW
+    if sampler.revises:
+        length = asked["block_length"]
+        most = sampler.most_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
+    steps, forwarded = [], []
+    with torch.inference_mode():
+        while not state.done:
+            before, numbers = tensors_of(state), numbers_of(state)
+            proposal, again = sampler.step(model, state), sampler.step(model, state)
+            assert_same_proposal(proposal, again)
+            assert all(torch.equal(tensor, before[key]) for key, tensor in tensors_of(state).items())
+            assert numbers_of(state) == numbers
+            running, start, end = state.running.copy(), state.block_start.copy(), state.block_end.copy()
+            entries = sampler.commit(state, again).to_list()
+            written = torch.zeros_like(before["undecided"])
+            for row, position, token, _ in entries:
+                if sampler.revises:
+                    assert start[row] <= position < end[row] and not state.given[row, position] and running[row]
+                    assert before["undecided"][row, position] or token != before["canvas"][row, position]
+                    assert not (before["undecided"][row, position] and token == mask)
+                else:
+                    assert before["undecided"][row, position] and token != mask and running[row]
+                assert state.canvas[row, position] == token or state.facts.fill_token_id == state.canvas[row, position]
+                written[row, position] = True
+            outside = ~written & (state.canvas != before["canvas"])
+            # what changed without being committed is padding after an end of text
+            assert (state.canvas[outside] == state.facts.fill_token_id).all()
+            opened = state.undecided & ~before["undecided"]
+            assert not (opened & ~written if sampler.revises else opened).any()
+            if not sampler.may_wait and not sampler.revises:
+                assert {row for row, *_ in entries} == set(np.flatnonzero(running).tolist())
+            steps.append(entries)
+            forwarded.append(again.cost.forwarded)
+            assert len(steps) <= most
+    assert not state.undecided.any()
+    assert (state.nfe <= most).all()
+    assert state.progress[0] == state.progress[1] == NEW * len(rows)
+    seen: list[MaskedState] = []
+    for index, prompt in enumerate(rows):
+        assert state.canvas[index, : len(prompt)].tolist() == prompt
+        alone = paradec.generate(
+            model,
+            [prompt],
+            sampler=sampler,
+            cache=cache,
+            max_new_tokens=NEW,
+            trace=True,
+            callback=lambda state, commit: seen.append(state),
+            **asked,
+        )
+        assert state.canvas[index, : len(prompt) + NEW].tolist() == alone.sequences[0].tolist()
+        assert state.nfe[index] == alone.nfe
+        assert (state.end[index], state.stopped[index]) == (seen[-1].end[0], seen[-1].stopped[0])
+        ours = [[entry[1:3] for entry in entries if entry[0] == index] for entries in steps]
+        theirs = [[entry[1:3] for entry in step.commits] for step in alone.trace.steps]
+        assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
+        assert sum(counts[index] for counts in forwarded) == alone.forwarded_tokens
+        replayed = alone.trace.replay()[0]
+        ended = int(seen[-1].end[0])  # what is cut off is not in the commits
+        assert replayed[:ended] == alone.sequences[0, :ended].tolist()
+        assert alone.nfe == sum(step.forwarded[0] > 0 for step in alone.trace.steps)
+        assert alone.forwarded_tokens == sum(step.forwarded[0] for step in alone.trace.steps)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_seeds_and_copies(name: str, llada64: Model) -> None:
+    """A seed gives the same result again, also among other rows; other seeds give others, and so do a prompt's copies
+    under one seed."""
+    arguments = {"sampler": name, "max_new_tokens": NEW, "temperature": 4.0, "eos_early_stop": False}
+    alone = paradec.generate(llada64, [1, 2, 3], seed=5, **arguments)
+    out = paradec.generate(llada64, [[1, 2, 3]] * 9, seed=[5, 6, 7, 8, 9, 5, 5, 5, 5], **arguments)
+    first, *others = out.new_tokens
+    assert torch.equal(first, alone.new_tokens[0]) and out.row_nfe[0] == alone.nfe
+    assert any(not torch.equal(first, other) for other in others[:4])
+    assert any(not torch.equal(first, copy) for copy in others[4:])
+
+
+UNBOUNDED = {"klass", "persistence"}
+"""What is ready, or may end, decides; the schedule says only how many there are where nothing is. See their docs."""
+AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
+"""May commit more than the schedule grants."""
+
+
+@pytest.mark.parametrize("name", [n for n in MASKED if samplers.get(n).uses_steps is True])
+@pytest.mark.parametrize("steps", [2, 4, 6])
+def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
+    out = paradec.generate(
+        model,
+        [1, 2, 3],
+        sampler=name,
+        max_new_tokens=NEW,
+        steps=steps,
+        block_length=NEW // 2,
+        eos_early_stop=False,
+        seed=1,
+    )
+    if name not in UNBOUNDED:
+        assert out.nfe <= steps
+    if not samplers.get(name).may_wait and name not in AHEAD:
+        assert out.nfe == steps
+
+
+def test_a_proposal_is_good_for_one_commit(llada64: Model) -> None:
+    sampler = samplers.create("threshold")
+    state = sampler.start(llada64, [1, 2, 3], max_new_tokens=NEW)
+    proposal = sampler.step(llada64, state)
+    sampler.commit(state, proposal)
+    with pytest.raises(ValueError, match="made from an earlier state"):
+        sampler.commit(state, proposal)
+
+
+def test_query_and_propose_are_step(llada64: Model) -> None:
+    """A host that owns the model call gets the same as `step`."""
+    sampler = samplers.create("threshold")
+    state = sampler.start(llada64, [[1, 2, 3], [4]], max_new_tokens=NEW)
+    with torch.inference_mode():
+        queries = sampler.query(state)
+        by_hand = sampler.propose(state, [llada64(query) for query in queries], queries)
+        assert_same_proposal(by_hand, sampler.step(llada64, state))
+
+
+def test_rows_far_apart_in_length_are_not_padded_to_the_longest(llada64: Model) -> None:
+    sampler = samplers.create("threshold")
+    state = sampler.start(llada64, [[1] * 2, [2] * 60, [3] * 3], max_new_tokens=4)
+    queries = sampler.query(state)
+    assert [query.tokens.shape for query in queries] == [(1, 64), (2, 7)]
+    assert sorted(np.concatenate([query.rows for query in queries]).tolist()) == [0, 1, 2]
+
+
+def test_guidance_costs_two_row_forwards_and_one_nfe(llada64: Model) -> None:
+    arguments = {"sampler": "low_confidence", "max_new_tokens": NEW, "steps": 4, "block_length": NEW}
+    plain = paradec.generate(llada64, [1, 2, 3], eos_early_stop=False, **arguments)
+    guided = paradec.generate(llada64, [1, 2, 3], eos_early_stop=False, guidance_scale=2.0, trace=True, **arguments)
+    assert plain.nfe == guided.nfe == 4
+    assert guided.row_forwards == 2 * plain.row_forwards == 8
+    assert guided.forwarded_tokens == 2 * plain.forwarded_tokens == sum(sum(s.forwarded) for s in guided.trace.steps)
+
+
+def test_guidance_formula(llada64: Model) -> None:
+    """uncond + s (cond - uncond), uncond being the same canvas with the prompt masked."""
+    sampler = samplers.create("threshold")
+    state = sampler.start(llada64, [1, 2, 3], max_new_tokens=4, block_length=4, guidance_scale=1.7)
+    canvas = state.canvas.clone()
+    masked = canvas.clone()
+    masked[:, :3] = llada64.facts.mask_token_id
+    with torch.inference_mode():
+        conditional, unconditional = (llada64.module(input_ids=ids, use_cache=False).logits for ids in (canvas, masked))
+        expected = unconditional + 1.7 * (conditional - unconditional)
+        expected[..., llada64.facts.mask_token_id] = -torch.inf
+        proposal = sampler.step(llada64, state)
+    probabilities = expected[:, 3:].softmax(-1)
+    assert torch.equal(proposal.values, probabilities.argmax(-1))
+    torch.testing.assert_close(proposal.scores, probabilities.amax(-1), rtol=1e-9, atol=1e-12)
+
+
+def test_threshold_limits(model: Model) -> None:
+    """At 0 a block is one step; at 1 it is one token a step, as low_confidence without steps."""
+    arguments = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False}
+    everything = paradec.generate(model, [1, 2, 3], sampler=samplers.create("threshold", threshold=0.0), **arguments)
+    assert everything.nfe == NEW // 4
+    one = paradec.generate(model, [1, 2, 3], sampler=samplers.create("threshold", threshold=1.0), **arguments)
+    low = paradec.generate(model, [1, 2, 3], sampler="low_confidence", **arguments)
+    assert one.nfe == low.nfe == NEW
+    assert torch.equal(one.sequences, low.sequences)
+
+
+def test_suppressed_words_are_never_proposed(model: Model) -> None:
+    free = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, eos_early_stop=False)
+    banned = sorted(set(free.new_tokens[0].tolist()))
+    out = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, suppress_tokens=banned, temperature=1.0, seed=0)
+    assert not set(out.new_tokens[0, : out.tokens[0]].tolist()) & set(banned)
+
+
+def test_logits_eos_inf_proposes_no_end(model: Model) -> None:
+    out = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, logits_eos_inf=True)
+    assert not set(out.new_tokens[0].tolist()) & set(model.facts.eos_token_ids)
+    assert out.tokens == [NEW] and out.finished == [False]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: float) -> None:
+    """While a position has another candidate, no end token is committed; at every temperature and for every end id."""
+    sampler = samplers.create("low_confidence")
+    state = sampler.start(
+        model,
+        [1, 2, 3],
+        max_new_tokens=NEW,
+        block_length=NEW,
+        confidence_eos_eot_inf=True,
+        temperature=temperature,
+        seed=3,
+    )
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(model, state)
+            ends = torch.isin(proposal.values, torch.tensor(model.facts.eos_token_ids))
+            others = (proposal.available & ~ends).any()
+            commit = sampler.commit(state, proposal)
+            if others:
+                assert not (commit.selected & ends).any()
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_ends_come_last_by_hand(threshold: float | None) -> None:
+    """One row, step by step: among the positions that predict something else, the surest, or all that are sure enough;
+    only where there is none, the surest end token."""
+    ends = tuple(range(14))  # a third of the words
+    model, delayed = tiny(1, ends=ends), 0
+    name, settings = ("low_confidence", {}) if threshold is None else ("threshold", {"threshold": threshold})
+    for prompt in ([1, 2, 3], [20, 30], [7] * 5):
+        canvas, expected = prompt + [MASK] * 12, []
+        for block in (range(len(prompt), len(prompt) + 6), range(len(prompt) + 6, len(prompt) + 12)):
+            while masks := [i for i in block if canvas[i] == MASK]:
+                with torch.inference_mode():
+                    logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0]
+                p, tokens = logits[:, :MASK].softmax(-1).max(-1)
+                others = [i for i in masks if tokens[i] not in ends]
+                chosen = sorted(others or masks, key=lambda i: (-float(p[i]), i))[:1]
+                if threshold is not None:
+                    chosen += [i for i in others if p[i] >= threshold and i not in chosen]
+                delayed += max(masks, key=lambda i: float(p[i])) not in chosen
+                expected.append({(i, int(tokens[i])) for i in chosen})
+                for i in chosen:
+                    canvas[i] = int(tokens[i])
+        request = {"max_new_tokens": 12, "block_length": 6, "eos_early_stop": False, "trace": True}
+        sampler = samplers.create(name, **settings)
+        out = paradec.generate(model, prompt, sampler=sampler, confidence_eos_eot_inf=True, **request)
+        assert [{(i, token) for _, i, token, _ in step.commits} for step in out.trace.steps] == expected
+    assert delayed  # the surest position did predict an end
+
+
+@pytest.mark.parametrize("masks", [8, 11])
+def test_what_was_refused_is_granted_later_by_hand(masks: int) -> None:
+    """Fast-dLLM's quota over a plan of 3 steps that does not come out even: masks // 3 a step and what was refused so
+    far, one at least; behind the plan only what was refused."""
+    model, behind = tiny(1), 0
+    for prompt in ([1, 2, 3], [20, 30], [7] * 5, [9, 9], [33, 12, 4]):
+        canvas, refused, sizes = prompt + [MASK] * masks, 0, []
+        while left := [i for i, token in enumerate(canvas) if token == MASK]:
+            with torch.inference_mode():
+                logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0]
+            p, tokens = logits[:, :MASK].softmax(-1).max(-1)
+            granted = max((masks // 3 if len(sizes) < 3 else 0) + refused, 1)
+            order = sorted(left, key=lambda i: (-float(p[i]), i))
+            chosen = [i for i in order[:granted] if i == order[0] or p[i] >= 0.2]
+            behind += len(sizes) >= 3 and sum(float(p[i]) >= 0.2 for i in left) > granted
+            refused = granted - len(chosen)
+            sizes.append(len(chosen))
+            for i in chosen:
+                canvas[i] = int(tokens[i])
+        sampler = samplers.create("threshold", threshold=0.2, quota_per_step="carry")
+        request = {"max_new_tokens": masks, "block_length": masks, "steps": 3, "eos_early_stop": False}
+        out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
+        assert [len(step.commits) for step in out.trace.steps] == sizes
+        assert out.sequences[0].tolist() == canvas
+    assert behind  # some step behind the plan had more sure tokens than it was granted
+
+
+def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None:
+    rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [1, 2]]
+    stopped = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8)
+    whole = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8, eos_early_stop=False)
+    end = llada64.facts.eos_token_ids[0]
+    for index in range(len(rows)):
+        assert stopped.row_nfe[index] <= whole.row_nfe[index]
+        if not stopped.finished[index]:
+            continue
+        count = stopped.tokens[index]
+        answer = stopped.new_tokens[index].tolist()
+        assert answer.index(end) == count - 1
+        assert answer[count:] == [llada64.facts.fill_token_id] * (32 - count)
+        # everything up to the end is what the full decoding has
+        assert answer[:count] == whole.new_tokens[index, :count].tolist()
+    assert any(stopped.finished) and sum(stopped.row_nfe) < sum(whole.row_nfe)
+    assert stopped.tokens_per_forward == sum(stopped.tokens) / sum(stopped.row_nfe)
+
+
+def test_left_and_right_padding_and_lists_are_the_same(model: Model) -> None:
+    rows = [[1, 2, 3, 4, 5], [6, 7]]
+    left = torch.tensor([[1, 2, 3, 4, 5], [9, 9, 9, 6, 7]])
+    right = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]])
+    keep = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
+    as_list = paradec.generate(model, rows, max_new_tokens=NEW)
+    as_left = paradec.generate(model, input_ids=left, attention_mask=keep, max_new_tokens=NEW)
+    as_right = paradec.generate(model, input_ids=right, attention_mask=keep.flip(1), max_new_tokens=NEW)
+    assert torch.equal(as_list.sequences, as_left.sequences) and torch.equal(as_list.sequences, as_right.sequences)
+    assert torch.equal(as_left.sequences[:, 5:], as_left.new_tokens)
+    assert as_left.attention_mask.tolist() == [[1] * (5 + NEW), [0] * 3 + [1] * (2 + NEW)]
+
+
+def test_callback_ends_the_decoding_and_nothing_is_lost(llada64: Model) -> None:
+    seen = []
+
+    def callback(state: MaskedState, commit: object) -> bool:
+        seen.append(state.progress)
+        return len(seen) == 3
+
+    out = paradec.generate(llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=NEW, callback=callback)
+    assert seen == [(1, NEW), (2, NEW), (3, NEW)] and out.nfe == 3
+    mask = llada64.facts.mask_token_id
+    assert (out.new_tokens == mask).sum() == NEW - 3
+
+
+def test_interrupt_keeps_what_was_decoded(llada64: Model) -> None:
+    def callback(state: MaskedState, commit: object) -> None:
+        if state.progress[0] == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        paradec.generate(
+            llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=NEW, callback=callback, trace=True
+        )
+    out = caught.value.output
+    assert out.nfe == 4 and len(out.trace.steps) == 4
+    assert (out.new_tokens != llada64.facts.mask_token_id).sum() == 4
+
+
+def test_two_requests_share_one_sampler(llada64: Model) -> None:
+    sampler = samplers.create("threshold", threshold=0.7)
+    before = copy.deepcopy(sampler.to_dict())
+    a = paradec.generate(llada64, [1, 2], sampler=sampler, max_new_tokens=NEW)
+    paradec.generate(llada64, [9, 8, 7], sampler=sampler, max_new_tokens=NEW)
+    assert torch.equal(a.sequences, paradec.generate(llada64, [1, 2], sampler=sampler, max_new_tokens=NEW).sequences)
+    assert sampler.to_dict() == before and isinstance(sampler, Sampler)

@@ -1,0 +1,230 @@
+"""MaskGIT and Halton-MaskGIT: schedules, noise, draws and orders."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paradec
+from paradec import samplers
+from paradec.models.images.uvit import UViT, UViTModel
+from paradec.samplers.masked.halton import halton_order
+from paradec.samplers.masked.maskgit import SCHEDULES, counts
+
+
+@pytest.fixture(scope="module")
+def model() -> UViTModel:
+    torch.manual_seed(0)
+    module = UViT(size=4, codebook_size=12, classes=5, width=16, depth=2, heads=2).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return UViTModel(module)
+
+
+def commits_of(out: paradec.Output) -> list[list[tuple[int, int]]]:
+    """Per step, (position in the image, token) of row 0, in order of position."""
+    return [sorted((c[1] - 1, c[2]) for c in step.commits if c[0] == 0) for step in out.trace.steps]
+
+
+# ---- schedules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("masks", "steps"), [(1, 1), (5, 5), (16, 3), (64, 32), (64, 64), (256, 8), (256, 100)])
+def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: int, steps: int) -> None:
+    found = counts(schedule, masks, steps)
+    assert len(found) == steps and sum(found) == masks and min(found) >= 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "left"),
+    [
+        ("cosine", lambda r: math.cos(math.pi / 2 * r)),
+        ("arccos", lambda r: 1 - (1 - math.acos(r) / (math.pi / 2))),
+        ("linear", lambda r: 1 - r),
+        ("power", lambda r: 1 - r**2.5),
+    ],
+)
+def test_what_is_left_follows_the_schedule(schedule: str, left: Any) -> None:
+    found = 1024 - np.cumsum(counts(schedule, 1024, 8))
+    expected = [math.floor(1024 * left((t + 1) / 8) + 1e-9) for t in range(7)]
+    assert np.abs(found[:-1] - expected).max() <= 1 and found[-1] == 0
+
+
+@pytest.mark.parametrize(("masks", "steps"), [(16, 4), (64, 8), (64, 10), (256, 20)])
+def test_masks_left_are_those_of_diffusers_amused(masks: int, steps: int) -> None:
+    from diffusers import AmusedScheduler
+
+    scheduler = AmusedScheduler(mask_token_id=9)
+    scheduler.set_timesteps(steps)
+    generator = torch.Generator().manual_seed(0)
+    sample, theirs = torch.full((1, masks), 9), []
+    for timestep in scheduler.timesteps:
+        logits = torch.randn(1, masks, 9, generator=generator)
+        sample = scheduler.step(logits, timestep, sample, generator=generator).prev_sample
+        theirs.append(int((sample == 9).sum()))
+    assert (masks - np.cumsum(counts("cosine", masks, steps))).tolist() == theirs
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+
+def test_without_noise_the_surest_come_first(model: UViTModel) -> None:
+    sampler = samplers.create("maskgit", choice_temperature=0)
+    state = sampler.start(model, [[model.class_token(1)]], steps=5)
+    for expected in counts("cosine", 16, 5):
+        proposal = sampler.step(model, state)
+        before = state.canvas.clone()
+        sampler.commit(state, proposal)
+        chosen = (before != state.canvas)[:, 1:]
+        assert int(chosen.sum()) == expected
+        scores = torch.where(proposal.available, proposal.scores, -torch.inf)
+        assert scores[chosen].min() >= scores[~chosen].max()
+    assert state.done
+
+
+def test_noise_moves_the_choice_and_ends_with_the_steps(model: UViTModel) -> None:
+    request = {"steps": 4, "trace": True, "prompt": [[model.class_token(1)]]}
+    calm = paradec.generate(model, sampler=samplers.create("maskgit", choice_temperature=0), **request)
+    wild = [
+        paradec.generate(model, sampler=samplers.create("maskgit", choice_temperature=50), seed=seed, **request)
+        for seed in range(4)
+    ]
+    firsts = [[position for position, _ in commits_of(out)[0]] for out in (calm, *wild)]
+    assert len(set(map(tuple, firsts))) > 2
+    sampler = samplers.create("maskgit")
+    np.testing.assert_allclose(sampler.noise_at(np.arange(4), np.full(4, 4)), 4.5 * np.array([0.75, 0.5, 0.25, 0]))
+
+
+def test_noise_chooses_by_the_gumbel_max_law(model: UViTModel) -> None:
+    """With one position a step, p ** (1 / noise scale) is its chance of being the first."""
+    sampler = samplers.create("maskgit", choice_temperature=2.0)
+    rows = [[model.class_token(1)]] * 1500
+    state = sampler.start(model, rows, steps=16, seed=0)
+    with torch.no_grad():
+        proposal = sampler.step(model, state)
+        sampler.commit(state, proposal)
+    scale = 2.0 * (1 - 1 / 16)
+    expected = (proposal.scores[0] ** (1 / scale)) / (proposal.scores[0] ** (1 / scale)).sum()
+    first = (state.canvas[:, 1:] != model.facts.mask_token_id).double().mean(0)
+    error = ((first - expected) / (expected * (1 - expected) / len(rows)).sqrt()).abs()
+    assert error.max() < 4.5
+
+
+def test_second_draw_cools_down(model: UViTModel) -> None:
+    """At a vanishing last temperature the last step writes the best tokens, the first one still draws at 1."""
+    sampler = samplers.create("maskgit", final_temperature=1e-6)
+    state = sampler.start(model, [[model.class_token(1)]] * 8, steps=2, temperature=1.0, seed=2)
+    first = sampler.step(model, state)
+    sampler.commit(state, first)
+    (query,) = sampler.query(state)
+    with torch.no_grad():
+        best = model(query)[..., : model.module.codebook_size].argmax(-1)
+    open_ = state.undecided[:, 1:].clone()
+    sampler.commit(state, sampler.step(model, state))
+    assert torch.equal(state.canvas[:, 1:][open_], best[open_])
+    assert len({tuple(row) for row in first.values.tolist()}) > 1
+
+
+def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
+    """Positions are chosen by the first draw; what is written follows the model's law, not that of the chosen."""
+    plain = samplers.create("maskgit", choice_temperature=0)
+    twice = samplers.create("maskgit", choice_temperature=0, final_temperature=1.0)
+    rows = [[model.class_token(1)]] * 400
+    probabilities = {}
+    for sampler in (plain, twice):
+        state = sampler.start(model, rows, steps=16, temperature=1.0, seed=5)
+        with torch.no_grad():
+            (query,) = sampler.query(state)
+            law = model(query)[0].softmax(-1)
+            proposal = sampler.step(model, state)
+        selected = sampler.commit(state, proposal).selected
+        at, tokens = selected.nonzero()[:, 1], proposal.values[selected]
+        probabilities[sampler.final_temperature] = law[at, tokens].mean()
+        expected = (law[at] ** 2).sum(-1).mean()
+        spread = law[at, tokens].std() / len(rows) ** 0.5
+        if sampler is twice:
+            assert (probabilities[1.0] - expected).abs() < 4 * spread
+    assert probabilities[None] > probabilities[1.0]  # the surest first draws were chosen
+
+
+def test_guidance_grows(model: UViTModel) -> None:
+    sampler = samplers.create("maskgit", guidance_start=1.0)
+    state = sampler.start(model, [[model.class_token(1)]], steps=3, guidance_scale=2.0)
+    seen = []
+    while not state.done:
+        seen.append(sampler.guidance(state, state.window.rows).item())
+        sampler.commit(state, sampler.step(model, state))
+    assert seen == [1.0, 1.5, 2.0]
+
+
+# ---- Halton ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (4, 4), (16, 16), (3, 7), (24, 24), (200, 150)])
+def test_halton_order_is_a_permutation(height: int, width: int) -> None:
+    assert sorted(halton_order(height, width).tolist()) == list(range(height * width))
+
+
+def test_halton_order_begins_with_the_sequence() -> None:
+    # (1/2, 1/3), (1/4, 2/3), (3/4, 1/9), (1/8, 4/9), (5/8, 7/9): row by base 2, column by base 3
+    first = halton_order(16, 16).argsort()[:5]
+    assert [(int(cell) // 16, int(cell) % 16) for cell in first] == [(8, 5), (4, 10), (12, 1), (2, 7), (10, 12)]
+
+
+@pytest.mark.parametrize("count", [16, 64])
+def test_halton_order_spreads_out(count: int) -> None:
+    """The first cells are further apart than random ones: discrepancy is what the method is about."""
+
+    def nearest(cells: np.ndarray) -> float:
+        points = np.stack((cells // 32, cells % 32), -1).astype(float)
+        gaps = np.linalg.norm(points[:, None] - points[None], axis=-1) + 1e9 * np.eye(len(points))
+        return gaps.min(1).mean()
+
+    rng = np.random.default_rng(0)
+    random = [nearest(rng.permutation(1024)[:count]) for _ in range(20)]
+    assert nearest(halton_order(32, 32).argsort()[:count]) > max(random)
+
+
+def test_halton_commits_in_order(model: UViTModel) -> None:
+    out = paradec.generate(model, [[model.class_token(2)]], sampler="halton", steps=4, temperature=1.0, trace=True)
+    order = halton_order(4, 4).argsort()
+    sizes = counts("arccos", 16, 4)
+    edges = np.cumsum((0, *sizes))
+    expected = [sorted(order[a:b].tolist()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    assert [[position for position, _ in step] for step in commits_of(out)] == expected
+
+
+def test_halton_fills_holes_of_an_image(model: UViTModel) -> None:
+    """What is given keeps its place in the grid: holes come in the order of the whole image."""
+    mask = model.facts.mask_token_id
+    row = [model.class_token(2), *[3] * 6, *[mask] * 10]
+    sampler = samplers.create("halton", height=4, width=4)
+    out = paradec.generate(model, [row], sampler=sampler, steps=10, trace=True)
+    ranks = halton_order(4, 4)
+    assert [step[0][0] for step in commits_of(out)] == sorted(range(6, 16), key=lambda cell: ranks[cell])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("maskgit", {"schedule": "cos"}, "unknown schedule: 'cos' .did you mean 'cosine'"),
+        ("maskgit", {"choice_temperature": -1}, "choice_temperature=-1 must be a number"),
+        ("maskgit", {"final_temperature": 2}, "final_temperature=2 must be a number"),
+        ("maskgit", {"guidance_start": "no"}, "guidance_start='no' must be a number"),
+        ("halton", {"height": 4}, "height=4 and width=None go together"),
+        ("halton", {"height": 0, "width": 4}, "height=0 must be an integer from 1"),
+    ],
+)
+def test_bad_settings(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samplers.create(name, **settings)
+
+
+def test_a_grid_that_is_too_small(model: UViTModel) -> None:
+    with pytest.raises(ValueError, match="height=3 times width=5 is less than the 16 positions"):
+        paradec.generate(model, [[model.class_token(2)]], sampler=samplers.create("halton", height=3, width=5))

@@ -1,0 +1,350 @@
+"""ReCAP: replay of its public code on a small MaskGIT-r, and what must hold for any model.
+
+The reference draws positions' noise with numpy and tokens with torch, so the recorded draws are put in the sampler's
+place of drawing. Two of the reference's schedules differ on purpose (`test_corrected_schedules`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import GOLDEN
+from safetensors.torch import load_file, save_file
+
+import paradec
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.uvit import UViT, UViTModel, load_uvit
+from paradec.samplers.masked.maskgit import counts
+from paradec.samplers.masked.recap import Recap
+
+TRACES = GOLDEN / "recap"
+CASES = sorted(path.stem for path in TRACES.glob("recap-maskgit-*.json"))
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # that it cannot win on so small a model
+SCHEDULES = json.loads((TRACES / "recap-schedules.json").read_text())
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((TRACES / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def golden_model() -> UViTModel:
+    return load_uvit(TRACES / "golden_recap_uvit.safetensors", heads=4)
+
+
+def random_model(depth: int, seed: int = 0) -> UViTModel:
+    torch.manual_seed(seed)
+    module = UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return UViTModel(module)
+
+
+def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
+    return [[model.class_token(label)] for label in labels]
+
+
+# ---- replay ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group:
+    """What the reference recorded of one group: the first draws, noise and confidences, and per step the calls (one, or
+    one per branch) and the draws of all targets, the surest first."""
+
+    first: torch.Tensor
+    noise: torch.Tensor
+    scale: float
+    confidence: torch.Tensor
+    calls: list[list[dict[str, Any]]]
+    draws: list[torch.Tensor]
+
+
+def groups_of(log: list[dict[str, Any]]) -> list[Group]:
+    groups: list[Group] = []
+    calls: list[dict[str, Any]] = []
+    pending = None
+    for entry in log:
+        if entry["op"] == "net":
+            calls.append(entry)
+        elif entry["op"] == "gumbel":
+            found = [[-torch.inf if c is None else c for c in row] for row in entry["confidence"]]
+            confidence = torch.tensor(found, dtype=torch.float64)
+            groups.append(Group(pending, torch.tensor(entry["noise"]).double(), entry["temp"], confidence, [calls], []))
+            calls = []
+        elif calls and calls[0]["kind"] == "full" and len(entry["out"][0]) == 64 and pending is None:
+            pending = torch.tensor(entry["out"])
+        else:
+            if calls:
+                groups[-1].calls.append(calls)
+            groups[-1].draws.append(torch.tensor(entry["out"]))
+            calls, pending = [], None
+    return groups
+
+
+@dataclass(frozen=True)
+class Replayed(Recap):
+    """Recap with recorded draws."""
+
+    groups: Any = ()
+
+    def at(self, state: Any) -> tuple[Group, int]:
+        step = state.block_step[:1]
+        return self.groups[int(self.group(step)[0])], int(self.place(step)[0])
+
+    def _draw(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
+        group, place = self.at(state)
+        return group.first if place == 0 else logits.argmax(-1)
+
+    def _redraw(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
+        group, place = self.at(state)
+        order = group.confidence.argsort(dim=-1, descending=True)[:, : group.draws[place].shape[1]]
+        return torch.zeros_like(group.first).scatter_(1, order, group.draws[place])
+
+    def _position_noise(self, state: Any, generator: Any) -> torch.Tensor:
+        group, place = self.at(state)
+        return torch.exp(-torch.exp(-group.noise)) if place == 0 else torch.full_like(group.noise, 0.5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_the_reference(name: str, golden_model: UViTModel) -> None:
+    """Every call's positions, cache size and logits, every confidence, and the final grid."""
+    case = read(name)
+    settings, groups = case["settings"], groups_of(case["log"])
+    sampler = Replayed(
+        local_steps=settings["num_cache_iters"],
+        full_groups=settings["pre_full_iters"],
+        choice_temperature=settings["conf_temp"],
+        final_temperature=settings["samp_temp"],
+        guidance_start=1.05 if settings["cfg"] else None,
+        groups=groups,
+    )
+    labels = [label for (label,) in case["labels"]]
+    state = sampler.start(
+        golden_model,
+        prompts(golden_model, *labels),
+        cache="recap",
+        steps=settings["gen_step"],
+        temperature=1.0,
+        guidance_scale=1.1 if settings["cfg"] else 1.0,
+        seed=0,
+    )
+    while not state.done:
+        group, place = sampler.at(state)
+        calls = group.calls[place]
+        queries = sampler.query(state)
+        (query,) = queries
+        with torch.no_grad():
+            outputs = [golden_model(query, state.store)]
+        for call, logits in zip(calls, outputs[0].chunk(len(calls)), strict=True):
+            expected = torch.tensor(call["logits"])
+            if place == 0:
+                assert query.kind == "full" and call["kind"] == "full"
+                assert state.canvas[:, 1:].tolist() == call["ids"]
+            else:
+                at = torch.tensor(call["position_ids"])
+                assert query.kind == "window" and 64 - at.shape[1] == call["n_cached"]
+                # the class token first, then the targets
+                evaluated = query.positions.chunk(len(calls))[0]
+                assert evaluated.tolist() == [[0, *sorted(p + 1 for p in row)] for row in at.tolist()]
+                assert state.canvas[:, 1:].gather(1, at).tolist() == call["ids"]
+                logits = logits.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+            torch.testing.assert_close(logits[..., :24], expected, atol=1e-4, rtol=0)
+        proposal = sampler.propose(state, outputs, queries)
+        if place == 0:
+            noise = proposal.quantities["noise_scale"]
+            assert noise.flatten()[0].item() == pytest.approx(group.scale)
+            ours = proposal.scores.log() + noise * group.noise
+            open_ = proposal.available
+            torch.testing.assert_close(ours[open_], group.confidence[open_], atol=1e-3, rtol=0)
+        sampler.commit(state, proposal)
+    assert state.canvas[:, 1:].tolist() == case["final"]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in SCHEDULES if "error" not in row], ids=lambda r: f"{r['seq_len']}-{r['T']}"
+)
+def test_schedules_are_the_reference_s(row: dict[str, Any]) -> None:
+    step, total = np.arange(row["T"]), np.full(row["T"], row["T"])
+    final = row["sample_temps"][-1][-1]
+    sampler = Recap(local_steps=row["nc"], full_groups=row["pre"], final_temperature=final, guidance_start=1.05)
+    group = sampler.group(step)
+    if min(map(min, row["local_tokens"])) > 0:
+        sizes = np.array(counts("power", row["seq_len"], row["T"]))
+        assert [sizes[group == g].tolist() for g in range(group[-1] + 1)] == row["local_tokens"]
+    assert [int((group == g).sum()) for g in range(group[-1] + 1)] == list(map(len, row["local_tokens"]))
+    np.testing.assert_allclose(sampler.noise_at(step, total)[sampler.place(step) == 0], row["conf_temps"], atol=1e-12)
+    np.testing.assert_allclose(sampler.temperature_at(step, total), sum(row["sample_temps"], []), atol=1e-12)
+
+
+@pytest.mark.parametrize(("masks", "steps", "full", "local"), [(64, 32, 12, 1), (64, 15, 3, 2), (256, 15, 3, 2)])
+def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> None:
+    """Where the reference's last count is negative, or its grouping loses tokens, ours adds up and is positive."""
+    sizes = counts("power", masks, steps)
+    assert sum(sizes) == masks and min(sizes) >= 1 and len(sizes) == steps
+    sampler = Recap(local_steps=local, full_groups=full)
+    lengths = np.bincount(sampler.group(np.arange(steps)))
+    assert lengths.tolist() == [1] * full + [local + 1] * ((steps - full) // (local + 1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "full_groups", "full", "local"),
+    [(32, 12, 22, 10), (24, 10, 17, 7), (20, 10, 15, 5), (16, 8, 12, 4), (16, 0, 8, 8)],
+)
+def test_published_scripts_evaluate_so_often(steps: int, full_groups: int, full: int, local: int) -> None:
+    place = Recap(full_groups=full_groups).place(np.arange(steps))
+    assert ((place == 0).sum(), (place > 0).sum()) == (full, local)
+
+
+# ---- for any model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("cache", ["none", "recap"])
+def test_without_local_steps_it_is_maskgit(cache: str, guidance: float) -> None:
+    model = random_model(2)
+    request = {"steps": 5, "temperature": 1.0, "guidance_scale": guidance, "seed": 3, "trace": True}
+    rows = prompts(model, 0, 3)
+    settings = {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65, "guidance_start": 1.0}
+    ours = paradec.generate(model, rows, sampler=Recap(local_steps=0, guidance_start=1.0), cache=cache, **request)
+    theirs = paradec.generate(model, rows, sampler=paradec.samplers.create("maskgit", **settings), **request)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert [step.commits for step in ours.trace.steps] == [step.commits for step in theirs.trace.steps]
+
+
+@pytest.mark.parametrize("order", ["confidence", "halton"])
+@pytest.mark.parametrize(("depth", "local"), [(4, 4), (0, 1), (0, 2)])
+def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
+    """Where the targets are everything (one group), or the model has one layer: the same logits as without a cache."""
+    model = random_model(depth)
+    sampler = Recap(local_steps=local, order=order)
+    states = [
+        sampler.start(model, prompts(model, 1, 2), cache=cache, steps=5, temperature=1.0, seed=4)
+        for cache in ("none", "recap")
+    ]
+    local_calls = 0
+    while not states[0].done:
+        proposals = [sampler.step(model, state) for state in states]
+        undecided = proposals[1].available
+        assert undecided.any(1).all()
+        for name in ("values", "scores"):
+            plain, cached = (getattr(proposal, name)[undecided] for proposal in proposals)
+            torch.testing.assert_close(cached, plain, atol=1e-12, rtol=1e-10)
+        local_calls += proposals[1].kind == "window"
+        for state, proposal in zip(states, proposals, strict=True):
+            sampler.commit(state, proposal)
+        assert torch.equal(states[0].canvas, states[1].canvas)
+    assert states[1].done and local_calls >= 2
+
+
+@pytest.mark.parametrize("cache", ["none", "recap"])
+@pytest.mark.parametrize("start", [None, 1.5])
+def test_local_steps_are_guided(cache: str, start: float | None) -> None:
+    """uncond + w (cond - uncond), also where the targets alone are evaluated; a w that grows from step to step is in a
+    local step that of the step before. In a model with one layer what is read of the cache is exact."""
+    model, steps, last = random_model(0), 6, 4.0
+    sampler = Recap(local_steps=2, final_temperature=None, guidance_start=start)
+    rows = prompts(model, 1, 3)
+    state = sampler.start(model, rows, cache=cache, steps=steps, temperature=1.0, guidance_scale=last, seed=4)
+    for step in range(steps):
+        proposal = sampler.step(model, state)
+        assert proposal.kind == ("window" if cache == "recap" and step % 3 else "full")
+        grown = step - 1 if step % 3 else step
+        scale = last if start is None else start + (last - start) * grown / (steps - 1)
+        null = state.canvas.clone()
+        null[:, 0] = model.facts.mask_token_id
+        with torch.no_grad():
+            given, without = (model.module(tokens).logits[..., :12] for tokens in (state.canvas, null))
+        law = (without + scale * (given - without)).softmax(-1)
+        at = proposal.positions.unsqueeze(-1).expand(-1, -1, 12)
+        expected = law.gather(1, at).gather(-1, proposal.values.unsqueeze(-1).clamp(max=11)).squeeze(-1)
+        chosen = proposal.available
+        assert chosen.any(1).all()
+        torch.testing.assert_close(proposal.scores[chosen], expected[chosen], atol=1e-12, rtol=1e-10)
+        sampler.commit(state, proposal)
+    assert state.done
+
+
+def test_local_steps_evaluate_the_targets_alone() -> None:
+    model = random_model(2)
+    sampler = Recap(local_steps=1, full_groups=1)
+    out = paradec.generate(
+        model, prompts(model, 1), sampler=sampler, cache="recap", steps=5, temperature=1.0, trace=True
+    )
+    sizes = counts("power", 16, 5)
+    expected = [17, 17, 1 + sizes[1] + sizes[2], 17, 1 + sizes[3] + sizes[4]]
+    assert [step.forwarded for step in out.trace.steps] == [[n] for n in expected]
+    assert [len(step.commits) for step in out.trace.steps] == list(sizes)
+    assert out.nfe == 5 and out.forwarded_tokens == sum(expected)
+    read_ = paradec.caches.create("recap", recompute_prompt=False)
+    out = paradec.generate(model, prompts(model, 1), sampler=sampler, cache=read_, steps=5, temperature=1.0, trace=True)
+    assert [step.forwarded[0] for step in out.trace.steps if step.kind == "window"] == [
+        expected[2] - 1,
+        expected[4] - 1,
+    ]
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    model = random_model(2)
+    request = {"sampler": "recap", "cache": "recap", "steps": 6, "temperature": 1.0, "guidance_scale": 1.5, "seed": 8}
+    together = paradec.generate(model, prompts(model, 0, 1, 2), **request)
+    for index, row in enumerate(prompts(model, 0, 1, 2)):
+        assert torch.equal(together.new_tokens[index], paradec.generate(model, [row], **request).new_tokens[0])
+
+
+def test_classes_guide_the_image(golden_model: UViTModel) -> None:
+    """The class token is read, and under guidance the null class stands in its place in the unconditional branch."""
+    module, rows = golden_model.module, torch.full((2, 65), 24)
+    rows[0, 0], rows[1, 0] = golden_model.class_token(10), 24
+    with torch.no_grad():
+        null, masked = module(rows).logits[:, 1:, :24]
+        rows[0, 0] = golden_model.class_token(3)
+        other = module(rows).logits[0, 1:, :24]
+    assert torch.equal(null, masked) and (other - null).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"local_steps": -1}, "local_steps=-1 must be an integer"),
+        ({"full_groups": 0.5}, "full_groups=0.5 must be an integer"),
+        ({"order": "raster"}, "unknown order: 'raster'"),
+        ({"final_temperature": 0}, r"final_temperature=0 must be a number in \(0, 1\]"),
+        ({"height": 3}, "height=3 and width=None go together"),
+        ({"locals": 1}, "unknown setting of sampler 'recap': 'locals'"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.samplers.create("recap", **settings)
+
+
+def test_bad_requests(golden_model: UViTModel) -> None:
+    with pytest.raises(ValueError, match="cache='recap' does not work with sampler 'threshold'"):
+        paradec.generate(golden_model, prompts(golden_model, 1), sampler="threshold", cache="recap")
+    with pytest.raises(ValueError, match="label=11 must be an integer from 0 to 10"):
+        golden_model.class_token(11)
+    with pytest.raises(ValueError, match="is less than the 64 positions"):
+        sampler = Recap(order="halton", height=4, width=4)
+        paradec.generate(golden_model, prompts(golden_model, 1), sampler=sampler)
+    with pytest.raises(ValueError, match="depth=3 must be even"):
+        UViT(depth=3)
+
+
+def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
+    weights = load_file(TRACES / "golden_recap_uvit.safetensors")
+    broken = {**weights, "mid_block.attn.proj.bias": torch.zeros(3)}
+    save_file(broken, tmp_path / "broken.safetensors")
+    with pytest.raises(CheckpointError, match="does not hold a U-ViT's weights: mid_block.attn.proj.bias"):
+        load_uvit(tmp_path / "broken.safetensors", heads=4)
+    save_file({"norm.weight": weights["norm.weight"]}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="'token_emb.position_embeddings.weight' is missing"):
+        load_uvit(tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="heads=5 must divide width=32"):
+        load_uvit(TRACES / "golden_recap_uvit.safetensors", heads=5)

@@ -1,0 +1,577 @@
+"""Samplers that take back or change what they decided: against plain loops written from their sources, the shadow of
+WINO against an explicit leave-one-out loop, the bounds that the family enforces, and what streamers and traces see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import MASK, tiny
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.cli.live import UNDECIDED, LiveView
+from paradec.models.adapter import Model, take_columns
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Query
+from paradec.samplers.masked.base import MaskedSampler, Revision, View
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
+
+REVISING = ["wino", "editing", "saber"]
+WORDS, REACH = 8, 16
+HOLE = WORDS  # the mask id
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 0, 1], [2]]
+NEW, SEEDS = 12, 8
+
+
+class Additive:
+    """A model without weights to load: a column's logits are the sum of one random vector per column that it sees, by
+    that one's token and relative position."""
+
+    tokenizer, pads, supports_store, supports_visibility = None, True, False, True
+    default_max_new_tokens, default_block_length = NEW, None
+    device, dtype = torch.device("cpu"), torch.float64
+
+    def __init__(self, seed: int = 0, scale: float = 0.5, ends: tuple[int, ...] = ()):
+        self.facts = ModelFacts(vocab_size=WORDS + 1, mask_token_id=HOLE, eos_token_ids=ends, name="the sum")
+        generator = torch.Generator().manual_seed(seed)
+        size = (REACH, WORDS + 1, WORDS + 1)
+        self.table = scale * torch.randn(size, dtype=torch.float64, generator=generator)
+        self.vectors = self.table.tolist()
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        apart = (query.positions.unsqueeze(1) - query.positions.unsqueeze(2)) % REACH
+        seen = torch.ones_like(apart, dtype=torch.bool) if query.visible is None else query.visible
+        if query.valid is not None:
+            seen = seen & query.valid.unsqueeze(1)
+        vectors = self.table[apart, query.tokens.unsqueeze(1).expand_as(apart)]
+        return take_columns((vectors * seen.unsqueeze(-1)).sum(2), query.wanted)
+
+    def read(self, at: int, columns: list[tuple[int, int]]) -> list[float]:
+        """Probabilities of the words at a position that sees (position, token) columns, by a plain loop."""
+        logits = [0.0] * WORDS
+        for position, token in columns:
+            for word, value in enumerate(self.vectors[(position - at) % REACH][token][:WORDS]):
+                logits[word] += value
+        weights = [math.exp(z - max(logits)) for z in logits]
+        return [w / math.fsum(weights) for w in weights]
+
+
+def best(p: list[float]) -> int:
+    return max(range(len(p)), key=lambda word: (p[word], -word))
+
+
+def cut(prompt: list[int], block: int) -> list[range]:
+    return [range(s, min(s + block, len(prompt) + NEW)) for s in range(len(prompt), len(prompt) + NEW, block)]
+
+
+# ---- the rules, one row at a time, from the methods' sources ------------------------------------------------------
+
+
+def wino(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
+    accepted = 0
+    while masks := [i for i in block if row[i] == HOLE]:
+        columns = list(enumerate(row))
+        p = {i: model.read(i, columns) for i in masks}
+        sure = {i: p[i][best(p[i])] for i in masks}
+        cap = min(max(int(settings["cap_share"] * len(masks)), settings["cap_low"]), settings["cap_high"])
+        ranked = sorted(masks, key=lambda i: (-sure[i], i))
+        chosen = [i for i in ranked if sure[i] > settings["threshold"]][:cap] or ranked[:1]
+        shadows = [(i, HOLE) for i in block]
+        doubt = {i: model.read(i, columns[:i] + columns[i + 1 :] + shadows)[row[i]] for i in block if row[i] != HOLE}
+        back = sorted((i for i in doubt if doubt[i] < settings["threshold_back"]), key=lambda i: (doubt[i], i))
+        back = back[: max(0, accepted - 1)] if len(chosen) > 1 else []
+        for i in chosen:
+            row[i] = best(p[i])
+        for i in back:
+            row[i] = HOLE
+        memory["back"] += len(back)
+        accepted = len(chosen)
+        yield
+
+
+def editing(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
+    post_steps = 0
+    while True:
+        masks = [i for i in block if row[i] == HOLE]
+        post_steps += not masks
+        p = {i: model.read(i, list(enumerate(row))) for i in block}
+        sure = {i: p[i][best(p[i])] for i in block}
+        chosen = [i for i in masks if sure[i] > settings["threshold"]] or sorted(masks, key=lambda i: (-sure[i], i))[:1]
+        edits = [
+            i for i in block if i not in masks and sure[i] > settings["editing_threshold"] and best(p[i]) != row[i]
+        ]
+        for i in chosen + edits:
+            row[i] = best(p[i])
+        memory["back"] += len(edits)
+        yield
+        if all(row[i] != HOLE for i in block):
+            if not masks and not edits:
+                memory["settled"] += 1
+                return
+            if post_steps == settings["max_post_steps"]:
+                return
+
+
+def saber(model: Additive, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
+    last: dict[int, float] = {}
+    while masks := [i for i in block if row[i] == HOLE]:
+        decided = [i for i in block if row[i] != HOLE]
+        p = {i: model.read(i, list(enumerate(row))) for i in block}
+        sure = {i: p[i][best(p[i])] for i in block}
+        before = memory["confidence"].values()  # by position, all blocks
+        tau = math.fsum(before) / len(before) if before else 1.0
+        chosen = [i for i in masks if sure[i] > tau]
+        if len(chosen) < settings["minimum"]:
+            chosen = sorted(masks, key=lambda i: (-sure[i], i))[: settings["minimum"]]
+        k = len(chosen)
+        count = min(max(settings["minimum"] // 2, math.ceil(k * settings["remask_share"])), k - 1)
+        if k == len(masks) or not settings["remask_share"]:
+            count = 0
+        back = sorted(decided, key=lambda i: (-(last[i] - sure[i]), i))[:count]
+        for i in chosen:
+            row[i] = best(p[i])
+            memory["confidence"][i] = sure[i]
+        for i in back:
+            row[i] = HOLE
+        memory["back"] += len(back)
+        last = sure
+        yield
+
+
+RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
+    ("wino", wino, {}),
+    ("wino", wino, {"threshold": 0.3, "threshold_back": 0.6, "cap_share": 0.5, "cap_low": 2, "cap_high": 3}),
+    ("editing", editing, {"max_post_steps": 3}),
+    ("editing", editing, {"threshold": 0.5, "editing_threshold": 0.8}),
+    ("saber", saber, {}),
+    ("saber", saber, {"minimum": 1, "remask_share": 0.6}),
+    ("saber", saber, {"minimum": 5}),
+    ("saber", saber, {"minimum": 2, "remask_share": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("name", "loop", "settings"), RULES)
+def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], settings: dict) -> None:
+    """Canvas for canvas, in a batch of unequal rows, as its trace replays it."""
+    sampler = samplers.create(name, **settings)
+    memory: dict = {"back": 0, "settled": 0}
+    for seed in range(SEEDS):
+        model, block = Additive(seed), (5, 12)[seed % 2]
+        out = paradec.generate(model, PROMPTS, sampler=sampler, block_length=block, max_new_tokens=NEW, trace=True)
+        for index, prompt in enumerate(PROMPTS):
+            row, expected = prompt + [HOLE] * NEW, []
+            memory["confidence"] = {}
+            for positions in cut(prompt, block):
+                for _ in loop(model, row, positions, memory, sampler.to_dict()):
+                    expected.append(list(row))
+            ours = [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])]
+            assert ours == expected
+            assert out.new_tokens[index].tolist() == row[len(prompt) :]
+    assert (memory["back"] == 0) == (settings.get("remask_share") == 0)  # the rule had something to take back
+    if settings.get("max_post_steps"):
+        blocks = sum(len(cut(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
+        assert 0 < memory["settled"] < blocks  # some were settled, some ran into the bound
+
+
+# ---- WINO's shadow ------------------------------------------------------------------------------------------------
+
+
+def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
+    """State and proposal before every commit."""
+    state = sampler.start(model, rows, max_new_tokens=NEW, eos_early_stop=False, **request)
+    while not state.done:
+        with torch.no_grad():
+            proposal = sampler.step(model, state)
+        yield state, proposal
+        sampler.commit(state, proposal)
+
+
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
+EAGER = {"threshold": 0.05, "threshold_back": 0.4, "cap_low": 1, "cap_high": 3}
+
+
+def test_shadow_is_a_leave_one_out_with_one_layer() -> None:
+    """What shadow i says is what a row without position i, with masks for the block, says at i: one layer's columns do
+    not depend on what other columns see."""
+    model, compared = tiny(1), 0
+    for state, proposal in steps_of(samplers.create("wino", **EAGER), model, ROWS, block_length=5):
+        for index, row in enumerate(proposal.rows):
+            ids = state.canvas[row, : state.length[row]].tolist()
+            block = range(state.block_start[row], state.block_end[row])
+            for column, i in enumerate(block):
+                if ids[i] == MASK:
+                    continue
+                left = [j for j in range(len(ids)) if j != i]
+                tokens = torch.tensor([[ids[j] for j in left] + [MASK] * len(block)])
+                places = torch.tensor([left + list(block)])
+                everything = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+                read = model.module(tokens, attention_mask=everything, position_ids=places, use_cache=False)
+                logits = read.logits[0, len(left) + column]
+                logits[MASK] = -torch.inf
+                expected = logits.softmax(-1)[ids[i]].item()
+                found = proposal.updates["shadow_confidence"][index, column].item()
+                assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+                compared += 1
+    assert compared > 30
+
+
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
+def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale: float) -> None:
+    """Against one plain call per row with the visibility spelled out, pair by pair."""
+    model, compared = tiny(3, topology), 0
+    request = {"block_length": 4, "guidance_scale": guidance_scale}
+    for state, proposal in steps_of(samplers.create("wino", **EAGER), model, ROWS, **request):
+        for index, row in enumerate(proposal.rows):
+            length = int(state.length[row])
+            block = list(range(state.block_start[row], state.block_end[row]))
+            places = [*range(length), *block]
+            visible = torch.zeros(len(places), len(places), dtype=torch.bool)
+            for q, at in enumerate(places):
+                for k, other in enumerate(places):
+                    sees = q >= length or k < length  # only shadows see shadows
+                    sees = sees and not (q >= length and k < length and at == other)
+                    visible[q, k] = sees and (topology == "bidirectional" or other // 4 <= at // 4)
+            ids = torch.cat((state.canvas[row, :length], torch.full((len(block),), MASK)))
+            given = torch.cat((state.given[row, :length], torch.zeros(len(block), dtype=torch.bool)))
+            found = [
+                model.module(
+                    input_ids=tokens[None],
+                    position_ids=torch.tensor([places]),
+                    attention_mask=visible[None, None],
+                    use_cache=False,
+                ).logits[0]
+                for tokens in (ids, ids.masked_fill(given, MASK))
+            ]
+            logits = found[1] + guidance_scale * (found[0] - found[1])
+            logits[:, MASK] = -torch.inf
+            p = logits.softmax(-1)
+            own = proposal.current[index, : len(block)]
+            decided = own != MASK
+            shadow = p[length:].gather(1, own[:, None])[:, 0]
+            torch.testing.assert_close(
+                proposal.updates["shadow_confidence"][index, : len(block)][decided], shadow[decided]
+            )
+            torch.testing.assert_close(proposal.scores[index, : len(block)], p[block].amax(-1))
+            compared += int(decided.sum())
+    assert compared > 30
+
+
+STORED = [
+    name
+    for name in caches.names()
+    if name != "none" and verdict(samplers.get("wino"), caches.create(name), ModelFacts(2)).status != REFUSED
+]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_shadow_over_a_store_is_exact_with_one_layer(name: str) -> None:
+    """Shadows are not written, and hide their own position's stored key: no difference to evaluating everything."""
+    model, sampler = tiny(1), samplers.create("wino", **EAGER)
+    pairs = zip(
+        steps_of(sampler, model, ROWS, block_length=4, cache=name),
+        steps_of(sampler, model, ROWS, block_length=4),
+        strict=True,
+    )
+    steps = 0
+    for (state, ours), (plain, theirs) in pairs:
+        assert torch.equal(state.canvas, plain.canvas)
+        there = ours.available
+        torch.testing.assert_close(ours.scores[there], theirs.scores[there])
+        torch.testing.assert_close(ours.updates["shadow_confidence"], theirs.updates["shadow_confidence"])
+        stale = state.store.stale(state.canvas)
+        for row in ours.rows:
+            assert not stale[row, state.block_start[row] : state.block_end[row]].any()
+        steps += 1
+    assert steps > 5
+
+
+def test_which_caches_wino_works_with() -> None:
+    assert {"prefix", "dual"} <= set(STORED) and not {"dkv_decode", "dkv_greedy", "dkv_pd"} & set(STORED)
+    with pytest.raises(ValueError, match="cache='dkv_decode' does not work with sampler 'wino'"):
+        paradec.generate(tiny(1), [[1]], sampler="wino", cache="dkv_decode", max_new_tokens=4)
+
+
+def test_shadows_are_exact_on_block_causal_models_with_their_cache() -> None:
+    model = tiny(2, "block_causal")
+    arguments = {"sampler": "wino", "max_new_tokens": NEW, "block_length": 4, "trace": True}
+    plain = paradec.generate(model, ROWS, **arguments)
+    for cache in ("block", "prefix", "dual"):
+        out = paradec.generate(model, ROWS, cache=cache, **arguments)
+        assert torch.equal(out.sequences, plain.sequences) and out.row_nfe == plain.row_nfe
+        assert out.forwarded_tokens < plain.forwarded_tokens
+
+
+def test_shadow_columns_are_counted() -> None:
+    model = tiny(1)
+    out = paradec.generate(model, [[1, 2, 3]], sampler="wino", max_new_tokens=8, block_length=4, eos_early_stop=False)
+    assert out.forwarded_tokens == out.nfe * (3 + 8 + 4)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = BertConfig(vocab_size=20)
+        self.table = nn.Embedding(20, 20)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.table(input_ids)
+
+
+def test_wino_is_refused_where_nothing_can_be_hidden() -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    encoder = paradec.wrap(BertForMaskedLM(BertConfig(vocab_size=20, **sizes)), mask_token_id=19)
+    opaque = paradec.wrap(Plain(), mask_token_id=19, prediction="same", topology="bidirectional")
+    for model in (encoder, opaque, tiny(1, prediction="shifted")):
+        with pytest.raises(ValueError, match="sampler 'wino' evaluates masks that the rest of the row does not see"):
+            paradec.generate(model, [[1, 2]], sampler="wino", max_new_tokens=4)
+        for name in ("editing", "saber"):
+            assert paradec.generate(model, [[1, 2]], sampler=name, max_new_tokens=4).nfe > 0
+
+
+# ---- settings at which they are simpler methods -------------------------------------------------------------------
+
+
+def steps_in(out: paradec.Output) -> list:
+    return [[entry[:3] for entry in step.commits] for step in out.trace.steps]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "other", "others"),
+    [
+        ("wino", {"threshold_back": 0.0, "cap_low": 99, "cap_high": 99}, "threshold", {"threshold": 0.6}),
+        ("wino", {"threshold_back": 0.0, "threshold": 1.0}, "low_confidence", {}),
+        ("editing", {"editing_threshold": 1.0}, "threshold", {"threshold": 0.7}),
+        ("saber", {"remask_share": 0.0, "minimum": 99}, "threshold", {"threshold": 0.0}),
+    ],
+)
+def test_settings_at_which_nothing_is_taken_back(
+    name: str, settings: dict, other: str, others: dict, llada64: Model
+) -> None:
+    """Down to the steps and the positions evaluated, end tokens included."""
+    for model, rows in ((Additive(3, ends=(7,)), PROMPTS), (llada64, [[38, 0, 1, 2, 3, 4, 5, 6, 41], [1, 2]])):
+        arguments = {"max_new_tokens": NEW, "block_length": 6, "trace": True}
+        ours = paradec.generate(model, rows, sampler=samplers.create(name, **settings), **arguments)
+        theirs = paradec.generate(model, rows, sampler=samplers.create(other, **others), **arguments)
+        assert steps_in(ours) == steps_in(theirs) and ours.forwarded_tokens == theirs.forwarded_tokens
+        default = paradec.generate(model, rows, sampler=name, **arguments)
+        assert steps_in(default) != steps_in(ours)
+
+
+def test_one_token_a_step_takes_nothing_back(llada64: Model) -> None:
+    """WINO takes back less than the step before committed: with one token a step, nothing, whatever the shadows say."""
+    for model, rows in ((Additive(3), PROMPTS), (llada64, [[38, 0, 1, 2, 3, 4, 5, 6, 41], [1, 2]])):
+        arguments = {"max_new_tokens": NEW, "block_length": 6, "trace": True, "eos_early_stop": False}
+        ours = paradec.generate(model, rows, sampler=samplers.create("wino", threshold=1.0), **arguments)
+        theirs = paradec.generate(model, rows, sampler="low_confidence", **arguments)
+        assert steps_in(ours) == steps_in(theirs) and ours.forwarded_tokens > theirs.forwarded_tokens
+
+
+# ---- the family's bounds ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Undoing(MaskedSampler):
+    """Commits two positions a step and would take back everything, for ever."""
+
+    name = "undoing"
+    slack: int = 0
+    rereads = True
+    revises = True
+
+    def select(self, view: View) -> Tensor:
+        return view.top(view.scores, torch.full((len(view.scores),), 2))
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        return Revision(remask=view.editable, linger=torch.ones(len(selected), dtype=torch.bool))
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        return masks_at_open + self.slack
+
+
+@pytest.mark.parametrize("slack", [0, 1, 7])
+def test_nothing_is_taken_back_that_the_steps_left_could_not_fill(slack: int) -> None:
+    """A method that never ends by itself takes all the steps of its bound in every block, and leaves nothing open."""
+    out = paradec.generate(Additive(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
+    assert out.row_nfe == [3 * (4 + slack)] * 3
+    assert not (out.new_tokens == HOLE).any()
+
+
+@dataclass(frozen=True)
+class Idle(Undoing):
+    """Commits nothing after the first step."""
+
+    def select(self, view: View) -> Tensor:
+        return super().select(view) & ~view.editable.any(1, keepdim=True)
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        return Revision()
+
+
+def test_a_method_that_cannot_keep_its_bound_is_stopped() -> None:
+    with pytest.raises(RuntimeError, match="committed nothing"):
+        paradec.generate(Additive(), PROMPTS, sampler=Idle(), max_new_tokens=NEW, block_length=4)
+
+
+# ---- requests -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REVISING)
+def test_what_was_given_is_never_changed(name: str) -> None:
+    """Holes in a text: given tokens stand in the middle of the block that is revised."""
+    rows = [[1, HOLE, HOLE, 2, HOLE, 3, HOLE, HOLE, HOLE, 4], [HOLE, 5, HOLE, 6, HOLE, HOLE]]
+    for seed in range(4):
+        for length in (None, 3):
+            out = paradec.generate(
+                Additive(seed), rows, sampler=name, max_new_tokens=3, block_length=length, trace=True
+            )
+            for index, row in enumerate(rows):
+                final = out.trace.replay()[index]
+                assert [a for a, b in zip(final, row, strict=False) if b != HOLE] == [b for b in row if b != HOLE]
+                assert HOLE not in final
+                assert all(
+                    row[position] == HOLE
+                    for step in out.trace.steps
+                    for at, position, *_ in step.commits
+                    if at == index and position < len(row)
+                )
+
+
+@pytest.mark.parametrize("name", REVISING)
+def test_adaptive_blocks(name: str) -> None:
+    """Blocks that end where a delimiter is predicted: a row does as it would alone, and keeps to its bound."""
+    blocks, sampler = paradec.AdaptiveBlocks(length=4, delimiters=(0, 1), window=0.6), samplers.create(name)
+    for seed in range(3):
+        model = Additive(seed, ends=(7,))
+        together = paradec.generate(model, PROMPTS, sampler=sampler, blocks=blocks, max_new_tokens=NEW)
+        for index, prompt in enumerate(PROMPTS):
+            alone = paradec.generate(model, [prompt], sampler=sampler, blocks=blocks, max_new_tokens=NEW)
+            assert alone.new_tokens[0].tolist() == together.new_tokens[index].tolist()
+            assert alone.nfe == together.row_nfe[index] <= sampler.most_steps(np.ones(NEW, np.int64)).sum()
+        assert not (together.new_tokens == HOLE).any()
+
+
+@pytest.mark.parametrize("name", REVISING)
+def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
+    """A row ends inside a block once a step has left everything up to its end token as it was."""
+    inside = 0
+    for seed in range(8):
+        model = Additive(seed, ends=(7,))
+        out = paradec.generate(model, PROMPTS, sampler=name, max_new_tokens=NEW, block_length=6, trace=True)
+        for index, prompt in enumerate(PROMPTS):
+            canvases = [out.trace.replay(step)[index] for step in range(out.row_nfe[index] + 1)]
+            for step, canvas in enumerate(canvases):
+                answer = canvas[len(prompt) :]
+                end = next((at for at, token in enumerate(answer) if token in (7, HOLE)), None)
+                if end is None or answer[end] == HOLE:
+                    continue
+                up_to = len(prompt) + end + 1
+                block = range(start := len(prompt) + end // 6 * 6, start + 6)
+                stood = step and canvases[step - 1][:up_to] == canvas[:up_to]
+                if step < out.row_nfe[index]:
+                    assert not stood
+                elif any(canvas[at] == HOLE for at in block):
+                    assert stood
+                    inside += 1
+    assert inside
+
+
+@pytest.mark.parametrize("name", REVISING)
+def test_rows_end_at_their_end_token(name: str) -> None:
+    ended = 0
+    for seed in range(6):
+        model = Additive(seed, ends=(7,))
+        out = paradec.generate(model, PROMPTS, sampler=name, max_new_tokens=NEW, block_length=4)
+        for index in range(len(PROMPTS)):
+            answer, count = out.new_tokens[index].tolist(), out.tokens[index]
+            assert out.finished[index] == (7 in answer)
+            if out.finished[index]:
+                assert answer.index(7) == count - 1 and answer[count:] == [7] * (NEW - count)
+                ended += 1
+    assert ended > 3
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+        self.drafts: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.sent.append(value.clone())
+
+    def put_draft(self, value: Tensor) -> None:
+        self.drafts.append(value.clone())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", REVISING)
+@pytest.mark.parametrize("ends", [(), (7,)])
+def test_what_is_streamed_stays(name: str, ends: tuple[int, ...]) -> None:
+    """Tokens of an open block are drafts: what was sent as final is a prefix of the result, in the end all of it."""
+    changed = 0
+    for seed in range(4):
+        streamer = Recorder()
+        out = paradec.generate(
+            Additive(seed, ends=ends), PROMPTS, sampler=name, max_new_tokens=NEW, block_length=6, streamer=streamer
+        )
+        sent = torch.cat(streamer.sent, 1)
+        assert torch.equal(sent, out.sequences[:, : sent.shape[1]])
+        assert (out.sequences[:, sent.shape[1] :] == out.sequences[:, -1:]).all()  # padding after the last end
+        width = max(draft.shape[1] for draft in streamer.drafts)
+        drafts = [nn.functional.pad(draft, (width - draft.shape[1], 0), value=-1) for draft in streamer.drafts]
+        for before, after in zip(drafts, drafts[1:], strict=False):
+            changed += int(((before != after) & (before != HOLE) & (before >= 0) & (after >= 0)).sum())
+    assert changed  # drafts did change
+
+
+@pytest.mark.parametrize("name", REVISING)
+def test_the_live_view_shows_what_was_taken_back(name: str) -> None:
+    console = Console(width=400, color_system=None)
+    view = LiveView(None, console)
+    for state, _ in steps_of(samplers.create(name), Additive(1), [PROMPTS[0]], block_length=NEW):
+        with console.capture() as capture:
+            console.print(view.draw(state))
+        assert capture.get().count(UNDECIDED) == int(state.undecided.sum())
+
+
+BAD = [
+    ("wino", {"threshold": 1.5}, r"threshold=1.5 must be a number in \[0, 1\]"),
+    ("wino", {"threshold_back": None}, r"threshold_back=None must be a number in \[0, 1\]"),
+    ("wino", {"cap_share": 2}, r"cap_share=2 must be a number in \[0, 1\]"),
+    ("wino", {"cap_low": 0}, "cap_low=0 must be an integer from 1 to 20"),
+    ("wino", {"cap_high": 4}, "cap_low=5 must be an integer from 1 to 4"),
+    ("editing", {"editing_threshold": -0.1}, r"editing_threshold=-0.1 must be a number in \[0, 1\]"),
+    ("editing", {"max_post_steps": -1}, "max_post_steps=-1 must be an integer from 0 to 1000000"),
+    ("saber", {"minimum": 0}, "minimum=0 must be an integer from 1 to"),
+    ("saber", {"remask_share": 1.1}, r"remask_share=1.1 must be a number in \[0, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), BAD)
+def test_settings_are_checked(name: str, settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samplers.create(name, **settings)
+
+
+def test_presets_and_round_trip() -> None:
+    assert samplers.create("editing", preset="dllm") == samplers.create(
+        "editing", threshold=0.95, editing_threshold=0.9, max_post_steps=16
+    )
+    for name in REVISING:
+        sampler = samplers.create(name)
+        assert type(sampler).from_dict(sampler.to_dict()) == sampler

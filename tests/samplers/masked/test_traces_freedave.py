@@ -1,0 +1,164 @@
+"""Traces of FreeDave's public code, replayed in float64, with the mask's own probability in the softmax as it is there
+(`rng="reference"` does that for other samplers, and is refused here: drafts draw beside each other).
+
+Static decoding is compared call for call. FreeDave's own calls are, too, by a rule: the public code keeps what a
+forward found until the next one has verified it, ours commits its first step at once, so after every forward ours
+stands exactly one step of the base further, within what the reference commits next (`assert_one_step_ahead`). Forwards
+are equal in number, and evaluate what the reference's do less the draft that fills the block: nothing is left to find
+out for it.
+
+What differs, and why:
+- With a threshold, the public code also calls the model on blocks that are full already: static decoding after a first
+  call that fills the block, FreeDave where the step that it keeps does. At most one call a block; ours has none.
+- Its cached decoder for Dream commits a block's first token unasked. Replayed with a base and a cache that do so
+  (`replay.forced_first`).
+- Its eager mode, which drafts into the next block, is not here: of its traces the final tokens are compared.
+
+`test_by_answers` says what ours is worth without any of this.
+
+In float32 (`-m full`) final tokens are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from replay import (
+    GOLDEN,
+    PRECISIONS,
+    Call,
+    Row,
+    assert_calls,
+    cache_without_left,
+    decode,
+    forced_first,
+    load_trace,
+    model_of,
+    trace_names,
+    with_idle_calls,
+)
+
+from paradec import samplers
+from paradec.samplers.masked import reference
+from paradec.samplers.masked.freedave import FreeDave
+from paradec.samplers.masked.low_confidence import LowConfidence
+from paradec.samplers.masked.threshold import Threshold
+
+NAMES = trace_names("freedave", "freedave-dream")
+
+
+class WeighsMask:
+    """Reads probabilities as the public code does: the mask is no candidate, but has its share."""
+
+    def _weighs_mask(self, state: Any) -> bool:
+        return True
+
+    def _read(self, state: Any, logits: Any, query: Any, generator: Any) -> Any:
+        return reference.read(self, state, logits, query, None)
+
+
+class WeighingLowConfidence(WeighsMask, LowConfidence):
+    pass
+
+
+class WeighingThreshold(WeighsMask, Threshold):
+    pass
+
+
+def freedave(settings: dict, base: Any) -> FreeDave:
+    threshold, count = settings.get("confidence_threshold"), settings.get("draft_steps", 1)
+    return FreeDave(
+        base=base,
+        draft_steps=count,
+        draft_mode="tree" if settings.get("draft_mode") == "tree_attention" else "batch",
+        agreement="subset" if threshold is not None and count > 1 else "exact",
+    )
+
+
+def request_of(settings: dict) -> dict:
+    return {
+        "cache": "dual" if settings["dual_cache"] else "prefix",
+        "block_length": settings["block_length"],
+        "temperature": settings["temperature"],
+        "rng": "counter",
+    }
+
+
+def test_all_traces_are_there() -> None:
+    assert len(NAMES) >= 49
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_trace(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    settings, model = trace["settings"], model_of(request, trace, precision)
+    threshold, static = settings.get("confidence_threshold"), settings["method"] == "static"
+    base: Any = WeighingLowConfidence() if threshold is None else WeighingThreshold(threshold=threshold)
+    arguments = request_of(settings)
+    if model.facts.prediction == "shifted":
+        base = forced_first(base)
+        arguments["cache"] = cache_without_left(settings["dual_cache"])
+    rows = decode(model, trace, freedave(settings, base), alone=precision == "float32", **arguments)
+    assert all(row.tokens == row.final for row in rows)
+    if precision == "float32":
+        return
+    for row in rows:
+        if static:
+            idle = threshold is not None
+            calls = with_idle_calls(row, settings["block_length"], settings["dual_cache"]) if idle else row.ours
+            assert_calls(calls, row.theirs, row.where)
+        elif not settings.get("eager_acceptance_mode"):
+            assert_one_step_ahead(row, settings, model.facts.prediction == "shifted")
+
+
+def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
+    """Call for call, ours has committed what the reference has and the base's next step, if the block had one left.
+    `forced`: but for the token that both commit when they open a block."""
+    length, drafts = settings["block_length"], settings["draft_steps"]
+    by_threshold = settings.get("confidence_threshold") is not None
+    ours, mine, other = iter(row.ours), set(), set()
+    for number, call in enumerate(row.theirs):
+        where = f"{row.where}, call {number}"
+        block = len(other) // length
+        left = (block + 1) * length - len(other)
+        full = len(mine) == (block + 1) * length
+        if full:
+            assert by_threshold and left, where  # it verifies the step that fills the block
+        else:
+            left_of_ours, mine_before = (block + 1) * length - len(mine), set(mine)
+            one: Call = next(ours)
+            mine |= one.commits
+        other |= call.commits
+        if full:
+            assert other == mine, where
+            continue
+        opens = len(mine_before) == block * length
+        # a call of theirs evaluates as many drafts as the block has masks, the last of them full
+        count = 1 if opens else min(drafts, left)
+        assert call.evaluated % count == 0, where
+        assert one.evaluated == call.evaluated // count * (1 if opens else min(drafts, left_of_ours)), where
+        assert mine_before <= other <= mine, where
+        if not by_threshold:
+            assert len(mine - other) == (0 if len(mine) == (block + 1) * length or opens and forced else 1), where
+    assert next(ours, None) is None and mine == other, row.where
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load_trace(name)["settings"]["method"] == "static"])
+def test_by_answers(name: str, request: pytest.FixtureRequest) -> None:
+    """With this library's own reading and caches, which force no token, under drafts: not worse than the public code by
+    more than one answer."""
+    trace = load_trace(name)
+    settings = trace["settings"] | {"draft_steps": 4}
+    model = model_of(request, trace, "float64")
+    threshold = settings.get("confidence_threshold")
+    base = "low_confidence" if threshold is None else samplers.create("threshold", threshold=threshold)
+    strings = json.loads((GOLDEN / trace["model"] / "tokenizer_table.json").read_text())["table"]
+    ours = theirs = 0
+    for row in decode(model, trace, freedave(settings, base), **request_of(settings)):
+        tokens = [*row.tokens[row.prompt :], trace["eos_id"]]
+        ours += "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])]) == row.case["answer"][0]
+        theirs += row.case["correct"][0]
+    assert ours >= theirs - 1

@@ -1,0 +1,910 @@
+"""Schedulers that are swapped into diffusers' pipelines: the tokens of `paradec.generate`, and configs that survive."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import (
+    AmusedPipeline,
+    AmusedScheduler,
+    BlockRefinementScheduler,
+    DiTPipeline,
+    LLaDA2Pipeline,
+    UVit2DModel,
+    VQModel,
+)
+from tiny_models import END, MASK, VOCAB, tiny
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+import paradec
+from paradec import schedulers
+from paradec.hooks.block_cache import BlockCausalModule
+from paradec.models.adapter import Model
+from paradec.samplers.masked.learn2pd_filter import FilterFacts, save_filter
+
+TEXT = [
+    getattr(schedulers, name)
+    for name in schedulers.__all__
+    if issubclass(getattr(schedulers, name), schedulers.BlockScheduler) and name != "BlockScheduler"
+]
+IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.RecapScheduler]
+DRAWS = {schedulers.RandomScheduler}
+"""Choose positions by chance, from numbers that depend on the prompt, which a scheduler does not see."""
+BLOCK = 4
+
+
+class BlockCausal(BlockCausalModule):
+    """A Llama that sees whole blocks up to its own, as LLaDA2's model does, and counts its calls."""
+
+    calls = 0
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> Any:
+        self.calls += 1
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2, "block_causal")
+
+
+@pytest.fixture
+def pipe(model: Model) -> LLaDA2Pipeline:
+    pipeline = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def filter_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    facts = FilterFacts("block", "tiny", VOCAB, BLOCK, ("none",), 0.5)
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("filter") / "filter.safetensors"
+    save_filter(path, facts, facts.network())
+    return str(path)
+
+
+def run(pipe: Any, ids: Tensor, **arguments: Any) -> Tensor:
+    defaults = {"gen_length": 10, "num_inference_steps": 2, "mask_token_id": MASK, "eos_token_id": END}
+    settings = {**defaults, "output_type": "seq", "eos_early_stop": False, **arguments}
+    return pipe(input_ids=ids, **settings).sequences
+
+
+def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
+    learned = {"filter": filter_path, "model_name": "tiny", "filter_threshold": 0.5}
+    return learned if cls is schedulers.Learn2PDScheduler else {}
+
+
+# ---- LLaDA2Pipeline -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
+def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
+    """The same canvas, token for token, with as many forwards."""
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    sampler = pipe.scheduler.sampler
+    facts = paradec.models.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"})
+    named = Model(model.module, facts, "decoder")
+    try:
+        out = run(pipe, ids)
+        expected = paradec.generate(
+            named,
+            input_ids=ids,
+            sampler=sampler,
+            max_new_tokens=10,
+            steps=6 if sampler.uses_steps else None,
+            eos_early_stop=False,
+        )
+    finally:
+        named.unwrap()
+    assert torch.equal(out, expected.new_tokens)
+    pipe.model.calls = 0
+    assert torch.equal(run(pipe, ids[:1]), out[:1])  # nothing is left of the run before
+    assert pipe.model.calls == expected.row_nfe[0]
+
+
+@pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
+def test_no_mask_is_left(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
+    """Also where the rule takes more steps than the pipeline planned; draws come from the generator."""
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    sampling = {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "num_inference_steps": 1, "gen_length": 6}
+    out, again = (run(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
+    assert out.shape == (2, 6) and not (out == MASK).any()
+    assert torch.equal(out, again)
+
+
+def test_draws_differ_between_seeds_and_blocks(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.ThresholdScheduler.from_config(pipe.scheduler.config)
+    runs = [run(pipe, ids, temperature=3.0, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    assert not torch.equal(runs[0], runs[1]) and not torch.equal(runs[1], runs[2])
+    greedy = run(pipe, ids, temperature=3.0, sampling_method="greedy")
+    assert torch.equal(greedy, run(pipe, ids))
+
+
+def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = scheduler = schedulers.ThresholdScheduler.from_config(pipe.scheduler.config)
+    greedy = run(pipe, ids)
+    for filters in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert torch.equal(run(pipe, ids, temperature=5.0, **filters), greedy)
+    assert not torch.equal(run(pipe, ids, temperature=5.0), greedy)
+    logits = torch.randn(1, 200, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[..., MASK] = -100
+    best = logits.topk(3, -1).indices
+    scheduler.set_timesteps(1, block_length=200)
+    step = {"mask_token_id": MASK, "temperature": 5.0, "generator": torch.Generator().manual_seed(1)}
+    drawn = scheduler.step(logits, 0, torch.full((1, 200), MASK), top_k=3, **step).sampled_tokens
+    places = (best == drawn.unsqueeze(-1)).sum((0, 1))
+    assert places.sum() == 200 and (places > 30).all()  # the three best, and each of them
+
+
+@pytest.mark.parametrize("cls", [schedulers.ThresholdScheduler, schedulers.EditingScheduler])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids: Tensor, model: Model) -> None:
+    """Up to and with the end token; the pipeline leaves what follows as it is, and freezes the row."""
+    wanted = torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(seed))
+    plain = paradec.generate(model, input_ids=wanted, max_new_tokens=10, eos_early_stop=False, sampler="threshold")
+    end = int(plain.new_tokens[0, 5])  # some token that comes up
+    named = Model(
+        model.module, paradec.models.facts.ModelFacts(**{**vars(model.facts), "eos_token_ids": (end,)}), "decoder"
+    )
+    pipe.scheduler = cls.from_config(pipe.scheduler.config)
+    try:
+        out = run(pipe, wanted, eos_token_id=end, eos_early_stop=True)
+        expected = paradec.generate(named, input_ids=wanted, sampler=pipe.scheduler.sampler, max_new_tokens=10)
+    finally:
+        named.unwrap()
+    ended = 0
+    for ours, theirs in zip(out.tolist(), expected.new_tokens.tolist(), strict=True):
+        stop = theirs.index(end) + 1 if end in theirs else len(theirs)
+        assert ours[:stop] == theirs[:stop]
+        ended += end in theirs
+    assert ended
+
+
+def test_an_end_token_in_the_prompt_ends_nothing(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = scheduler = schedulers.ThresholdScheduler.from_config(pipe.scheduler.config)
+    row = torch.tensor([[END, 1, 2, END, 3, MASK, MASK]])
+    none = torch.zeros(1, dtype=torch.bool)
+    wrote = torch.zeros(1, 4, dtype=torch.bool)
+    rest = {"eos_token_id": END, "mask_token_id": MASK, "finished": none, "sampled_tokens": row[:, 3:]}
+    assert scheduler.check_eos_finished(cur_x=row, final_transfer=wrote, prompt_length=3, **rest).tolist() == [True]
+    assert scheduler.check_eos_finished(cur_x=row, final_transfer=wrote, prompt_length=4, **rest).tolist() == [False]
+    late = torch.tensor([[1, 2, 3, MASK, 3, END, MASK]])
+    assert scheduler.check_eos_finished(cur_x=late, final_transfer=wrote, prompt_length=3, **rest).tolist() == [False]
+
+
+def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> None:
+    """What it masks again is filled again, and what it writes stands."""
+    pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
+    seen = []
+
+    def once(_: Any, step: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        block = found["block_x"].clone()
+        if not seen:
+            block[:, -1], block[:, -2] = 7, MASK
+        seen.append(step)
+        return {"block_x": block}
+
+    out = run(pipe, ids, gen_length=6, callback_on_step_end=once)
+    assert not (out == MASK).any() and out[:, 1].tolist() == [7, 7]
+
+
+def test_values_of_the_call_that_have_no_effect_are_named(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
+    with pytest.warns(
+        UserWarning, match="threshold=0.3 given to the pipeline has no effect with LocalLeapScheduler"
+    ) as w:
+        changed = run(pipe, ids, threshold=0.3)
+    assert len(w) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(pipe, ids), changed)
+
+
+# ---- LLaDA2Pipeline with a block cache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [BlockRefinementScheduler, schedulers.CreditDecodingScheduler])
+def test_block_cache_is_exact(cls: type, pipe: Any, ids: Tensor) -> None:
+    """The same tokens, from the open block's positions alone; padded prompts, other blocks and other prompts too."""
+    pipe.scheduler = cls.from_config(pipe.scheduler.config)
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    requests = [{}, {"attention_mask": padded}, {"block_length": 8, "gen_length": 2}]
+    plain = [run(pipe, ids, **request) for request in requests]
+    forward = pipe.model.forward
+    with paradec.accelerate(pipe, cache="block") as session:
+        cached = [run(pipe, ids, **request) for request in requests]
+        report = session.report()
+        pipe.scheduler = BlockRefinementScheduler(block_length=BLOCK)  # exchanged while attached
+        exchanged = run(pipe, ids)
+    assert all(map(torch.equal, cached, plain))
+    assert 0 < report.evaluated < 0.6 * report.whole and report.bytes > 0
+    assert "positions evaluated" in str(report)
+    assert pipe.model.forward == forward and "forward" not in vars(pipe.model)
+    assert torch.equal(run(pipe, ids), exchanged)
+
+
+def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.LowConfidenceScheduler(block_length=BLOCK)
+    with paradec.accelerate(pipe, cache="block") as session:
+        run(pipe, ids[:1], num_inference_steps=2)
+        # the prompt's whole block and the open one; then the open block, and with each new one the block before
+        assert session.report().evaluated == (8 + 4) + (8 + 4) + (8 + 4)
+        assert session.report().whole == 2 * (8 + 12 + 16) and session.report().calls == 6
+
+
+def test_block_cache_after_an_exception(pipe: Any, ids: Tensor) -> None:
+    plain = run(pipe, ids)
+
+    def fail(_: Any, step: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if step == 3:
+            raise KeyboardInterrupt
+        return {"block_x": found["block_x"]}
+
+    with paradec.accelerate(pipe, cache="block"):
+        with pytest.raises(KeyboardInterrupt):
+            run(pipe, ids.flip(0), callback_on_step_end=fail)
+        assert torch.equal(run(pipe, ids), plain)
+
+
+def test_block_causal_modules_attend_as_their_model_does() -> None:
+    """Also where the wrapped module's own attention is another one, which would add a mask of truth values."""
+    model = tiny(2, "block_causal")
+    module = copy.deepcopy(model.module)
+    module.set_attn_implementation("eager")
+    facts = {"topology": "block_causal", "prediction": "same", "block_length": 4, "mask_token_id": MASK}
+    ids = torch.arange(1, 12)[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(11)[None]}
+    with torch.inference_mode():
+        expected = BlockCausalModule(model)(**given).logits
+        found = BlockCausalModule(paradec.wrap(module, **facts))(**given).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, amused: AmusedPipeline, llada: Model) -> None:
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    for module, message in (
+        (BertForMaskedLM(config), "needs a model that takes past_key_values; BertForMaskedLM does not"),
+        (copy.deepcopy(llada.module), "exact for block-causal models only: in LlamaForCausalLM a block's logits de"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paradec.accelerate(LLaDA2Pipeline(module, BlockRefinementScheduler(block_length=BLOCK)), cache="block")
+        assert "forward" not in vars(module)
+    with pytest.raises(TypeError, match="cache='block' is for LLaDA2Pipeline.*not for AmusedPipeline"):
+        paradec.accelerate(amused, cache="block")
+    with pytest.raises(ValueError, match="unknown cache: 'blok'"):
+        paradec.accelerate(pipe, cache="blok")
+    with pytest.raises(ValueError, match="give one"):
+        paradec.accelerate(pipe, paradec.TaylorSeer(), cache="block")
+    with pytest.raises(ValueError, match="is bidirectional.*LLaDA2Pipeline takes block_causal"):
+        BlockCausalModule(tiny(1))
+    with paradec.accelerate(pipe, cache="block"), pytest.raises(ValueError, match="has a block cache already"):
+        paradec.accelerate(pipe, cache="block")
+
+
+def test_block_cache_serves_the_pipelines_calls_alone(pipe: Any, ids: Tensor) -> None:
+    """Not a direct call of the model with the same arguments, nor a second pipeline's; threads keep their own."""
+    plain = [run(pipe, row) for row in (ids, ids.flip(0))]
+    beside = LLaDA2Pipeline(pipe.model, BlockRefinementScheduler(block_length=BLOCK))
+    beside.set_progress_bar_config(disable=True)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    positions = torch.arange(6).expand(2, 6)
+    direct = pipe.model(ids, attention_mask=mask, position_ids=positions).logits
+    results: list[Any] = []
+
+    def nested() -> None:
+        found = pipe.model(ids, attention_mask=mask, position_ids=positions).logits
+        results.append(torch.equal(found, direct) and torch.equal(run(beside, ids.flip(0)), plain[1]))
+
+    with paradec.accelerate(pipe, cache="block") as session:
+        assert torch.equal(pipe.model(ids, attention_mask=mask, position_ids=positions).logits, direct)
+        assert torch.equal(run(beside, ids), plain[0]) and session.report().calls == 0
+        assert torch.equal(run(pipe, ids, callback_on_step_end=after(3, nested)), plain[0])
+        assert results == [True]
+        alone, calls = session.report().evaluated, session.report().calls
+        assert torch.equal(run(pipe, ids), plain[0])
+        assert session.report().evaluated == 2 * alone and session.report().calls == 2 * calls
+        # diffusers' scheduler remembers nothing from step to step: two runs of one pipeline are right
+        assert all(map(torch.equal, together(lambda: run(pipe, ids), lambda: run(pipe, ids.flip(0))), plain))
+        assert len(session._kept) <= 3
+        run(pipe, ids[:1])
+        assert set(session._kept) == {threading.get_ident()}  # what dead threads kept is gone
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_a_copy_of_a_model_with_a_block_cache_is_plain(how: Any, ids: Tensor) -> None:
+    named = tiny(2, "block_causal")
+    pipe = LLaDA2Pipeline(BlockCausal(named), BlockRefinementScheduler(block_length=BLOCK))
+    named.unwrap()
+    plain = run(pipe, ids)
+    with paradec.accelerate(pipe, cache="block") as session:
+        run(pipe, ids)
+        other, calls = LLaDA2Pipeline(how(pipe.model), BlockRefinementScheduler(block_length=BLOCK)), 0
+        calls = session.report().calls
+        assert torch.equal(run(other, ids), plain) and session.report().calls == calls
+        with paradec.accelerate(other, cache="block"):
+            assert torch.equal(run(other, ids), plain) and session.report().calls == calls
+        assert torch.equal(run(pipe, ids), plain)
+    assert not {"__getstate__", "_paradec_block_cache", "_call_impl"} & (set(vars(pipe.model)) | set(vars(other.model)))
+
+
+# ---- runs at the same time ------------------------------------------------------------------------------------------
+
+
+def after(step: int, function: Any) -> Any:
+    """A callback of LLaDA2Pipeline that calls a function after this step."""
+
+    def callback(_: Any, index: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        if index == step:
+            function()
+        return {"block_x": found["block_x"]}
+
+    return callback
+
+
+def together(*functions: Any) -> list[Any]:
+    """What functions give in threads of their own: results, or exceptions."""
+    found: list[Any] = [None] * len(functions)
+
+    def start(i: int) -> None:
+        try:
+            found[i] = functions[i]()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=start, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
+def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
+    """A second one is refused, in a callback and in another thread; beside it, one with its own scheduler is right."""
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    request = {"gen_length": 6}
+    plain = [run(pipe, row, **request) for row in (ids, ids.flip(0))]
+    beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
+    beside.set_progress_bar_config(disable=True)
+    refused: list[Any] = []
+
+    def second() -> None:
+        refused.extend(together(lambda: run(pipe, ids.flip(0), **request)))
+        with pytest.raises(RuntimeError, match=f"{cls.__name__} is in the middle of a run, and this call comes from"):
+            run(pipe, ids.flip(0), **request)
+        assert torch.equal(run(beside, ids.flip(0), **request), plain[1])
+
+    assert torch.equal(run(pipe, ids, **request, callback_on_step_end=after(1, second)), plain[0])
+    assert f"{cls.__name__} is in the middle of a run, in another thread" in str(refused[0])
+    found = together(lambda: run(pipe, ids, **request), lambda: run(beside, ids.flip(0), **request))
+    assert all(map(torch.equal, found, plain))
+
+
+def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
+    plain = run(pipe, ids)
+
+    def fail() -> None:
+        raise RuntimeError("mid-run")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="mid-run"):
+            run(pipe, ids.flip(0), callback_on_step_end=after(1, fail))
+        assert torch.equal(together(lambda: run(pipe, ids))[0], plain)
+        (error,) = together(lambda: run(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
+        assert str(error) == "mid-run" and torch.equal(run(pipe, ids), plain)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_a_copied_scheduler_has_no_run(how: Any, pipe: Any, ids: Tensor) -> None:
+    pipe.scheduler = schedulers.CreditDecodingScheduler.from_config(pipe.scheduler.config)
+    plain, copies = run(pipe, ids), []
+
+    def second() -> None:
+        copies.append(how(pipe.scheduler))
+        assert torch.equal(run(LLaDA2Pipeline(pipe.model, copies[0]), ids), plain)
+
+    pipe.scheduler.set_timesteps(2, block_length=BLOCK)
+    copies.append(how(pipe.scheduler))
+    assert "driver" not in vars(copies.pop())
+    if how is not copy.copy:  # which shares what the run remembers
+        assert torch.equal(run(pipe, ids, callback_on_step_end=after(1, second)), plain)
+
+
+def test_loops_over_schedulers_in_threads() -> None:
+    """Steps of a thread that did not begin the run are refused while that goes on, and taken if it was only begun."""
+    scheduler = schedulers.ThresholdScheduler(block_length=4)
+    logits, sample = torch.randn(1, 4, 9), torch.full((1, 4), 8)
+    step = lambda index: scheduler.step(logits, index, sample, mask_token_id=8)  # noqa: E731
+    scheduler.set_timesteps(4)
+    (found,) = together(lambda: step(0))
+    assert not isinstance(found, Exception)
+    scheduler.set_timesteps(4)
+    step(0)
+    for refused in together(lambda: step(1), lambda: scheduler.set_timesteps(2)):
+        assert "ThresholdScheduler is in the middle of a run, in another thread" in str(refused)
+    scheduler.set_timesteps(4)
+    assert scheduler.num_inference_steps == 4
+
+
+# ---- AmusedPipeline -------------------------------------------------------------------------------------------------
+
+CODES, IMAGE_MASK = 32, 31
+
+
+@pytest.fixture(scope="module")
+def amused() -> AmusedPipeline:
+    torch.manual_seed(0)
+    transformer = UVit2DModel(
+        hidden_size=8, cond_embed_dim=8, micro_cond_encode_dim=2, micro_cond_embed_dim=10, encoder_hidden_size=8,
+        vocab_size=CODES, codebook_size=CODES, in_channels=8, block_out_channels=8, num_res_blocks=1, downsample=True,
+        upsample=True, block_num_heads=1, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+    )  # fmt: skip
+    for parameter in transformer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    vqvae = VQModel(
+        act_fn="silu", block_out_channels=[8], down_block_types=["DownEncoderBlock2D"], in_channels=3,
+        latent_channels=8, layers_per_block=1, norm_num_groups=8, num_vq_embeddings=CODES, out_channels=3,
+        sample_size=4, up_block_types=["UpDecoderBlock2D"], mid_block_add_attention=False, lookup_from_codebook=True,
+    )  # fmt: skip
+    scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    pipeline = AmusedPipeline(
+        vqvae=vqvae, tokenizer=None, text_encoder=None, transformer=transformer.eval(), scheduler=scheduler
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+class OneImage(nn.Module):
+    """The pipeline's transformer as a model of rows of tokens, under its fixed condition."""
+
+    def __init__(self, pipeline: AmusedPipeline, condition: dict[str, Tensor]):
+        super().__init__()
+        self.transformer, self.condition = pipeline.transformer, condition
+        self.config = type("Config", (), {"vocab_size": CODES})()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = len(input_ids)
+        condition = {name: tensor.expand(rows, *tensor.shape[1:]) for name, tensor in self.condition.items()}
+        return self.transformer(input_ids.view(rows, 4, 4), **condition).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("cls", "steps"), [*((cls, 5) for cls in IMAGE), (schedulers.MaskGITScheduler, 18)])
+def test_images_are_those_of_generate(cls: type, steps: int, amused: AmusedPipeline) -> None:
+    """At a temperature too: there is no prompt whose numbers would differ."""
+    amused.scheduler = cls.from_config(AmusedScheduler(mask_token_id=IMAGE_MASK).config)
+    embeds, states = torch.ones(1, 8), torch.ones(1, 8, 8)
+    out = amused(
+        prompt_embeds=embeds, encoder_hidden_states=states, num_inference_steps=steps, guidance_scale=0.0, height=4,
+        width=4, generator=torch.Generator().manual_seed(2), output_type="latent",
+    ).images  # fmt: skip
+    micro = torch.tensor([[4.0, 4.0, 0.0, 0.0, 6.0]])
+    condition = {"encoder_hidden_states": states, "pooled_text_emb": embeds, "micro_conds": micro}
+    model = paradec.wrap(
+        OneImage(amused, condition), mask_token_id=IMAGE_MASK, prediction="same", topology="bidirectional"
+    )
+    expected = paradec.generate(
+        model,
+        input_ids=torch.full((1, 16), IMAGE_MASK),
+        sampler=amused.scheduler.sampler_of_image,
+        blocks="whole",
+        steps=steps,
+        temperature=1.0,
+        generator=torch.Generator().manual_seed(2),
+    )
+    assert torch.equal(out.flatten(1), expected.sequences)
+    assert len(set(out.flatten().tolist())) > 3
+
+
+def test_amused_with_guidance_and_pictures(amused: AmusedPipeline) -> None:
+    amused.scheduler = schedulers.MaskGITScheduler.from_config(AmusedScheduler(mask_token_id=IMAGE_MASK).config)
+    arguments = {
+        "prompt_embeds": torch.ones(1, 8), "encoder_hidden_states": torch.ones(1, 8, 8),
+        "negative_prompt_embeds": -torch.ones(1, 8), "negative_encoder_hidden_states": torch.zeros(1, 8, 8),
+        "num_inference_steps": 4, "height": 4, "width": 4, "output_type": "np", "num_images_per_prompt": 2,
+    }  # fmt: skip
+    images = amused(generator=torch.Generator().manual_seed(1), **arguments).images
+    assert images.shape == (2, 4, 4, 3) and (images[0] != images[1]).any()
+    with pytest.warns(UserWarning, match=r"temperature=\(3, 1\) given to the pipeline has no effect"):
+        amused(temperature=(3, 1), **arguments)
+
+
+def latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -> Tensor:
+    found = pipeline(
+        prompt_embeds=torch.ones(1, 8), encoder_hidden_states=torch.ones(1, 8, 8),
+        negative_prompt_embeds=-torch.ones(1, 8), negative_encoder_hidden_states=torch.zeros(1, 8, 8),
+        num_inference_steps=6, height=8, width=8, num_images_per_prompt=2,
+        generator=torch.Generator().manual_seed(seed), output_type="latent", **arguments,
+    )  # fmt: skip
+    return found.images
+
+
+def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipeline) -> None:
+    """One group: local steps evaluate all cells, from scratch."""
+    amused.scheduler = before = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    plain = latents(amused)
+    amused.scheduler = schedulers.RecapScheduler.from_config(before.config, local_steps=5)
+    expected = latents(amused)
+    amused.scheduler = before
+    with paradec.accelerate(amused, paradec.samplers.create("recap", local_steps=5)) as session:
+        assert isinstance(amused.scheduler, schedulers.RecapScheduler)
+        assert torch.equal(latents(amused), expected)
+        assert session.report().cells == [(16, 16)] * 6
+    assert amused.scheduler is before and torch.equal(latents(amused), plain)
+    assert all(type(layer.attn1.processor).__name__ != "_Keeping" for layer in amused.transformer.transformer_layers)
+
+
+def test_recap_session_evaluates_the_targets_cells(amused: AmusedPipeline) -> None:
+    amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
+        first = latents(amused)
+        cells = session.report().cells
+        assert [whole for _, whole in cells] == [16] * 6 and [some for some, _ in cells[:3]] == [16] * 3
+        assert 0 < cells[3][0] <= 16 and cells[4][0] == 16 and cells[5][0] <= 16
+        assert session.report().bytes > 0 and "6 calls" in str(session.report())
+        with pytest.raises(RuntimeError, match="mid-run"):
+            latents(amused, seed=9, callback=_raise)
+        assert torch.equal(latents(amused), first) and not (first == IMAGE_MASK).any()
+        with pytest.raises(ValueError, match="ReCAP session already"):
+            paradec.accelerate(amused, paradec.samplers.create("recap"))
+
+
+def test_recap_session_serves_its_schedulers_run_alone(amused: AmusedPipeline) -> None:
+    """Direct calls, a second pipeline with the same transformer, a second run, a broken one, copies."""
+    amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    beside = AmusedPipeline(**amused.components | {"scheduler": AmusedScheduler(mask_token_id=IMAGE_MASK)})
+    beside.set_progress_bar_config(disable=True)
+    plain = latents(beside, 5)
+    tokens = torch.full((2, 8, 8), IMAGE_MASK)
+    given = {
+        "micro_conds": torch.ones(2, 5),
+        "pooled_text_emb": torch.ones(2, 8),
+        "encoder_hidden_states": torch.ones(2, 8, 8),
+    }
+    direct = amused.transformer(tokens, **given).detach()
+    checked: list[Any] = []
+
+    def nested(step: int, timestep: Tensor, found: Tensor) -> None:
+        if step == 3:
+            checked.append(torch.equal(amused.transformer(tokens, **given), direct))
+            checked.append(torch.equal(latents(beside, 5), plain))
+            checked.extend(torch.equal(result, plain) for result in together(lambda: latents(beside, 5)))
+            (error,) = together(lambda: latents(amused))
+            checked.append("RecapScheduler is in the middle of a run, in another thread" in str(error))
+            with pytest.raises(RuntimeError, match="is in the middle of a run, and this call comes from inside of it"):
+                latents(amused)
+            checked.append(torch.equal(latents(AmusedPipeline(**beside.components), 5), plain))
+
+    with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
+        first, calls = latents(amused), len(session.report().cells)
+        assert torch.equal(latents(amused, callback=nested), first) and checked == [True] * 5
+        assert session.report().cells[:calls] == session.report().cells[calls:]
+        with pytest.raises(RuntimeError, match="mid-run"):
+            latents(amused, seed=9, callback=_raise)
+        assert torch.equal(amused.transformer(tokens, **given), direct)
+        assert torch.equal(together(lambda: latents(amused))[0], first)
+        beside.transformer = copy.deepcopy(amused.transformer)
+        assert torch.equal(latents(beside, 5), plain)
+        beside.transformer = pickle.loads(pickle.dumps(amused.transformer))
+        assert torch.equal(latents(beside, 5), plain)
+        copied = copy.deepcopy(amused)
+        assert isinstance(copied.scheduler, schedulers.RecapScheduler)
+        calls = len(session.report().cells)
+        assert latents(copied).shape == first.shape and len(session.report().cells) == calls
+        with pytest.raises(ValueError, match="transformer is accelerated already; detach that session first"):
+            paradec.accelerate(amused, paradec.TaylorSeer())
+    with paradec.accelerate(amused, paradec.TaylorSeer()):
+        with pytest.raises(ValueError, match="transformer is accelerated already; detach that session first"):
+            paradec.accelerate(amused, paradec.samplers.create("recap"))
+
+
+@pytest.mark.parametrize("cls", [AmusedScheduler, *IMAGE], ids=lambda cls: cls.__name__)
+def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
+    """With every scheduler; a second run is refused, and one of a pipeline beside it is right."""
+    config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
+    amused.scheduler = cls.from_config(config)
+    beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
+    beside.set_progress_bar_config(disable=True)
+    plain = latents(amused)
+    found: list[Any] = []
+
+    def nested(step: int, timestep: Tensor, codes: Tensor) -> None:
+        if step == 3:
+            found.extend(together(lambda: latents(beside), lambda: latents(amused)))
+
+    with paradec.accelerate(amused, paradec.TaylorSeer(interval=3, first_enhance=1)) as session:
+        fast = latents(amused)
+        assert session.report().full_steps == [0, 3]
+        assert torch.equal(latents(amused, callback=nested), fast)
+        assert torch.equal(found[0], plain)
+        assert "AmusedPipeline is in the middle of a run, in another thread" in str(found[1])
+        assert torch.equal(latents(copy.deepcopy(amused)), plain)
+    assert torch.equal(latents(amused), plain)
+
+
+def _raise(step: int, timestep: Tensor, found: Tensor) -> None:
+    if step == 3:
+        raise RuntimeError("mid-run")
+
+
+def test_recap_session_needs_amused(pipe: Any) -> None:
+    with pytest.raises(TypeError, match="accelerates AmusedPipeline.*not LLaDA2Pipeline"):
+        paradec.accelerate(pipe, paradec.samplers.create("recap"))
+
+
+def test_what_is_given_of_an_image_stays() -> None:
+    """Inpainting and image to image: decided tokens are kept, and the masks fill in the steps that are left."""
+    for cls in IMAGE:
+        scheduler = cls(mask_token_id=8)
+        scheduler.set_timesteps(6)
+        generator = torch.Generator().manual_seed(0)
+        sample = torch.randint(0, 8, (2, 3, 5), generator=generator)
+        sample = scheduler.add_noise(sample, scheduler.timesteps[2], generator=generator)
+        given = sample != 8
+        assert given.any() and not given.all()
+        start = sample.clone()
+        for timestep in scheduler.timesteps[3:]:
+            logits = torch.randn(2, 8, 3, 5, generator=generator)  # the mask is no code here
+            sample = scheduler.step(logits, timestep, sample, generator=[generator, generator]).prev_sample
+        assert torch.equal(sample[given], start[given]) and (sample < 8).all()
+
+
+@pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
+def test_noise_leaves_what_the_schedule_has_left(cls: type) -> None:
+    """After step t of T, cos(pi / 2 (t + 1) / T) of the tokens are masks: none after the last one."""
+    scheduler = cls(mask_token_id=8)
+    scheduler.set_timesteps(6)
+    generator = torch.Generator().manual_seed(0)
+    for index, timestep in enumerate(scheduler.timesteps):
+        noisy = scheduler.add_noise(torch.zeros(2, 100, 100, dtype=torch.int64), timestep, generator=generator)
+        assert set(noisy.unique().tolist()) <= {0, 8}
+        share = math.cos(math.pi / 2 * (index + 1) / 6)
+        assert (noisy == 8).double().mean() == pytest.approx(share, abs=0.015)
+
+
+@pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
+def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: type) -> None:
+    def filled(sample: Tensor, seeds: list[int]) -> Tensor:
+        scheduler = cls(mask_token_id=8)
+        scheduler.set_timesteps(3)
+        for timestep in scheduler.timesteps:
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            logits = torch.zeros(len(sample), 8, 4, 4)
+            sample = scheduler.step(logits, timestep, sample, generator=generators).prev_sample
+        return sample
+
+    masks, whole = torch.full((1, 4, 4), 8), torch.ones(1, 4, 4, dtype=torch.int64)
+    alone, other = filled(masks, [5]), filled(masks, [6])
+    assert not torch.equal(alone, other)
+    assert torch.equal(filled(torch.cat((whole, masks)), [6, 5]), torch.cat((whole, alone)))
+
+
+# ---- DiffusionGemmaPipeline -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timestep", [0, 3, 7])
+def test_without_a_mask_it_accepts_what_diffusers_accepts(timestep: int) -> None:
+    theirs = diffusers.EntropyBoundScheduler(entropy_bound=0.8, t_max=0.9, t_min=0.3)
+    ours = schedulers.EntropyBoundScheduler.from_config(theirs.config)
+    assert ours.config.gamma == 0.8 and ours.config.t_max == 0.9
+    theirs.set_timesteps(8)
+    ours.set_timesteps(8)
+    logits = 6 * torch.randn(3, 10, 20, generator=torch.Generator().manual_seed(timestep))
+    sample = torch.randint(0, 20, (3, 10))
+    a = theirs.step(logits, timestep, sample, generator=torch.Generator().manual_seed(1))
+    b = ours.step(logits, timestep, sample, mask_token_id=None, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(a.accepted_index, b.transfer_index) and 3 < int(b.transfer_index.sum()) < 30
+    torch.testing.assert_close(a.pred_logits, b.pred_logits)
+    assert torch.equal(b.prev_sample[b.transfer_index], b.sampled_tokens[b.transfer_index])
+    assert (b.prev_sample < 20).all()
+    assert {"generator", "temperature", "mask_token_id"} <= set(inspect.signature(ours.step).parameters)
+
+
+class Chat:
+    """Stands for a processor: one prompt of three ids."""
+
+    eos_token_id = 1
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+
+
+def test_entropy_bound_in_diffusion_gemma() -> None:
+    text = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 8, "global_head_dim": 8, "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8,
+        "sliding_window": 16, "max_position_embeddings": 64,
+    }  # fmt: skip
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    torch.manual_seed(0)
+    config = DiffusionGemmaConfig(
+        text_config=text, vision_config=vision | {"num_key_value_heads": 1}, canvas_length=8, image_token_id=60,
+        boi_token_id=61, eoi_token_id=62,
+    )  # fmt: skip
+    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    pipeline = diffusers.DiffusionGemmaPipeline(model, diffusers.EntropyBoundScheduler(), Chat())
+    pipeline.set_progress_bar_config(disable=True)
+
+    def sequences(seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        out = pipeline(
+            prompt="x",
+            gen_length=16,
+            num_inference_steps=4,
+            generator=generator,
+            output_type="seq",
+            eos_early_stop=False,
+        )
+        return out.sequences.tolist()
+
+    pipeline.scheduler = schedulers.EntropyBoundScheduler.from_config(pipeline.scheduler.config, gamma=0.3)
+    first = sequences(0)
+    assert len(first[0]) == 16 and sequences(0) == first != sequences(1)
+    pipeline.scheduler = schedulers.LocalLeapScheduler.from_config(pipeline.scheduler.config)
+    with pytest.raises(ValueError, match="mask_token_id=None: LocalLeapScheduler fills masks"):
+        sequences(0)
+
+
+def test_rules_that_fill_masks_are_refused_without_one() -> None:
+    logits, sample = torch.zeros(1, 4, 9), torch.zeros(1, 4, dtype=torch.int64)
+    for cls in TEXT:
+        if cls not in (schedulers.EntropyBoundScheduler, schedulers.Learn2PDScheduler):
+            with pytest.raises(ValueError, match=f"mask_token_id=None: {cls.__name__} fills masks"):
+                cls().step(logits, 0, sample, mask_token_id=None)
+
+
+# ---- configs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*TEXT, *IMAGE], ids=lambda cls: cls.__name__)
+def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None:
+    base = settings_of(cls, filter_path) if cls in TEXT else {"mask_token_id": 9}
+    scheduler = cls(**base)
+    changed = {k: v for k, v in CHANGED.items() if k in scheduler.config and not (k == "threshold" and cls in IMAGE)}
+    scheduler = cls(**base, **changed)
+    scheduler.save_pretrained(tmp_path)
+    json.loads((tmp_path / "scheduler_config.json").read_text())
+    again = cls.from_pretrained(tmp_path)
+    assert type(again) is cls and again.sampler == scheduler.sampler
+    theirs = (BlockRefinementScheduler if cls in TEXT else AmusedScheduler).from_config(scheduler.config)
+    back = cls.from_config(theirs.config)
+    assert back.sampler == scheduler.sampler
+    assert cls.__module__ == "paradec.schedulers"
+    assert all(value == scheduler.config[name] for name, value in base.items())
+
+
+CHANGED = {
+    "block_length": 8, "threshold": 0.8, "decay": 0.5, "anchor_threshold": 0.85, "gamma": 0.3, "radius": 2,
+    "minimum": 3, "kl_threshold": 0.02, "history": 4, "combination": "credit(decay=0.5)+factor", "local_steps": 3,
+    "height": 2, "width": 3,
+}  # fmt: skip
+
+
+def test_defaults_are_the_papers_whatever_the_other_one_left_at_its_own() -> None:
+    theirs = BlockRefinementScheduler(block_length=8, threshold=0.6)
+    assert schedulers.ThresholdScheduler.from_config(theirs.config).config.threshold == 0.6
+    assert schedulers.ThresholdScheduler.from_config(BlockRefinementScheduler().config).config.threshold == 0.9
+    loaded = dict(theirs.config) | {"_use_default_values": [], "editing_threshold": None}
+    assert schedulers.EditingScheduler.from_config(loaded).config.editing_threshold == 0.5
+    won = schedulers.ThresholdScheduler.from_config(theirs.config, threshold=0.75)
+    assert won.sampler.threshold == 0.75 and won.config.block_length == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.LocalLeapScheduler(radios=3), "unknown config key of LocalLeapScheduler: 'radios'"),
+        (lambda s: s.LocalLeapScheduler.from_config({}, radios=3), "'radios' .did you mean 'radius'"),
+        (lambda s: s.LocalLeapScheduler.from_config({"nonsense": 3}), "unknown config key of .*: 'nonsense'"),
+        (lambda s: s.ThresholdScheduler(threshold=2), r"threshold=2 must be a number in \[0, 1\]"),
+        (lambda s: s.ThresholdScheduler(block_length=0), "block_length=0 must be an integer of at least 1"),
+        (lambda s: s.ThresholdScheduler().set_timesteps(0), "num_inference_steps=0 must be"),
+        (lambda s: s.EntropyBoundScheduler(t_min=0), "t_min=0 must be a number in"),
+        (lambda s: s.MaskGITScheduler(), "mask_token_id=None: MaskGITScheduler needs the mask's id"),
+        (lambda s: s.MaskGITScheduler(mask_token_id=3).set_timesteps(-1), "num_inference_steps=-1 must be"),
+        (lambda s: s.CombinationScheduler(combination="wino"), "combination='wino' cannot be a scheduler"),
+        (lambda s: s.FreeDaveScheduler(), "FreeDave evaluates drafts.*use paradec.generate"),
+        (lambda s: s.WinoScheduler.from_config({}), "WINO evaluates a shadow.*use paradec.generate"),
+        (lambda s: s.LengthTrimScheduler(), "trimming changes the length.*use paradec.generate"),
+        (lambda s: s.AdaBlockScheduler(), "AdaBlock decides where blocks end.*use paradec.generate"),
+    ],
+)  # fmt: skip
+def test_bad_configs(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(schedulers)
+
+
+def test_pipelines_that_cannot_use_a_scheduler(amused: AmusedPipeline, pipe: Any, ids: Tensor) -> None:
+    with pytest.raises(AttributeError, match="LocalLeapScheduler has no 'mask_token_id': it works in LLaDA2Pipeline"):
+        amused.scheduler = schedulers.LocalLeapScheduler()
+        embeds, states = torch.ones(1, 8), torch.ones(1, 8, 8)
+        amused(prompt_embeds=embeds, encoder_hidden_states=states, height=4, width=4, guidance_scale=0.0)
+    with pytest.raises(AttributeError, match="MaskGITScheduler has no 'block_length': it works in AmusedPipeline"):
+        pipe.scheduler = schedulers.MaskGITScheduler(mask_token_id=MASK)
+        run(pipe, ids)
+    with pytest.raises(TypeError, match="ThresholdScheduler decodes tokens, not latents; it works in LLaDA2Pipeline"):
+        transformer = diffusers.DiTTransformer2DModel(
+            num_attention_heads=1, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=4, norm_num_groups=1
+        )
+        dit = DiTPipeline(
+            transformer, diffusers.AutoencoderKL(norm_num_groups=1, block_out_channels=(4,)), diffusers.DDIMScheduler()
+        )
+        dit.scheduler = schedulers.ThresholdScheduler()
+        dit([1], num_inference_steps=1)
+    with pytest.raises(ValueError, match="sample is torch.float32.*takes int64 token ids"):
+        schedulers.ThresholdScheduler().step(torch.zeros(1, 4, 9), 0, torch.zeros(1, 4), mask_token_id=3)
+    with pytest.raises(ValueError, match="mask_token_id=9 must be an integer from 0 to 8"):
+        schedulers.ThresholdScheduler().step(
+            torch.zeros(1, 4, 9), 0, torch.zeros(1, 4, dtype=torch.int64).fill_(9), mask_token_id=9
+        )
+
+
+# ---- a fresh process ------------------------------------------------------------------------------------------------
+
+RELOAD = """
+import sys, torch, diffusers, paradec
+try:
+    diffusers.LLaDA2Pipeline.from_pretrained(sys.argv[1])
+except ValueError as error:
+    assert "paradec.schedulers" in str(error) and "has not been imported" in str(error), error
+else:  # earlier releases look for the module themselves
+    assert diffusers.__version__ < "0.42", "loaded without the import"
+import paradec.schedulers
+pipe = diffusers.LLaDA2Pipeline.from_pretrained(sys.argv[1])
+pipe.set_progress_bar_config(disable=True)
+ids = torch.tensor([[1, 2, 3]])
+out = pipe(input_ids=ids, gen_length=13, block_length=8, mask_token_id=40, output_type="seq").sequences
+print(type(pipe.scheduler).__name__, pipe.scheduler.sampler.radius, out.tolist())
+"""
+
+
+def test_a_saved_pipeline_loads_in_a_fresh_process(tmp_path: Path) -> None:
+    """Once it has imported `paradec.schedulers`; before, diffusers' error names the module."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32, initializer_range=0.4,
+    )  # fmt: skip
+    pipeline = LLaDA2Pipeline(BertForMaskedLM(config).eval(), BlockRefinementScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = schedulers.LocalLeapScheduler.from_config(pipeline.scheduler.config, radius=3)
+    ids = torch.tensor([[1, 2, 3]])
+    out = pipeline(input_ids=ids, gen_length=13, block_length=8, mask_token_id=MASK, output_type="seq")
+    pipeline.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["scheduler"] == ["paradec.schedulers", "LocalLeapScheduler"]
+    done = subprocess.run([sys.executable, "-c", RELOAD, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"LocalLeapScheduler 3 {out.sequences.tolist()}"
