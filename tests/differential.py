@@ -2,9 +2,9 @@
 
     python tests/differential.py --base COMMIT [--count 2000] [--seed 0] [--jobs 2] [--only FAMILY] [--show 5]
 
-Every request is answered by both versions, each in processes of its own (`differential_worker.py`), and everything that
-a caller sees is compared exactly: tokens, texts, pictures bit for bit, counts of forwards, traces, kinds of errors. Exit
-status 1 on any difference. `--messages` compares the texts of errors and warnings too.
+Every request is answered by both versions, each in processes of its own (`differential_worker.py`), and everything
+that a caller sees is compared exactly: tokens, texts, pictures bit for bit, counts of forwards, traces, kinds of
+errors, what is registered. Exit status 1 on any difference. `--messages` compares texts of errors and warnings too.
 """
 
 from __future__ import annotations
@@ -253,12 +253,18 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         prompts = [ids_of(draw, bounds, n) for n in lengths]
         shape = draw.random()
         if shape < 0.6:
-            call["prompt" if likely(draw, 0.5) else "input_ids"] = prompts if rows > 1 or likely(draw, 0.5) else prompts[0]
+            name_of_ids = "prompt" if likely(draw, 0.5) else "input_ids"
+            call[name_of_ids] = prompts if rows > 1 or likely(draw, 0.5) else prompts[0]
         else:  # padded, on either side
             width, left = max(lengths), likely(draw, 0.6)
-            pad = lambda row, value: [value] * (width - len(row)) + row if left else row + [value] * (width - len(row))  # noqa: E731
-            call["input_ids"] = {"$": "tensor", "values": [pad(row, bounds[0]) for row in prompts]}
-            call["attention_mask"] = {"$": "tensor", "values": [pad([1] * len(row), 0) for row in prompts]}
+            ids, mask = [], []
+            for row in prompts:
+                padding, ones = [bounds[0]] * (width - len(row)), [1] * len(row)
+                zeros = [0] * len(padding)
+                ids.append(padding + row if left else row + padding)
+                mask.append(zeros + ones if left else ones + zeros)
+            call["input_ids"] = {"$": "tensor", "values": ids}
+            call["attention_mask"] = {"$": "tensor", "values": mask}
 
     new = draw.choice((4, 8, 8, 12, 16, 16, 24))
     block = new
@@ -283,7 +289,8 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         elif form < 0.7 and not drafts and not picks:
             call["blocks"] = "adaptive"
             if not used.get("text") or likely(draw, 0.5):
-                call["blocks"] = {"$": "AdaptiveBlocks", "length": draw.choice((4, 8)), "delimiters": ids_of(draw, bounds, 12)}
+                call["blocks"] = {"$": "AdaptiveBlocks", "length": draw.choice((4, 8))}
+                call["blocks"]["delimiters"] = ids_of(draw, bounds, 12)
                 call["blocks"] |= some_settings(
                     draw, {"delimiter_threshold": (0.0, 0.05, 0.3), "window": (0.25, 0.5), "min_length": (1, 2)}
                 )
@@ -316,7 +323,7 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         call["seed"] = draw.randint(0, 99) if likely(draw, 0.75) else [draw.randint(0, 99) for _ in range(rows)]
     elif numbers < 0.7:
         call["generator"] = {"$": "generator", "seed": draw.randint(0, 99)}
-    elif numbers < 0.85 and len(set(lengths)) == 1 and not used.get("text") or (used.get("text") and rows == 1 and numbers < 0.8):
+    elif numbers < 0.85 and (rows == 1 if used.get("text") else len(set(lengths)) == 1):
         call["rng"] = "reference"
         call["generator"] = {"$": "generator", "seed": draw.randint(0, 99)}
     if likely(draw, 0.08) and rows < 3:
@@ -331,7 +338,8 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     request: dict[str, Any] = {"do": "generate", "model": f"{kind}:{dtype}" if dtype else kind, "call": call}
     if used["store"] and cache not in (None, "none") and "attention_mask" not in call and likely(draw, 0.3):
         call["share_prefix" if likely(draw, 0.4) else "keep_prefix"] = True
-        if call.get("keep_prefix") and not used.get("text") and "race" not in call and "num_return_sequences" not in call:
+        several = "race" in call or "num_return_sequences" in call
+        if call.get("keep_prefix") and not used.get("text") and not several:
             turn: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 4, "cache": cache}
             turn |= {"sampler": call["sampler"]} | ({"block_length": 4} if not own and name != "adablock" else {})
             request["next"] = {"more": ids_of(draw, bounds, draw.randint(1, 6)), "call": turn}
@@ -357,10 +365,10 @@ def infill(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         holes = ("kiwi <mask:2> pear", "<mask> fig apple", "pear<mask><mask>apple", "apple <mask:3> fig <mask:2>")
         form = draw.random()
         if form < 0.5:
-            turn = [{"role": "user", "content": draw.choice(TEXTS)}, {"role": "assistant", "content": draw.choice(holes)}]
-            call["prompt"] = turn
+            asked = {"role": "user", "content": draw.choice(TEXTS)}
+            call["prompt"] = [asked, {"role": "assistant", "content": draw.choice(holes)}]
         elif form < 0.7:
-            call |= {"mask": "[]", "prompt": draw.choice(holes).replace("<mask:2>", "[]").replace("<mask", "[").replace(":3>", "]").replace(">", "]")}
+            call |= {"mask": "[hole]", "prompt": draw.choice(("kiwi [hole][hole] pear", "fig [hole:2] apple [hole]"))}
         else:
             call["prompt"] = [draw.choice(holes) for _ in range(draw.randint(1, 3))]
         if likely(draw, 0.15):
@@ -584,6 +592,7 @@ TEXT_SCHEDULERS = {
     "CCDAgree": "ccd_agree", "KLASS": "klass", "Persistence": "persistence", "Editing": "editing", "Saber": "saber",
     "Combination": "", "FreeDave": "", "Wino": "",
 }  # fmt: skip
+WORDS = {"temperature": (0.0, 0.7, 1.0), "top_p": (0.9,), "top_k": (5,)}
 IMAGE_SCHEDULERS = {"MaskGIT": "maskgit", "Halton": "halton", "Recap": "recap"}
 
 
@@ -606,10 +615,11 @@ def schedulers(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         else:
             settings = settings | {"mask_token_id": 40}
             width = 16
-        sample = [[draw.choice((40, 40, 40, draw.randint(0, 38))) for _ in range(width)] for _ in range(draw.randint(1, 3))]
-        for row in sample:
-            row[draw.randrange(width)] = 40
-        call = some_settings(draw, {"temperature": (0.0, 0.7, 1.0), "top_p": (0.9,), "top_k": (5,)}, 0.4) if text else {}
+        sample = []
+        for _ in range(draw.randint(1, 3)):
+            sample.append([draw.choice((40, 40, 40, draw.randint(0, 38))) for _ in range(width)])
+            sample[-1][draw.randrange(width)] = 40
+        call = some_settings(draw, WORDS, 0.4) if text else {}
         return {
             "do": "by hand", "scheduler": f"{name}Scheduler", "settings": settings, "seed": draw.randint(0, 99),
             "sample": sample, "steps": draw.choice((2, 4, 8)), "sharpness": draw.choice((0.3, 1.0, 3.0)),
@@ -619,7 +629,7 @@ def schedulers(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         ids = [ids_of(draw, (0, 38), 6) for _ in range(draw.choice((1, 1, 2)))]
         call = {"input_ids": {"$": "tensor", "values": ids}, "gen_length": draw.choice((6, 10, 12))}
         call |= {"num_inference_steps": draw.choice((1, 2, 4)), "eos_early_stop": likely(draw, 0.5)}
-        call |= some_settings(draw, {"temperature": (0.0, 0.7, 1.0), "top_p": (0.9,), "top_k": (5,)}, 0.4)
+        call |= some_settings(draw, WORDS, 0.4)
         return request | {"do": "llada2", "call": call | {"generator": generator}, "cache": likely(draw, 0.3)}
     side = draw.choice((4, 8))
     call = {"num_inference_steps": draw.choice((3, 6)), "height": side, "width": side, "generator": generator}
@@ -642,8 +652,8 @@ def hf_generate(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     call: dict[str, Any] = {"sampler": sampler_of(draw, name, SETTINGS), "mask_token_id": 40}
     call["inputs"] = {"$": "tensor", "values": [ids_of(draw, (1, 38), width) for _ in range(rows)]}
     if likely(draw, 0.5):
-        call["attention_mask"] = {"$": "tensor", "values": [[0] * n + [1] * (width - n) for n in
-                                                           (draw.randint(0, width - 1) for _ in range(rows))]}  # fmt: skip
+        paddings = [draw.randint(0, width - 1) for _ in range(rows)]
+        call["attention_mask"] = {"$": "tensor", "values": [[0] * n + [1] * (width - n) for n in paddings]}
     call["max_new_tokens"] = draw.choice((4, 8, 12))
     cache = cache_of(draw, name, {"store": True, "same": kind == "same"}, known["caches"])
     if cache is not None:
@@ -863,7 +873,8 @@ def write_fixtures(folder: Path) -> None:
             weights[f"{layer}self_attn.o_proj.weight"] = draw(32, 32)
             weights |= {f"{layer}mlp.{name}.weight": draw(48, 32) for name in ("gate_proj", "up_proj")}
             weights[f"{layer}mlp.down_proj.weight"] = draw(32, 48)
-            weights |= {f"{layer}{name}.weight": 1 + draw(32) for name in ("input_layernorm", "post_attention_layernorm")}
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                weights[f"{layer}{name}.weight"] = 1 + draw(32)
         mask = masks[family]
         own = [mask if word == "mask" else word for word in words]
         table = {
@@ -879,7 +890,8 @@ def write_fixtures(folder: Path) -> None:
         (folder / family / "tokenizer.json").write_text(json.dumps(table))
         (folder / family / "tokenizer_config.json").write_text(json.dumps(settings | {"mask_token": mask}))
     (folder / "mar").mkdir()
-    shutil.copy(ROOT / "tests" / "golden" / "recap" / "golden_recap_mar.safetensors", folder / "mar" / "model.safetensors")
+    golden = WORKER.parent / "golden" / "recap" / "golden_recap_mar.safetensors"
+    shutil.copy(golden, folder / "mar" / "model.safetensors")
     fields = {"model_type": "mar", "heads": 2, "eps": 1e-5, "defaults": {"guidance_scale": 2.0}}
     (folder / "mar" / "config.json").write_text(json.dumps(fields))
     hidden, vocab = 32, 41  # EAGLE's format, for the small Llama of 41 words
@@ -928,7 +940,8 @@ def answers_of(
                         found[side][index]["seconds"] = time.monotonic() - begun
                         done[0] += 1
                     if sys.stderr.isatty():
-                        print(f"\r{done[0]} of {2 * len(asked)}, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
+                        progress = f"\r{done[0]} of {2 * len(asked)}, {time.monotonic() - began:.0f} s"
+                        print(progress, end="", file=sys.stderr)
         finally:
             worker.stop()
 
@@ -958,13 +971,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes that work at a time")
     parser.add_argument("--only", choices=list(FAMILIES), help="a single family")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="a folder with the package after, instead of this tree")
     parser.add_argument("--show", type=int, default=5, help="how many differences are printed")
     parser.add_argument("--messages", action="store_true", help="compare the texts of errors and warnings too")
     parser.add_argument("--refusals", action="store_true", help="print what was refused, the most frequent first")
     parser.add_argument("--one", type=int, help="ask the request of this number alone, and print it")
     given = parser.parse_args()
     began = time.monotonic()
-    places = {"before": installed(given.base), "after": ROOT}
+    places = {"before": installed(given.base), "after": given.tree.resolve()}
     with tempfile.TemporaryDirectory(prefix="paradec-differential-") as folder:
         fixtures = Path(folder)
         write_fixtures(fixtures)
@@ -1027,8 +1041,11 @@ def report(
             cells = (count.total(), count["equal"], count["different"], count["refused"])
             print(f"{family:<16}{cells[0]:>9}{cells[1]:>8}{cells[2]:>11}{cells[3]:>15}{spent[family]:>9.1f}")
     total = sum(counts.values(), collections.Counter())
-    print(f"{'all':<16}{total.total():>9}{total['equal']:>8}{total['different']:>11}{total['refused']:>15}{seconds:>9.1f}")
-    kinds = collections.Counter(message.split(":")[0] for messages in refused.values() for message in messages.elements())
+    cells = (total.total(), total["equal"], total["different"], total["refused"])
+    print(f"{'all':<16}{cells[0]:>9}{cells[1]:>8}{cells[2]:>11}{cells[3]:>15}{seconds:>9.1f}")
+    kinds = collections.Counter[str]()
+    for messages in refused.values():
+        kinds.update(message.split(":")[0] for message in messages.elements())
     print("refused with: " + (", ".join(f"{kind} {number}" for kind, number in kinds.most_common()) or "nothing"))
     for family, count in counts.items():
         if count and count["refused"] > MANY_REFUSALS * count.total():

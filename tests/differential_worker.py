@@ -300,7 +300,8 @@ def hf_module(kind: str) -> Any:
 def do_hf(request: dict[str, Any]) -> dict[str, Any]:
     call = built(request["call"])
     given = {"return_dict_in_generate": True} | call
-    out = hf_module(request["model"]).generate(custom_generate=paradec.hf_generate, prediction=request["model"], **given)
+    kind = request["model"]
+    out = hf_module(kind).generate(custom_generate=paradec.hf_generate, prediction=kind, **given)
     if isinstance(out, Tensor):
         return {"sequences": told(out)}
     names = ("sequences", "nfe", "row_nfe", "row_forwards", "forwarded_tokens", "tokens_per_forward", "cost")
