@@ -34,8 +34,8 @@ LONGEST = 60.0
 """Seconds that a request may take, after the first few, which load models."""
 MANY_REFUSALS = 0.6
 SHARES = {
-    "masked": 42, "infill": 10, "causal": 12, "images": 8, "masked images": 6, "mar": 4, "pipelines": 8,
-    "schedulers": 6, "hf_generate": 4,
+    "masked": 40, "infill": 10, "causal": 12, "images": 7, "masked images": 5, "mar": 4, "pipelines": 8,
+    "schedulers": 6, "hf_generate": 4, "command": 4,
 }  # fmt: skip
 """How many requests of a hundred each family gets."""
 
@@ -679,6 +679,53 @@ def hf_generate(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     return {"do": "hf", "model": kind, "call": call}
 
 
+def command(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
+    names = [name for name, facts in known["samplers"].items() if facts["family"] == "masked"]
+    name = draw.choice([*names, "credit+localleap", "threshold&klass"])
+    form = draw.random()
+    arguments: list[Any]
+    if form < 0.6:
+        arguments = ["generate", draw.choice(TEXTS), "--sampler", name, "--max-new-tokens", draw.choice((8, 16))]
+        if form > 0.45:
+            arguments = ["infill", "kiwi <mask:2> pear", "--prompt", draw.choice(TEXTS), "--sampler", name]
+        settings = some_settings(draw, SETTINGS.get(name, {}), 0.4)
+        for key, value in settings.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                arguments += ["--set", f"{key}={value}"]
+        cache = draw.choice((None, None, "prefix", "dual", "dkv_prefill"))
+        arguments += ["--cache", cache] if cache else []
+        for flag, values, share in (
+            ("--temperature", (0.1, 0.7, 1.0), 0.4), ("--top-p", (0.9,), 0.2), ("--top-k", (1, 5), 0.2),
+            ("--guidance-scale", (1.5,), 0.15), ("-n", (2, 3), 0.2), ("--seed", (0, 5), 0.5),
+            ("--block-length", (4, 8), 0.3), ("--trace", ("trace.json",), 0.3),
+        ):  # fmt: skip
+            if likely(draw, share) and not (flag == "--block-length" and name == "adablock"):
+                arguments += [flag, draw.choice(values)]
+        if arguments[0] == "generate":
+            arguments += ["--stop", "fig"] if likely(draw, 0.15) else []
+            arguments += draw.choice(([], [], ["--raw"], ["--no-eos-early-stop"]))
+        arguments += draw.choice(([], ["--json"]))
+    elif form < 0.85:
+        kind = draw.choice(("digits-ar", "digits-maskgit", "digits-dit"))
+        arguments = ["image", "--model", kind, "--out", "out.png", "--class", draw.choice(("3", "0,7"))]
+        if kind == "digits-ar":
+            arguments += ["--sampler", draw.choice(("sjd", "scd", "gsd", "lantern++", "jacobi", "zipar"))]
+        else:
+            arguments += ["--steps", 4]
+        if kind == "digits-dit":
+            arguments += ["--interval", draw.choice((1, 2, 3)), *draw.choice(([], ["--compare"]))]
+        elif likely(draw, 0.5):
+            arguments += ["--temperature", draw.choice((0.1, 0.7)), "--trace", "trace.png"]
+        arguments += ["--seed", draw.randint(0, 9), *draw.choice(([], ["--json"])), "--enlarge", draw.choice((1, 2))]
+    elif form < 0.95:
+        arguments = draw.choice((["samplers"], ["caches"], ["samplers", "--json"], ["caches", "--json"], ["--help"]))
+        if likely(draw, 0.4):
+            arguments = [draw.choice(("generate", "infill", "image", "compare", "samplers", "learn2pd")), "--help"]
+    else:
+        arguments = ["compare", "--limit", 1, "--tasks", "sort", "--samplers", f"threshold,{name}", "--json"]
+    return {"do": "command", "arguments": [str(argument) for argument in arguments]}
+
+
 FAMILIES = {
     "masked": masked,
     "infill": infill,
@@ -689,6 +736,7 @@ FAMILIES = {
     "pipelines": pipelines,
     "schedulers": schedulers,
     "hf_generate": hf_generate,
+    "command": command,
 }
 
 
@@ -1013,8 +1061,11 @@ def report(
     spent = collections.Counter[str]()
     refused: dict[str, collections.Counter[str]] = {family: collections.Counter() for family in FAMILIES}
     shown = 0
+    slowest: list[tuple[float, int]] = []
     for request, before, after in zip(asked, answers["before"], answers["after"], strict=True):
-        spent[request["family"]] += before.pop("seconds") + after.pop("seconds")
+        taken = before.pop("seconds") + after.pop("seconds")
+        spent[request["family"]] += taken
+        slowest.append((taken, request["id"]))
         found = verdict(before, after, given.messages)
         counts[request["family"]][found] += 1
         if found == "refused":
@@ -1047,6 +1098,7 @@ def report(
     for messages in refused.values():
         kinds.update(message.split(":")[0] for message in messages.elements())
     print("refused with: " + (", ".join(f"{kind} {number}" for kind, number in kinds.most_common()) or "nothing"))
+    print("slowest: " + ", ".join(f"request {index} {taken:.1f} s" for taken, index in sorted(slowest)[:-4:-1]))
     for family, count in counts.items():
         if count and count["refused"] > MANY_REFUSALS * count.total():
             print(f"WARNING: {count['refused']} of {count.total()} requests of {family} were refused: they show little")

@@ -7,16 +7,20 @@ line on what standard output was.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -248,6 +252,7 @@ def outcome(out: Any) -> dict[str, Any]:
     trace = getattr(out, "trace", None)
     if trace is not None:
         answer["canvas"] = told(trace.canvas)
+        answer["settings"] = told(trace.settings)
         answer["kinds"] = [step.kind for step in trace.steps]
         answer["forwarded"] = [told(step.forwarded) for step in trace.steps]
         answer["commits"] = [[[int(c[0]), int(c[1]), told(c[2])] for c in step.commits] for step in trace.steps]
@@ -475,7 +480,54 @@ def do_by_hand(request: dict[str, Any]) -> dict[str, Any]:
     return {"steps": found}
 
 
+def timeless(value: Any) -> Any:
+    """Without what the clock and the machine say."""
+    if isinstance(value, dict):
+        timed = re.compile("second|machine|^out$")
+        return {key: timeless(entry) for key, entry in value.items() if not timed.search(key)}
+    if isinstance(value, list):
+        return [timeless(entry) for entry in value]
+    return value
+
+
+def said(text: str) -> Any:
+    """A command's output: its JSON, or its text, without times."""
+    try:
+        return timeless(json.loads(text))
+    except ValueError:
+        return re.sub(r"\d+(\.\d+)? m?s\b", "(time)", text)
+
+
+class Exited(Exception):
+    """A command that ended with another exit code than 0."""
+
+
+def do_command(request: dict[str, Any]) -> dict[str, Any]:
+    """The command line, in this process."""
+    before, stdout, stderr = (sys.argv, Path.cwd()), io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        sys.argv = ["paradec", *request["arguments"]]
+        code: Any = 0
+        try:
+            with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+                runpy.run_module("paradec", run_name="__main__", alter_sys=True)
+        except SystemExit as exit_:
+            code = exit_.code
+        finally:
+            sys.argv = before[0]
+            os.chdir(before[1])
+        files = {}
+        for path in sorted(Path(folder).iterdir()):
+            data = path.read_bytes()
+            files[path.name] = said(data.decode()) if path.suffix == ".json" else hashlib.sha256(data).hexdigest()[:24]
+    if code:
+        raise Exited(f"exit code {code}: {stderr.getvalue()}")
+    return {"stdout": said(stdout.getvalue()), "stderr": said(stderr.getvalue()), "files": files}
+
+
 DOORS = {
+    "command": do_command,
     "generate": do_generate,
     "infill": do_infill,
     "images": do_images,
@@ -519,10 +571,12 @@ def main() -> None:
     inside, expected = Path(paradec.__file__).resolve(), Path(sys.argv[1]).resolve()
     assert inside.is_relative_to(expected), f"paradec is {inside}, not in {expected}"
     torch.set_num_threads(1)
+    os.environ["COLUMNS"] = "80"
     for line in sys.stdin:
         request = json.loads(line)
         answer = described() if request == "describe" else answered(request)
-        answers.write(json.dumps(answer) + "\n")
+        # where the package stands is no difference
+        answers.write(json.dumps(answer).replace(str(inside.parent), "(paradec)") + "\n")
 
 
 if __name__ == "__main__":
