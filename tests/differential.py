@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import random
+import resource
 import select
 import shutil
 import subprocess
@@ -786,7 +787,7 @@ def differences(before: Any, after: Any, messages: bool = False) -> list[tuple[s
 
 
 def verdict(before: Mapping[str, Any], after: Mapping[str, Any], messages: bool = False) -> str:
-    """"equal", "refused" (alike) or "different"."""
+    """ "equal", "refused" (alike) or "different"."""
     broken = any("broken" in answer for answer in (before, after))
     if broken or differences(before, after, messages):
         return "different"
@@ -1098,6 +1099,8 @@ def report(
     for messages in refused.values():
         kinds.update(message.split(":")[0] for message in messages.elements())
     print("refused with: " + (", ".join(f"{kind} {number}" for kind, number in kinds.most_common()) or "nothing"))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # says more than the clock where others work as well
+    print(f"processor time of both: {used.ru_utime + used.ru_stime:.0f} s")
     print("slowest: " + ", ".join(f"request {index} {taken:.1f} s" for taken, index in sorted(slowest)[:-4:-1]))
     for family, count in counts.items():
         if count and count["refused"] > MANY_REFUSALS * count.total():

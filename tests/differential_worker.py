@@ -320,10 +320,12 @@ def pipeline(name: str) -> tuple[Any, Any]:
     if name == "digits-dit":
         pipe = find("PixelDiTPipeline").digits()
         pipe.set_progress_bar_config(disable=True)
-        make = lambda: torch.Generator().manual_seed(3)  # noqa: E731
-        run = lambda steps, **more: pipe(  # noqa: E731
-            more.get("labels", [1]), num_inference_steps=steps, generator=make(), output_type="pt"
-        ).images
+
+        def run(steps: int, **more: Any) -> Tensor:
+            start = torch.Generator().manual_seed(3)
+            labels = more.get("labels", [1])
+            return pipe(labels, num_inference_steps=steps, generator=start, output_type="pt").images
+
         return pipe, run
     if name in ("dit", "flux", "wan"):
         pipe = getattr(tiny, f"{name}_pipeline")()
