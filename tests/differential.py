@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "same": {"share": 8, "same": True, "ids": (0, 38), "store": True, "dtypes": ("",)},
     "shifted": {"share": 6, "same": False, "ids": (0, 38), "store": True, "dtypes": ("",)},
     "bert": {"share": 3, "same": True, "ids": (0, 38), "store": False, "dtypes": ("",)},
-    "plain": {"share": 6, "same": True, "ids": (0, 38), "store": False, "dtypes": ("",)},
+    "plain": {"share": 8, "same": True, "ids": (0, 38), "store": False, "dtypes": ("",)},
 }
 """Masked models: what a request to them must know. Ids that prompts are drawn from, the block of block-causal ones."""
 MASK_IDS = {"llada": 63, "dream": 55, "sdar": 3, "fast": 3, "same": 40, "shifted": 40, "bert": 40, "plain": 40}
@@ -109,6 +109,16 @@ SETTINGS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }  # fmt: skip
 """Values that settings are drawn from; a sampler that is not here is used with its defaults."""
+EVEN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("threshold", {"threshold": 0.5}),
+    ("localleap", {"anchor_threshold": 0.95, "relaxed_threshold": 0.5}),
+    ("localleap", {"anchor_threshold": 0.5, "relaxed_threshold": 0.3}),
+    ("hierarchy", {"threshold": 0.5, "low_threshold": 0.3}),
+    ("klass", {"confidence_threshold": 0.5, "kl_threshold": 1.0}),
+    ("credit", {"threshold": 0.5}),
+    ("editing", {"threshold": 0.5}),
+)
+"""Settings at which the module of one's own, which is sure of pairs of words, meets its thresholds exactly."""
 JACOBI = {
     "window": (1, 2, 4, 8, 16), "init": ("random", "repeat_horizontal", "sample_horizontal"),
     "refresh": ("resample", "maximal", "gumbel", "keep"), "random_law": ("uniform", "one_hot"),
@@ -230,7 +240,11 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     name = draw.choice(names) if likely(draw, 0.82) else draw.choice(COMBINATIONS)
     while (name == "wino" and not used["same"]) or (name == "learn2pd" and kind != "packaged" and likely(draw, 0.8)):
         name = draw.choice(names)
-    call: dict[str, Any] = {"trace": True, "sampler": sampler_of(draw, name, SETTINGS)}
+    made = sampler_of(draw, name, SETTINGS)
+    if kind == "plain" and likely(draw, 0.5):
+        name, settings = draw.choice(EVEN)
+        made = {"$": "sampler", "name": name, "settings": dict(settings)}
+    call: dict[str, Any] = {"trace": True, "sampler": made}
     uses_steps = known["samplers"].get(name, {}).get("uses_steps", False)
     cache = cache_of(draw, name, used, known["caches"])
     if cache is not None:
