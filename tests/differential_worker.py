@@ -103,7 +103,8 @@ class Plain(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5)
         with torch.no_grad():  # sure of pairs of words: ties, and confidences of exactly 1/2
-            self.head.weight.mul_(60)[1::2] = self.head.weight[:-1:2].clone()
+            self.head.weight.mul_(60)
+            self.head.weight[1::2] = self.head.weight[:-1:2].clone()
             self.head.bias[1::2] = self.head.bias[:-1:2].clone()
 
     def forward(self, input_ids: Tensor) -> Tensor:
