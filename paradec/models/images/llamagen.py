@@ -499,7 +499,7 @@ def load_llamagen(
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq)
     if isinstance(text_encoder, str):
-        from paradec.models.text_to_image import pretrained
+        from paradec.models.images.text_to_image import pretrained
 
         encoder, tokenizer = pretrained(text_encoder, "T5EncoderModel", None, None)
         if tokenizer is None:
