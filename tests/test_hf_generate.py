@@ -110,6 +110,21 @@ def test_sampling_settings_are_transformers_own(pair: Any) -> None:
     assert torch.equal(plain.generate(ids, generation_config=config, **named), greedy)
 
 
+def test_holes_are_no_part_of_the_answers_length(pair: Any) -> None:
+    """Two holes in the prompt and one word beside the end to fill them with: an answer's last column is its end."""
+    plain, loaded, arguments = pair
+    mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
+    ids, ended = torch.tensor([[1, mask, 2, mask, 3]]), 0
+    for word in range(5, 20):
+        others = [token for token in range(loaded.facts.vocab_size) if token not in (end, word)]
+        out = plain.generate(ids, max_new_tokens=6, suppress_tokens=others, holes_eos_inf=True, **arguments)[0].tolist()
+        assert out[:5] == [1, word, 2, word, 3]
+        answer = out[5:]
+        assert answer.index(end) == len(answer) - 1 if end in answer else len(answer) == 6
+        ended += end in answer[:4]
+    assert ended, "no answer ends early: nothing was tested"
+
+
 def test_the_model_is_left_as_it_was(pair: Any) -> None:
     plain, _, arguments = pair
     ids = torch.tensor([[1, 2, 3, 4]])

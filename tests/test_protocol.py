@@ -177,7 +177,8 @@ def test_time_grid_of_dream() -> None:
 def test_trace_replays_and_round_trips(tmp_path: object) -> None:
     trace = Trace(canvas=[[5, 9, 9]], settings={"sampler": "x"})
     trace.steps = [TraceStep([(0, 2, 7, 0.5)], [3], "full"), TraceStep([(0, 1, 6, 0.25)], [3], "full")]
-    assert trace.replay(1) == [[5, 9, 7]] and trace.replay() == [[5, 6, 7]]
+    assert [trace.replay(until) for until in (0, 1, 2, None)] == [[[5, 9, 9]], [[5, 9, 7]], [[5, 6, 7]], [[5, 6, 7]]]
+    assert trace.canvas == [[5, 9, 9]]  # what was replayed is a copy
     trace.to_json(tmp_path / "trace.json")
     assert Trace.from_json(tmp_path / "trace.json") == trace
     assert Trace.from_json(trace.to_json()) == trace

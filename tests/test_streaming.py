@@ -235,3 +235,38 @@ def test_live_view_without_a_tokenizer_shows_ids(llada: Model) -> None:
     with LiveView(None, Console(file=screen, force_terminal=True, width=200), interval=0) as view:
         out = paradec.generate(llada, [1, 2], callback=view.update, max_new_tokens=4)
     assert str(out.new_tokens[0, 0].item()) in screen.getvalue()
+
+
+def test_live_view_marks_what_is_new(llada: Model) -> None:
+    """What became final since the last drawing is bold, and nothing else is."""
+    view, seen, before = LiveView(None), 0, None
+
+    def draw(state: Any, commit: Any) -> None:
+        nonlocal seen, before
+        console = Console(force_terminal=True, width=200, color_system="standard")
+        with console.capture() as capture:
+            console.print(view.draw(state))
+        start, end = int(state.prompt_length[0]), int(state.end[0])
+        undecided = state.undecided[0, start:end].tolist()
+        before = before or [True] * len(undecided)
+        fresh = [was and not now for was, now in zip(before, undecided, strict=True)]
+        bold = "".join(re.findall(r"\x1b\[1;32m([^\x1b]*)", capture.get())).split()
+        tokens = state.canvas[0, start:end].tolist()
+        assert bold == [str(token) for token, flag in zip(tokens, fresh, strict=True) if flag]
+        seen, before = seen + sum(fresh), undecided
+
+    paradec.generate(llada, [1, 2], callback=draw, max_new_tokens=6, sampler="low_confidence", steps=3)
+    assert seen == 6
+
+
+def test_live_view_draws_no_oftener_than_its_interval(llada: Model) -> None:
+    frames = {}
+    for interval in (0, 60):
+        screen = io.StringIO()
+        with LiveView(None, Console(file=screen, force_terminal=True, width=200), interval=interval) as view:
+            paradec.generate(
+                llada, [[1, 2]] * 2, callback=view.update, max_new_tokens=6, sampler="low_confidence", steps=6
+            )
+        frames[interval] = screen.getvalue().count("[2]")
+    # the first and the last, whatever the interval
+    assert frames[60] == frames[0] - 4

@@ -114,6 +114,36 @@ def test_rows_and_steps(exact: MaskedImageModel) -> None:
         assert ((out.steps == step).sum((1, 2)) == out.accepted[step]).all()
 
 
+@pytest.mark.parametrize("sampler", ["saber", ("wino", {"threshold": 0.1, "threshold_back": 0.5})], ids=str)
+def test_what_is_taken_back_was_not_accepted(masked: MaskedImageModel, sampler: Any) -> None:
+    """Counted on the canvas itself, before and after every commit."""
+    canvases: list[torch.Tensor] = []
+
+    def note(state: Any, commit: Any) -> None:
+        canvases.append(state.canvas.clone())
+
+    method = sampler if isinstance(sampler, str) else paradec.samplers.create(sampler[0], **sampler[1])
+    out = make(masked, sampler=method, class_labels=[1, 2], callback=note, steps=None)
+    first = canvases[0].clone()
+    first[:, 1:] = masked.facts.mask_id
+    written, back = [], 0
+    for before, after in zip([first, *canvases], canvases, strict=False):
+        written.append(((after != before) & (after != masked.facts.mask_id)).sum(1).tolist())
+        back += int(((after != before) & (after == masked.facts.mask_id)).sum())
+    assert back > 0 and out.accepted.tolist() == written
+
+
+def test_requests_go_by_the_folder_s_defaults(exact: MaskedImageModel) -> None:
+    stated = json.loads((DATA / "digits-maskgit" / "config.json").read_text())["defaults"]
+    assert stated.items() <= exact.defaults.items()
+    module, changed = exact.module, {"guidance_scale": 3.0, "temperature": 0.5, "steps": 3}
+    found = make(MaskedImageModel(module, defaults=changed), steps=None).tokens
+    assert torch.equal(found, make(exact, **changed).tokens)
+    for name in changed:
+        others = {key: value for key, value in changed.items() if key != name}
+        assert not torch.equal(found, make(exact, **({"steps": None} | others)).tokens), name
+
+
 def test_without_the_label_classes_are_chance(masked: MaskedImageModel) -> None:
     """With scale 0 the label is not looked at."""
     blind = make(masked, class_labels=LABELS, guidance_scale=0.0, steps=4, output_type="pt")
@@ -246,3 +276,19 @@ def test_pipeline_requests(pipe: PixelDiTPipeline) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             paint(pipe, **request)
+
+
+def test_digits_by_other_schedulers(pipe: PixelDiTPipeline) -> None:
+    """One whose first noise is not of unit scale, and one that draws noise at every step, from the request's
+    generator."""
+    from diffusers import DDPMScheduler, EulerDiscreteScheduler
+
+    euler, ddpm = (
+        PixelDiTPipeline(pipe.transformer, scheduler.from_config(pipe.scheduler.config))
+        for scheduler in (EulerDiscreteScheduler, DDPMScheduler)
+    )
+    for other in (euler, ddpm):
+        other.set_progress_bar_config(disable=True)
+    assert right(paint(euler, class_labels=LABELS[:8])) > 0.8 and euler.scheduler.init_noise_sigma > 2
+    first, again = (paint(ddpm, class_labels=3, num_inference_steps=3) for _ in range(2))
+    assert torch.equal(first, again)

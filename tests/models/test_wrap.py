@@ -537,3 +537,8 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
         attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, **{extra: torch.ones(1)})
     with pytest.raises(ValueError, match="sliding_window=2 is shorter than the 3 positions"):
         attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, sliding_window=2)
+    # one that hides nothing changes nothing
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    module = nn.Module()
+    whole, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
+    assert torch.equal(whole, wide)

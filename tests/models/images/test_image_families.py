@@ -194,6 +194,35 @@ def test_requests_that_a_model_cannot_take() -> None:
         ChameleonModel(without.module, ANOLE, tiny_vq(codebook_size=16))
 
 
+@pytest.mark.parametrize("name", ["emu3", "anole", "lumina-mgpt", "janus"])
+def test_prompts_as_long_as_the_model_takes(name: str) -> None:
+    """The longest that fits beside a picture is taken, by either branch; one token more is refused, in words about
+    pictures."""
+    model, grid, _, request = small_grid(name)
+    sizes = {key: request[key] for key in ("height", "width") if key in request}
+    prompt = request["prompts"][0]
+    most = model.facts.max_length - grid.length
+    longest = [prompt[0]] * (most - len(prompt)) + prompt
+    assert len(model.request([longest], grid, negative_prompt=[longest]).prompts.rows[0]) == most
+    message = f"a prompt of {most + 1} tokens and a picture of {grid.length} are longer than .* takes"
+    for prompts in ([prompt, [1, *longest]], [[1, *longest]] * 2):
+        for both in ((prompts, [prompt]), ([prompt], prompts[1:])):
+            with pytest.raises(ValueError, match=message):
+                paradec.generate_images(model, both[0], negative_prompt=both[1], output_type="latent", **sizes)
+
+
+def test_the_longest_prompt_is_decoded() -> None:
+    model, grid, _, request = small_grid("janus")
+    prompt = request["prompts"][0]
+    longest = [prompt[0]] * (model.facts.max_length - grid.length - len(prompt)) + prompt
+    for both in ((longest, prompt), (prompt, longest)):
+        laid = model.request([both[0]], grid, negative_prompt=[both[1]])
+        out = paradec.generate_images(
+            model, [both[0]], negative_prompt=[both[1]], guidance_scale=2.0, temperature=0, output_type="latent"
+        )
+        assert torch.equal(out.tokens, greedy(laid, grid, 2.0))
+
+
 class Words:
     """A tokenizer of five words."""
 

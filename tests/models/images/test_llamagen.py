@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -151,6 +153,43 @@ def test_vq_encodes_what_it_decodes() -> None:
     assert model.decode(ids).shape == images.shape
     with pytest.raises(ValueError, match="no encoder"):
         tiny_vq().encode(images)
+
+
+def diffusers_names(model: VQModel) -> dict[str, Tensor]:
+    """The weights of an autoencoder without attention in its levels, as diffusers names those of its encoder."""
+    attention = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
+    levels = len(model.config.channel_mult)
+    middle = {"mid.0": "resnets.0", "mid.1": "attentions.0", "mid.2": "resnets.1"}
+    found = {}
+    for name, tensor in model.state_dict().items():
+        half, _, rest = name.partition(".")
+        if half == "encoder":
+            for ours, theirs in middle.items():
+                rest = re.sub(f"^{ours}\\.", f"mid_block.{theirs}.", rest)
+            for ours, theirs in attention.items():
+                if f"attentions.0.{ours}." in rest:
+                    rest = rest.replace(f"attentions.0.{ours}.", f"attentions.0.{theirs}.")
+                    tensor = tensor[:, :, 0, 0] if tensor.ndim == 4 else tensor
+            for level in range(levels):
+                rest = rest.replace(f"conv_blocks.{level}.res.", f"down_blocks.{level}.resnets.")
+                rest = rest.replace(f"conv_blocks.{level}.downsample.", f"down_blocks.{level}.downsamplers.0.")
+            rest = rest.replace("nin_shortcut", "conv_shortcut").replace("norm_out", "conv_norm_out")
+        found[f"{half}.{rest}"] = tensor
+    return {name: tensor for name, tensor in found.items() if name.startswith(("encoder.", "quant_conv."))}
+
+
+def test_vq_encodes_as_diffusers_does() -> None:
+    model = tiny_vq(encoder=True, attention=False, channel_mult=(1, 2, 2))
+    theirs = diffusers.VQModel(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, latent_channels=8,
+        block_out_channels=(8, 16, 16), layers_per_block=1, num_vq_embeddings=CODES, norm_num_groups=4, vq_embed_dim=4,
+    ).double().eval()  # fmt: skip
+    missing, unexpected = theirs.load_state_dict(diffusers_names(model), strict=False)
+    assert not unexpected and not any(name.startswith(("encoder.", "quant_conv.")) for name in missing)
+    images = torch.rand(2, 3, 16, 24, dtype=torch.float64) * 2 - 1
+    with torch.no_grad():
+        expected = theirs.encode(images).latents.permute(0, 2, 3, 1)
+        torch.testing.assert_close(model.latents(images), expected, atol=1e-10, rtol=1e-10)
 
 
 def test_vq_trains_through_the_codes() -> None:

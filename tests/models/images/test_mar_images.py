@@ -111,8 +111,11 @@ def test_load(model: MARModel, tmp_path: Path) -> None:
     fields = {"model_type": "mar", "heads": 2, "defaults": {"steps": 6, "guidance_scale": 2.5}}
     (folder / "config.json").write_text(json.dumps(fields))
     torch.save({"model": {}, "model_ema": weights, "epoch": 1}, tmp_path / "checkpoint-last.pth")
+    torch.save({"model": weights, "epoch": 1}, tmp_path / "without-averages.pth")
+    torch.save(weights, tmp_path / "bare.pth")
     loaded = paradec.load(folder)
-    files = [folder / "model.safetensors", tmp_path / "checkpoint-last.pth"]
+    files = [folder / "model.safetensors"]
+    files += [tmp_path / name for name in ("checkpoint-last.pth", "without-averages.pth", "bare.pth")]
     for other in (loaded, *(paradec.load(file, heads=2, vae=folder / "vae.safetensors") for file in files)):
         assert isinstance(other, MARModel) and other.module.side == 4
         assert all(torch.equal(tensor, weights[name]) for name, tensor in other.module.state_dict().items())
@@ -184,6 +187,13 @@ def test_names(model: MARModel) -> None:
     for settings in ({"local_steps": 2}, {"full_groups": 1, "keep_buffer": True}):
         sampler = paradec.samplers.create("mar", **settings)
         assert Sampler.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5])
+def test_a_request_s_temperature_takes_the_place_of_the_sampler_s(model: MARModel, temperature: float) -> None:
+    own = paradec.samplers.create("mar", head_steps=3, temperature=temperature)
+    tokens = make(model, temperature=temperature).tokens
+    assert torch.equal(tokens, make(model, sampler=own).tokens) and not torch.equal(tokens, make(model).tokens)
 
 
 def test_output_types_and_steps(model: MARModel) -> None:
