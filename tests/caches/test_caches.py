@@ -105,6 +105,25 @@ def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int
     assert len(out.trace.steps) == NEW
 
 
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_prefill_evaluates_the_prompt_once(prediction: str) -> None:
+    """The first step evaluates whole rows; every other one, in whichever block, what lies behind the prompt, and where
+    logits stand one position to the left, the prompt's last position."""
+    out = paradec.generate(
+        tiny(1, prediction=prediction),
+        ROWS,
+        sampler="low_confidence",
+        cache="dkv_prefill",
+        max_new_tokens=NEW,
+        block_length=4,
+        eos_early_stop=False,
+        trace=True,
+    )
+    first, *others = (step.forwarded for step in out.trace.steps)
+    assert first == [len(prompt) + NEW for prompt in ROWS]
+    assert others == [[NEW + (prediction == "shifted")] * len(ROWS)] * (NEW - 1)
+
+
 def test_vicinity_that_covers_everything_is_no_cache() -> None:
     cache = caches.create("vicinity", prefix_look=64, after_look=64, warmup_steps=0)
     assert max(differences(tiny(3), cache)) < 1e-12
@@ -250,14 +269,26 @@ def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
                     expected.add(position)
                     found += 1
 
+    assert walked(undecided, window, picks, fresh) == expected
+
+
+def walked(undecided: np.ndarray, window: int, picks: list[int], fresh: list[int]) -> set[int]:
+    """What `dkv_greedy` evaluates of one row after five steps, `fresh` being what the last one decided."""
     state = type("State", (), {})()
     state.canvas = torch.where(torch.as_tensor(undecided), MASK, 1)[None]
     state.facts = type("Facts", (), {"mask_token_id": MASK})
-    state.row_step, state.length = np.array([5]), np.array([length])
+    state.row_step, state.length = np.array([5]), np.array([len(undecided)])
     state.cache_state = ChangeLog(state)
     state.cache_state.changed_at[0, fresh] = 4
     needed = DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))
-    assert set(np.flatnonzero(needed[0])) == expected
+    return set(np.flatnonzero(needed[0]))
+
+
+@pytest.mark.parametrize("window", range(6))
+def test_greedy_window_takes_the_left_mask_first(window: int) -> None:
+    """In a row of masks alone: one more on the left than on the right where the window is odd."""
+    left, right = -(-window // 2), window // 2
+    assert walked(np.ones(11, bool), window, [5], []) == set(range(5 - left, 5 + right + 1))
 
 
 @settings(max_examples=100, deadline=None)

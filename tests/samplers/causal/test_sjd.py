@@ -117,7 +117,8 @@ def test_greedy_equals_token_by_token(name: str) -> None:
 
 
 def test_greedy_with_guidance_and_prompts_of_other_lengths() -> None:
-    model, negative = wrapped(), [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    # shorter than the prompt, and longer than all of them
+    model, negative = wrapped(), [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
     expected = []
     for prompt, other in zip(PROMPTS, negative, strict=True):
         new: list[int] = []
@@ -132,6 +133,21 @@ def test_greedy_with_guidance_and_prompts_of_other_lengths() -> None:
         )
         assert found == expected
         assert (state.row_forwards == 2 * state.nfe).all()
+
+
+@pytest.mark.parametrize("name", ["speculative", "speculative, tree", "speculative, greedy tree"])
+def test_drafters_stop_one_token_before_the_end(name: str) -> None:
+    """A step makes one token more than stand of its drafts, so that the last one is never drafted: with r tokens to
+    go, the drafter is called for r - 1 at most."""
+    model, sampler, new = wrapped(), made(name), 11
+    depth = {"speculative": sampler.window - 1, "speculative, tree": 3, "speculative, greedy tree": 2}[name]
+    for prompt in PROMPTS:
+        _, state = answers(sampler, model, [prompt], max_new_tokens=new, temperature=0, seed=0)
+        left, calls = new, 0
+        for made_ in np.concatenate(state.accepted).tolist():
+            calls += min(depth, left - 1)
+            left -= made_
+        assert left == 0 and state.draft_nfe.tolist() == [calls]
 
 
 def test_top_k_of_one_is_greedy() -> None:

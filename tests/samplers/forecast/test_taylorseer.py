@@ -598,6 +598,12 @@ def test_nan_outputs_are_refused() -> None:
     with pytest.raises(FloatingPointError, match="row 0 at step 0"):
         decode(sampler, model, state)
     assert torch.equal(state.latent, noise(3)) and not state.nfe.any() and state.index == 0
+    # of several rows the first that is broken is named
+    module = tiny_dit()
+    module.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight.data[LABELS[1]] = torch.nan
+    state = sampler.start(DiffusionModel(module), noise(3), scheduler=DDIMScheduler(), class_labels=LABELS)
+    with pytest.raises(FloatingPointError, match="row 1 at step 0"):
+        decode(sampler, DiffusionModel(module), state)
 
 
 def test_settings_are_checked() -> None:

@@ -169,9 +169,10 @@ def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
     assert forwarded["greedy"] < forwarded["none"]
 
 
+@pytest.mark.parametrize("cache", ["none", "dual"])
 @pytest.mark.parametrize("mode", ["batch", "tree"])
-def test_guidance(mode: str) -> None:
-    arguments = {"max_new_tokens": 12, "block_length": 6, "cache": "dual", "guidance_scale": 1.6}
+def test_guidance(mode: str, cache: str) -> None:
+    arguments = {"max_new_tokens": 12, "block_length": 6, "cache": cache, "guidance_scale": 1.6}
     base = paradec.generate(tiny(2), ROWS, sampler="low_confidence", **arguments)
     assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
 

@@ -136,6 +136,45 @@ def test_the_filter_reads_the_block(llada64: Model, block_filter: str) -> None:
     assert partly > 3 and state.nfe.min() < 10
 
 
+def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
+    """Each computed from an evaluation of the row alone, a position at a time."""
+    facts = dataclasses.replace(FACTS, kind="features", caches=("none",))
+    torch.manual_seed(2)
+    save_filter(tmp_path / "features.safetensors", facts, facts.network())
+    filter_ = load_filter(tmp_path / "features.safetensors")
+    sampler = samplers.create("learn2pd", filter=tmp_path / "features.safetensors", eot="none")
+    state = sampler.start(llada64, PROMPTS, max_new_tokens=10, block_length=4, eos_early_stop=False)
+    mask, seen = llada64.facts.mask_token_id, 0
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(llada64, state)
+            for index, row in enumerate(proposal.rows):
+                start, end = int(state.block_start[row]), int(state.block_end[row])
+                canvas = state.canvas[row : row + 1, : state.length[row]]
+                logits = llada64.module(input_ids=canvas, use_cache=False).logits[0]
+                left = sum(int(canvas[0, at]) == mask for at in range(start, end))
+                found: dict[str, list[float]] = {name: [] for name in FEATURES}
+                for at in range(start, end):
+                    words = [float(value) for word, value in enumerate(logits[at]) if word != mask]
+                    largest = max(words)
+                    weights = [math.exp(value - largest) for value in words]
+                    law = sorted((weight / sum(weights) for weight in weights), reverse=True)
+                    found["confidence"].append(law[0])
+                    found["margin"].append(law[0] - law[1])
+                    found["entropy"].append(-sum(p * math.log(p) for p in law if p) / math.log(64))
+                    found["mask_ratio"].append(left / (end - start))
+                    found["position"].append((at - start) / (end - start))
+                features = {name: torch.tensor([values], dtype=torch.float64) for name, values in found.items()}
+                assert all(0 <= min(values) and max(values) <= 1 for values in found.values())
+                expected = filter_.accept(features, torch.ones(1, end - start, dtype=torch.bool))[0]
+                torch.testing.assert_close(
+                    proposal.quantities["acceptance"][index, : end - start], expected, atol=1e-9, rtol=1e-9
+                )
+                seen += 1
+            sampler.commit(state, proposal)
+    assert seen > 12
+
+
 def test_any_block_length_with_features(llada64: Model) -> None:
     for length in (3, 5, 16):
         out = paradec.generate(llada64, PROMPTS, sampler="learn2pd", max_new_tokens=16, block_length=length)

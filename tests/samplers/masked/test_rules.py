@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from tiny_models import tiny
 from torch import Tensor
 
 import paradec
@@ -280,3 +281,56 @@ def test_round_trip(name: str, loops: object, settings: dict) -> None:
     sampler = samplers.create(name, **settings)
     assert sampler.to_dict() == {"sampler": name, **settings}
     assert type(sampler).from_dict(sampler.to_dict()) == sampler
+
+
+# ---- rules of chance ------------------------------------------------------------------------------------------------
+
+
+def test_origin_goes_through_the_time_grid_in_every_block() -> None:
+    """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final, in the second block as in the
+    first."""
+    count, size, planned = 160, 8, 4
+    out = paradec.generate(
+        tiny(1), [[1, 2, 3]] * count, sampler="origin", max_new_tokens=2 * size, block_length=size, steps=2 * planned,
+        eos_early_stop=False, seed=list(range(count)), trace=True,
+    )  # fmt: skip
+    final, left = ([[0] * planned for _ in range(2)] for _ in range(2))
+    for row in range(count):
+        masked, step = [size, size], 0
+        for found in out.trace.steps:
+            if not any(masked):
+                break
+            block = 0 if masked[0] else 1
+            here = [position for at, position, _, _ in found.commits if at == row]
+            assert all((position - 3) // size == block for position in here)
+            left[block][step] += masked[block]
+            final[block][step] += len(here)
+            masked[block] -= len(here)
+            step = 0 if not masked[block] else step + 1
+    for block in range(2):
+        assert final[block][-1] == left[block][-1] > 0
+        for step in range(planned - 1):
+            share, trials = 1 / (planned - step), left[block][step]
+            error = 5 * math.sqrt(share * (1 - share) / trials)
+            assert abs(final[block][step] / trials - share) < error, (block, step)
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.7}])
+def test_entropies_of_the_public_code_take_words_that_are_left_out(kept: dict, dream64: Model) -> None:
+    """With rng="reference" an entropy is sum p ln(p + 1e-10), in which a word of probability 0 counts nothing."""
+    sampler = samplers.create("entropy")
+    state = sampler.start(
+        dream64, PROMPTS[:1], max_new_tokens=8, steps=4, temperature=0.8, rng="reference", seed=0, **kept
+    )
+    with torch.inference_mode():
+        proposal = sampler.step(dream64, state)
+        logits = dream64.module(input_ids=state.canvas, use_cache=False).logits[0] / 0.8
+    for at, position in enumerate(proposal.positions[0].tolist()):
+        law = sorted(logits[position - 1].softmax(-1).tolist(), reverse=True)  # of the position to the left
+        if "top_k" in kept:
+            law = law[:3]
+        else:  # as many as it takes to reach the share
+            law = law[: next(size for size in range(1, len(law) + 1) if sum(law[:size]) > 0.7)]
+        law = [p / sum(law) for p in law]
+        expected = sum(p * math.log(p + 1e-10) for p in law)
+        assert float(proposal.scores[0, at]) == pytest.approx(expected, abs=1e-9)
