@@ -469,6 +469,21 @@ def test_the_plot(small: Comparison, tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
 
 
+def test_intervals_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the lower end to the upper one, read off the figure's own bars; points may come in any order."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    from paradec.evaluation.plot import Panel, draw
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    points = [(4.0, 50.0, 20.0, 60.0), (1.0, 80.0, 75.0, 99.0), (2.0, 70.0, 70.0, 71.0)]
+    draw([Panel("one", {"factor": points}, points[1])], tmp_path / "bars.png", "x", "y")
+    (bars,) = drawn[0].axes[0].containers
+    line, _, (spans,) = bars.lines
+    for (x, y, low, high), point, span in zip(sorted(points), line.get_xydata(), spans.get_segments(), strict=True):
+        assert point.tolist() == [x, y] and span.tolist() == pytest.approx([[x, low], [x, high]])
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -561,6 +561,74 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
             bac.calibrate(flux, lambda: run_flux(flux, 16), **{"updates": 5} | given)
 
 
+class Tabled(nn.Module):
+    """A branch that adds a written-down feature at each step, whatever it is given."""
+
+    def __init__(self, table: Tensor):
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden_states: Tensor, step: int) -> Tensor:
+        return self.table[step].view_as(hidden_states)
+
+
+class TabledTransformer(nn.Module):
+    """One block of two such branches. Tables: [steps, features]."""
+
+    def __init__(self, attention: Tensor, feed_forward: Tensor):
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([nn.ModuleDict({"attn": Tabled(attention), "ff": Tabled(feed_forward)})])
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        for block in self.transformer_blocks:
+            for branch in block.values():
+                hidden_states = hidden_states + branch(hidden_states, 6 - int(timestep))
+        return hidden_states
+
+
+@pytest.mark.parametrize("metric", bac.METRICS)
+@pytest.mark.parametrize("samples", [65536, 40, 9])
+def test_bac_is_the_best_of_all_schedules(metric: str, samples: int) -> None:
+    """Against all choices of 3 steps of 7, each judged by what it serves instead of the steps' own features, or of as
+    many of their entries as are compared, evenly strided."""
+    tables = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(1)
+    module = TabledTransformer(*tables)
+
+    def run() -> None:
+        for step in range(7):
+            module(torch.zeros(1, 40), timestep=torch.tensor(6 - step))
+
+    found = bac.calibrate(module, run, 3, metric=metric, samples=samples, bubbling=0)
+    for (name, steps), table in zip(found.modules, tables.tolist(), strict=True):
+        stride = next(stride for stride in range(1, 41) if len(range(0, 40, stride)) <= samples)
+        seen = [[row[at] for at in range(0, 40, stride)] for row in table]
+
+        def loss(a: list[float], b: list[float]) -> float:
+            if metric == "cosine":
+                inner = sum(x * y for x, y in zip(a, b, strict=True))
+                return -inner / (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
+            apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
+            return sum(x if metric == "l1" else x * x for x in apart) / len(apart)
+
+        def served(chosen: tuple[int, ...], seen: list[list[float]] = seen) -> float:
+            """The loss of a run, where every step reads the latest of the chosen ones."""
+            return sum(loss(seen[max(a for a in chosen if a <= step)], seen[step]) for step in range(7))
+
+        best = min(((0, a, b) for a in range(1, 7) for b in range(a + 1, 7)), key=served)
+        assert (name.split(".")[-1], steps) == (("attn", "ff")[name.endswith("ff")], best)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["DiT", "FLUX"])
+def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> None:
+    module, inputs = model(name)
+    settings = TaylorSeer(interval=2, first_enhance=1, derivative_dtype=dtype)
+    with accelerate(module, settings) as session:
+        denoise(module, inputs, 4)
+    time = torch.full((len(inputs["hidden_states"]),), 500)
+    assert estimate(module, settings, **inputs, timestep=time) == session.report().bytes > 0
+
+
 def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
     module, inputs = model("Wan")
     asked = TaylorSeer(interval=3, first_enhance=3, order=2)

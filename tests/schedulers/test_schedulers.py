@@ -274,6 +274,36 @@ def test_block_cache_after_an_exception(pipe: Any, ids: Tensor) -> None:
         assert torch.equal(run(pipe, ids), plain)
 
 
+def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Tensor) -> None:
+    """The same prompt padded otherwise is another one: answers of one block, so that its keys would all fit."""
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])
+    requests = [{}, {"attention_mask": padded}, {}]
+    plain = [run(pipe, ids, gen_length=2, **request) for request in requests]
+    with paradec.accelerate(pipe, cache="block"):
+        assert all(torch.equal(run(pipe, ids, gen_length=2, **r), p) for r, p in zip(requests, plain, strict=True))
+    assert not torch.equal(plain[0], plain[1])
+
+
+def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tensor) -> None:
+    """When the first layer has kept its keys, and the second has not."""
+    plain, calls = run(pipe, ids), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("out of memory, say")
+
+    with paradec.accelerate(pipe, cache="block"):
+        handle = pipe.model.model.model.layers[-1].register_forward_pre_hook(fail)
+        try:
+            with pytest.raises(RuntimeError, match="out of memory, say"):
+                run(pipe, ids)
+        finally:
+            handle.remove()
+        assert torch.equal(run(pipe, ids), plain)
+
+
 def test_block_causal_modules_attend_as_their_model_does() -> None:
     """Also where the wrapped module's own attention is another one, which would add a mask of truth values."""
     model = tiny(2, "block_causal")
@@ -560,6 +590,41 @@ def test_recap_session_evaluates_the_targets_cells(amused: AmusedPipeline) -> No
         assert torch.equal(latents(amused), first) and not (first == IMAGE_MASK).any()
         with pytest.raises(ValueError, match="ReCAP session already"):
             paradec.accelerate(amused, paradec.samplers.create("recap"))
+
+
+def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipeline) -> None:
+    """As many cells of 2 x 2 as hold a target, of the image with most of them."""
+    amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    expected, uneven = [16], 0
+
+    def note(step: int, timestep: Tensor, found: Tensor) -> None:
+        nonlocal uneven
+        targets = session.scheduler.targets()  # of the call that comes next
+        if targets is None:
+            expected.append(16)
+            return
+        cells = [{(at // 8 // 2, at % 8 // 2) for at in row.nonzero().flatten().tolist()} for row in targets]
+        expected.append(max(map(len, cells)))
+        uneven += len(cells[0]) != len(cells[1])
+
+    with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
+        for seed in range(3):
+            before = len(session.report().cells)
+            latents(amused, seed, callback=note)
+            assert [some for some, _ in session.report().cells[before:]] == expected[:-1]
+            expected[:] = [16]
+    assert uneven
+
+
+def test_what_others_put_on_top_of_a_recap_session_stays(amused: AmusedPipeline) -> None:
+    pipeline = copy.deepcopy(amused)
+    pipeline.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    attention = pipeline.transformer.transformer_layers[0].attn1
+    plain = latents(pipeline)
+    session = paradec.accelerate(pipeline, paradec.samplers.create("recap"))
+    attention.processor = theirs = type(amused.transformer.transformer_layers[0].attn1.processor)()
+    session.detach()
+    assert attention.processor is theirs and torch.equal(latents(pipeline), plain)
 
 
 def test_recap_session_serves_its_schedulers_run_alone(amused: AmusedPipeline) -> None:
