@@ -481,7 +481,7 @@ def test_intervals_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.
     (bars,) = drawn[0].axes[0].containers
     line, _, (spans,) = bars.lines
     for (x, y, low, high), point, span in zip(sorted(points), line.get_xydata(), spans.get_segments(), strict=True):
-        assert point.tolist() == [x, y] and span.tolist() == pytest.approx([[x, low], [x, high]])
+        assert point.tolist() == [x, y] and span.ravel().tolist() == pytest.approx([x, low, x, high])
 
 
 @pytest.mark.parametrize(

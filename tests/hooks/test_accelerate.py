@@ -577,7 +577,9 @@ class TabledTransformer(nn.Module):
 
     def __init__(self, attention: Tensor, feed_forward: Tensor):
         super().__init__()
-        self.transformer_blocks = nn.ModuleList([nn.ModuleDict({"attn": Tabled(attention), "ff": Tabled(feed_forward)})])
+        self.transformer_blocks = nn.ModuleList(
+            [nn.ModuleDict({"attn": Tabled(attention), "ff": Tabled(feed_forward)})]
+        )
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         for block in self.transformer_blocks:

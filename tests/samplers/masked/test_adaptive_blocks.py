@@ -359,9 +359,7 @@ def test_round_trip_and_presets() -> None:
 
 def test_blocks_of_a_request_may_be_shorter_than_the_methods_least(llada64: Model) -> None:
     """A request's `block_length` bounds the least length, too."""
-    least, fitting = (
-        samplers.create("adablock", min_block_length=least, delimiters=(NEWLINE,)) for least in (16, 4)
-    )
+    least, fitting = (samplers.create("adablock", min_block_length=least, delimiters=(NEWLINE,)) for least in (16, 4))
     found, expected = (
         paradec.generate(llada64, ROWS, sampler=sampler, block_length=4, max_new_tokens=12, trace=True)
         for sampler in (least, fitting)
