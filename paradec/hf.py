@@ -65,6 +65,7 @@ def hf_generate(
     topology: str = "bidirectional",
     eos_early_stop: bool = True,
     logits_eos_inf: bool = False,
+    holes_eos_inf: bool = False,
     confidence_eos_eot_inf: bool = False,
     stop_strings: str | Sequence[str] | None = None,
     callback: Callable[..., bool | None] | None = None,
@@ -90,7 +91,7 @@ def hf_generate(
     Args:
         model: a transformers causal language model whose weights were trained for masked diffusion (Llama, Qwen2, ...).
         input_ids: [B, L] int64; masks in it are filled as well.
-        sampler, cache, attention, blocks, block_length, steps, seed, eos_early_stop, logits_eos_inf,
+        sampler, cache, attention, blocks, block_length, steps, seed, eos_early_stop, logits_eos_inf, holes_eos_inf,
             confidence_eos_eot_inf, stop_strings, callback, streamer: as in `paradec.generate`.
         mask_token_id: by default what the generation config, the model's config or the tokenizer names.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
@@ -139,6 +140,7 @@ def hf_generate(
             seed=seed,
             eos_early_stop=eos_early_stop,
             logits_eos_inf=logits_eos_inf,
+            holes_eos_inf=holes_eos_inf,
             confidence_eos_eot_inf=confidence_eos_eot_inf,
             suppress_tokens=config.suppress_tokens or (),
             stop_strings=stop_strings,
