@@ -23,9 +23,8 @@ class Owner(Protocol):
     """What a tap reads of the transformer that it belongs to, and where it says what it did."""
 
     basis: Basis
-    index: int
-    """The solver step."""
     course: Course
+    """Its `index` is the solver step."""
     inside: int | None
     """The thread in which the transformer is being called for its run; a module that is used by itself, or in a call
     that is no run's, is left alone."""
@@ -126,7 +125,7 @@ class Tap:
         real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
         for i, (leaf, history) in enumerate(zip(kept.leaves, kept.histories, strict=True)):
             if history is not None:
-                value = self.owner.basis.forecast(history, self.owner.index)
+                value = self.owner.basis.forecast(history, self.owner.course.index)
                 kept.histories[i] = rolled = self.owner.basis.roll(history, value)
                 base = bases[i]
                 if real is not None and error is None:
@@ -150,7 +149,7 @@ class Tap:
         for leaf, base, history in zip(leaves, bases, before, strict=True):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 value = leaf.detach().clone() if base is None else leaf.detach() - base.detach()
-                histories.append(self.owner.basis.update(history, value, self.owner.index))
+                histories.append(self.owner.basis.update(history, value, self.owner.course.index))
             else:
                 histories.append(None)
         rest = [None if history is not None else leaf for leaf, history in zip(leaves, histories, strict=True)]

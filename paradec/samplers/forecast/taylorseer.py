@@ -147,12 +147,15 @@ class TaylorSeer(ForecastSampler):
         return interval_is_full(index, self.interval, self.first_enhance, self.style, self.full_after)
 
     def evaluates(self, course: Course) -> bool:
-        """Whether the next step of a run is evaluated."""
         if course.last_full < 0:
             return True
         if self.refresh is not None:
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index)
+
+    def watch(self, course: Course, before: Tensor, now: Tensor) -> None:
+        if isinstance(self.refresh, AccumulatedChange):
+            course.change += self.refresh.rescale(relative_change(now, before))
 
     # ---- how ------------------------------------------------------------------------------------------------------
 
@@ -185,9 +188,6 @@ class TaylorSeer(ForecastSampler):
                 )
         return super().start(model, latent, **request)
 
-    def refreshes(self, state: ForecastState) -> bool:
-        return self.evaluates(state.course)
-
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
         kept = self.forecaster.dtype or dtype
         return {"history": MemorySpec((self.forecaster.slots, *shape), kept, reset="sequence")}
@@ -214,11 +214,6 @@ class TaylorSeer(ForecastSampler):
         found = self.forecaster.forecast(history, state.index)
         # with nothing to add it is the memory itself, and a proposal is its caller's to write into
         return found.clone() if found is history.tensors[0] else found
-
-    def watched_change(self, state: ForecastState, before: Tensor) -> float:
-        if not isinstance(self.refresh, AccumulatedChange):
-            return 0.0
-        return self.refresh.rescale(relative_change(state.input, before))
 
 
 def _history(state: ForecastState) -> History | None:
