@@ -1,17 +1,15 @@
 """Whose run a call is: read off the call stack, because nothing else tells.
 
-A run belongs to the function call that drives it, a pipeline's `__call__` or a loop of one's own. A scheduler hears
-when a run begins (`set_timesteps`) and when a step is over (`step`), a transformer hears its inputs. Neither hears who
-calls, nor that a run was broken off. A flag that is set around `__call__` (`hooks.guard`) would not do: a callback's
-calls come from inside of it too, a pipeline that shares the scheduler has another `__call__`, a loop of one's own has
-none, and a scheduler does not know its pipeline.
+Why: a run belongs to the function call that drives it, a pipeline's `__call__` or a loop of one's own. A scheduler is
+told when a run begins (`set_timesteps`) and when a step is over (`step`), but not by whom, nor that a run was broken
+off. A flag set around `__call__` (`hooks.guard`) does not tell either: callbacks call from inside of it, a pipeline
+that shares the scheduler has another `__call__`, a loop of one's own has none, and a scheduler knows no pipeline.
 
-What is read: the frames of the running functions, from the call outwards. Of each its address and its code, and of a
-pipeline's `__call__` also `self`. Frames are not kept, so that nothing outlives a run that was broken off.
+What is read: the address and the code of the frames of running functions, from the call outwards, and the `self` of a
+pipeline's `__call__`. Frames are not kept, so that nothing outlives a run that was broken off.
 
-Where the driver's frame is not found above a call of the model, or the call came to it by other functions than in the
-first step, the call is not the run's and is left alone. Where it is not found in its thread any more, the run is over,
-and another may begin.
+A call of the model that has the driver's frame not above it, or reached it by other functions than in the first step,
+is not the run's and is left alone. If the frame is not in its thread any more, the run is over and another may begin.
 """
 
 from __future__ import annotations
@@ -28,15 +26,11 @@ BEGIN = threading.RLock()
 
 
 class Driver:
-    """The function call that drives a run.
+    """The function call that drives a run of `scheduler`; `frame` is where the run begins.
 
-    That is the nearest `__call__` of a pipeline with this scheduler, among the callers of the place where the run
-    begins. Without one, it is a loop of one's own: the nearest of these callers that is still running when the model is
-    called. They are looked at up to the nearest generator or coroutine: what resumes that may drive others in turn.
-
-    Args:
-        scheduler: whose run it is.
-        frame: where the run begins.
+    Of the callers there it is the nearest `__call__` of a pipeline with this scheduler; without one, the nearest that
+    is still running when the model is called: a loop of one's own. They are looked at up to the nearest generator or
+    coroutine: what resumes that may drive others in turn.
     """
 
     def __init__(self, scheduler: Any, frame: FrameType):
@@ -61,11 +55,7 @@ class Driver:
             caller = caller.f_back
 
     def calls(self, frame: FrameType | None) -> bool:
-        """Whether a call of the model from here is the run's.
-
-        Calls come by the way that they came in the first step: what a callback calls, or another pipeline that a
-        callback runs, is not the run's.
-        """
+        """Whether a call of the model from here is the run's, not a callback's or that of a pipeline inside of one."""
         if threading.get_ident() != self.thread:
             return False
         path = []
@@ -75,11 +65,9 @@ class Driver:
         if frame is None:
             return False
         self.frames = {id(frame): frame.f_code}
-        if path in self.paths:
-            return True
-        if not self.stepped:
+        if not self.stepped and path not in self.paths:
             self.paths.append(path)
-        return not self.stepped
+        return path in self.paths
 
     def alive(self) -> bool:
         """Whether the function is still running."""

@@ -22,16 +22,9 @@ from paradec.protocol import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
-from paradec.samplers.forecast.refresh import (
-    STYLES,
-    AccumulatedChange,
-    Course,
-    Verification,
-    interval_is_full,
-    refresh_from,
-    relative_change,
-)
+from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, refresh_from, relative_change
 
+STYLES = ("reference", "diffusers")
 TARGETS = ("module", "block", "output")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -141,10 +134,17 @@ class TaylorSeer(ForecastSampler):
     # ---- when -----------------------------------------------------------------------------------------------------
 
     def is_full(self, index: int) -> bool:
-        """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked."""
+        """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked.
+
+        Style "reference": the first `first_enhance` steps, and every `interval`-th after the last of them. Style
+        "diffusers": the first ones, the second step after them, and every `interval`-th from there.
+        """
         if self.full_steps is not None:
             return index in self.full_steps
-        return interval_is_full(index, self.interval, self.first_enhance, self.style, self.full_after)
+        if index < self.first_enhance or (self.full_after is not None and index >= self.full_after):
+            return True
+        offset = 1 if self.style == "reference" else -1
+        return (index - self.first_enhance + offset) % self.interval == 0
 
     def evaluates(self, course: Course) -> bool:
         if course.last_full < 0:
