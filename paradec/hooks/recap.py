@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Patch
+from paradec.runs import Driver
 from paradec.samplers.masked.recap import Recap
 
 
@@ -89,7 +90,7 @@ class RecapSession:
         """[R, N, D]: what the last layer made of all cells."""
         self.inside: int | None = None
         """The thread in which the transformer is being called for the scheduler's run."""
-        self.run: Any = None
+        self.run: Driver | None = None
         """The driver of the run that is remembered."""
         pipe.scheduler = scheduler
         self.keeping = [_Keeping(self, layer.attn1.processor) for layer in layers]

@@ -120,7 +120,7 @@ class Tap:
         self.owner.forecast.append(self.place.name)
         if self.place.kind == "skip":
             return self.stand_in(kept)
-        bases = self.bases(kept.leaves, kept.histories, args, kwargs)
+        bases = self.residual_bases(kept.leaves, kept.histories, args, kwargs)
         values, error = [], None
         real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
         for i, (leaf, history) in enumerate(zip(kept.leaves, kept.histories, strict=True)):
@@ -144,7 +144,7 @@ class Tap:
         if self.place.kind == "skip":
             return Kept([_Shape.of(leaf) for leaf in leaves], [None] * len(leaves), spec)
         before = kept.histories if kept is not None and len(kept.histories) == len(leaves) else [None] * len(leaves)
-        bases = self.bases(leaves, leaves, args, kwargs)
+        bases = self.residual_bases(leaves, leaves, args, kwargs)
         histories: list[History | None] = []
         for leaf, base, history in zip(leaves, bases, before, strict=True):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -155,7 +155,9 @@ class Tap:
         rest = [None if history is not None else leaf for leaf, history in zip(leaves, histories, strict=True)]
         return Kept(rest, histories, spec)
 
-    def bases(self, leaves: list[Any], tensors: list[Any], args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
+    def residual_bases(
+        self, leaves: list[Any], tensors: list[Any], args: tuple, kwargs: dict[str, Any]
+    ) -> list[Tensor | None]:
         """The inputs that the outputs continue: what a residual is added to. None where an output stands alone."""
         if self.place.kind != "residual":
             return [None] * len(leaves)

@@ -224,10 +224,11 @@ class Transformer:
             self._tap(state.settings)
         self.state, self.course = state, state.course
         state.come_to(run.index)
-        branch = self._branch(args, kwargs)
+        leaves = tree_leaves((args, kwargs))
+        branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
         self.evaluated, self.forecast, self.called = [], [], {}
-        stopwatch, self.inside = Stopwatch(args, kwargs), threading.get_ident()
+        stopwatch, self.inside = Stopwatch(leaves), threading.get_ident()
         try:
             if self.settings.target == "output":
                 output = self.taps[0].answer(self.patch.inner, args, kwargs)
@@ -263,12 +264,12 @@ class Transformer:
         state = run.states[self.name] = RunState(self.settings, Course(total=total, index=run.index))
         return state
 
-    def _branch(self, args: tuple, kwargs: dict[str, Any]) -> str:
+    def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:
         """The branch that is called: calls of a step keep histories of their own, and other shapes begin them anew."""
         state, context = self.state, self.contexts.get(threading.get_ident())
         count = state.counts[context] = state.counts.get(context, -1) + 1
         branch = f"{context or 'call'} {count}"
-        signature = [_signature(leaf) for leaf in tree_leaves((args, kwargs))]
+        signature = [_signature(leaf) for leaf in leaves]
         if state.signatures.get(branch) != signature:
             state.branches.pop(branch, None)
         state.signatures[branch] = signature
@@ -289,8 +290,10 @@ class Transformer:
             return self.course.index in self.schedule[place.sink or place.name]
         if state.decision is None:
             if isinstance(self.settings.refresh, AccumulatedChange):
-                leaves = (kwargs.get("hidden_states"), *tree_leaves((args, kwargs)))
-                seen: Tensor = next(leaf for leaf in leaves if _is_feature(leaf)).detach()
+                seen: Any = kwargs.get("hidden_states")
+                if not _is_feature(seen):
+                    seen = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_feature(leaf))
+                seen = seen.detach()
                 if state.watched is not None and state.watched.shape == seen.shape:
                     self.settings.watch(self.course, state.watched, seen)
                 state.watched = seen.clone() if place.kind == "output" else seen
