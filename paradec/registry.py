@@ -57,6 +57,11 @@ class Registry:
             self._targets[name] = target
         return target
 
+    def check(self, name: str) -> None:
+        """Raise ValueError unless `create` knows the name."""
+        if name not in self:
+            raise ValueError(unknown(self.kind, name, self._targets))
+
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make one by name. A preset changes the defaults; explicit settings win over it.
 
