@@ -2,6 +2,10 @@
 
 Imports, pickles and pipelines' config files name modules; a finder answers for the old names with the module itself,
 so that there is one of each.
+
+Methods that subclasses override and that have another name now: of `ForecastSampler`, `refreshes(state)` is
+`evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which adds
+to `course.change` itself.
 """
 
 from __future__ import annotations
