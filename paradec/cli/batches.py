@@ -1,24 +1,16 @@
-"""What `paradec generate` and `paradec infill` do around a request: checks before a model is loaded, batches that fit
-memory, and what is printed."""
+"""How many rows are decoded together: batches that fit memory, and what is kept of one that is interrupted."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from paradec.attention.sparsed import AttentionCost
-from paradec.blocks import LONGEST_BLOCK, POLICIES
-from paradec.checks import check_choice, check_int
-from paradec.generate import MOST_ANSWERS, Output
-from paradec.prompts import Prompts, check_placeholder
+from paradec.generate import Output
+from paradec.prompts import Prompts
 from paradec.protocol import Interrupted
-from paradec.samplers.masked.stopping import check_stop_strings
-from paradec.samplers.request import make_request
 
 MOST_ROWS = 256
 """Rows decoded together at most: results are printed batch by batch, and larger ones gain little."""
@@ -28,28 +20,6 @@ LOGIT_BYTES = 24
 """Bytes that one logit takes, about: float32, and what is computed from it in float64."""
 ACTIVATIONS = 24
 """Numbers of the hidden size that a position takes at once, about."""
-
-
-def check_options(function: str, options: dict[str, Any], answers: int) -> None:
-    """Check what can be checked without the model, which may take minutes to load.
-
-    Args:
-        function: "generate" or "infill". options: arguments of it. answers: per prompt.
-
-    Raises:
-        ValueError: an argument out of its range; the message names it.
-    """
-    check_int("num_return_sequences", answers, low=1, high=MOST_ANSWERS)
-    names = ("steps", "temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "holes_eos_inf")
-    make_request({name: options[name] for name in names if name in options})
-    low = 1 if function == "generate" else 0
-    check_int("max_new_tokens", options["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
-    check_int("block_length", options["block_length"], low=1, high=LONGEST_BLOCK, none=True)
-    check_int("seed", options["seed"], low=0, high=2**63 - 1, none=True)
-    if options.get("blocks") is not None:
-        check_choice("blocks", options["blocks"], POLICIES)
-    check_stop_strings(options.get("stop_strings"))
-    check_placeholder(options.get("mask"))
 
 
 def rows_that_fit(model: Any, positions: int, branches: int) -> int:
@@ -69,104 +39,6 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu" and "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return min(CPU_BYTES, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
     return CPU_BYTES
-
-
-def forwards(row_nfe: Sequence[int]) -> str:
-    """ "3 forwards", or of several rows their sum and the longest: "9 forwards (longest row 4)"."""
-    longest = f" (longest row {max(row_nfe)})" if len(row_nfe) > 1 else ""
-    return count(sum(row_nfe), "forward") + longest
-
-
-def count(number: int, noun: str) -> str:
-    """ "1 token", "2 tokens"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-@dataclass
-class Answers:
-    """What the batches of one command have given so far. Lists have an entry per answer."""
-
-    single: bool
-    """Whether one answer was asked for: then there are no lists in the report."""
-    texts: list[Any] = field(default_factory=list)
-    fills: list[Any] = field(default_factory=list)
-    new_tokens: list[list[int]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)
-    row_nfe: list[int] = field(default_factory=list)
-    row_forwards: int = 0
-    forwarded_tokens: int = 0
-    seconds: float = 0.0
-    attention: AttentionCost | None = None
-
-    def add(self, output: Output, rows: Sequence[int]) -> None:
-        """Add a batch's answers, of which `rows` are kept; what it cost counts for all of them."""
-
-        def of(values: Any) -> list[Any]:
-            listed = [values] if self.single else values
-            return [listed[row] for row in rows]
-
-        self.texts += of(output.text)
-        if output.fills is not None:
-            self.fills += of(output.fills)
-        new = output.new_tokens.tolist()
-        # without the padding after the end token
-        self.new_tokens += [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in rows]
-        for name in ("tokens", "finished", "row_nfe"):
-            values = getattr(output, name)
-            getattr(self, name).extend(values[row] for row in rows)
-        for name in ("row_forwards", "forwarded_tokens", "seconds"):
-            setattr(self, name, getattr(self, name) + getattr(output, name))
-        if output.attention is not None:
-            self.attention = _joined(self.attention, output.attention, rows)
-
-    def line(self, index: int) -> str:
-        """That answer's text, with its number where there are several."""
-        return self.texts[index] if self.single else f"[{index + 1}] {self.texts[index]}"
-
-    def summary(self) -> str:
-        """What they cost, in one line."""
-        per_forward = sum(self.tokens) / max(1, sum(self.row_nfe))
-        return (
-            f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}, {per_forward:.1f} tokens per "
-            f"forward, {self.seconds:.2f} s"
-        )
-
-    def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
-        """The same as data."""
-
-        def rows(values: list[Any]) -> Any:
-            return values[0] if self.single else values
-
-        found: dict[str, Any] = {"text": rows(self.texts)}
-        found |= {"fills": rows(self.fills)} if self.fills else {"new_tokens": rows(self.new_tokens)}
-        found |= {
-            "tokens": rows(self.tokens),
-            "finished": rows(self.finished),
-            "nfe": max(self.row_nfe, default=0),
-            "row_nfe": rows(self.row_nfe),
-            "row_forwards": self.row_forwards,
-            "forwarded_tokens": self.forwarded_tokens,
-            "tokens_per_forward": sum(self.tokens) / max(1, sum(self.row_nfe)),
-            "seconds": self.seconds,
-            "sampler": sampler.to_dict(),
-            "cache": cache,
-            "interrupted": interrupted,
-        }
-        if self.attention is not None:
-            found["attention"] = dataclasses.asdict(self.attention)
-        return found
-
-
-def _joined(before: AttentionCost | None, found: AttentionCost, rows: Sequence[int]) -> AttentionCost:
-    """The costs of two batches, of the second those of `rows`; bytes are held one batch after the other."""
-    changes: dict[str, Any] = {}
-    for each in dataclasses.fields(found):
-        value = getattr(found, each.name)
-        if isinstance(value, list):
-            changes[each.name] = ([] if before is None else getattr(before, each.name)) + [value[row] for row in rows]
-    most = max(found.pattern_bytes, 0 if before is None else before.pattern_bytes)
-    return dataclasses.replace(found, **changes, pattern_bytes=most)
 
 
 def in_batches(
