@@ -9,8 +9,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +18,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.checks import check_int, check_number, check_temperature, check_text
 from paradec.cli import options, show
+from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
@@ -28,10 +27,6 @@ from paradec.samplers.request import LARGEST_GUIDANCE
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""
-MOST_CLASSES = 100_000
-"""Longest range of classes that is written out."""
-TRACE_SIDE = 160
-"""Pixels along a picture of `--trace`, about."""
 SAMPLED_BY = {"uvit": ("masked", "maskgit"), "mar": ("continuous", "mar")}
 """The family of samplers that a `model_type` takes, and the default; of others the next two."""
 AUTOREGRESSIVE = ("draft_verify", "sjd")
@@ -195,56 +190,6 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
     return code
 
 
-@dataclass
-class ImageJob:
-    """One command: checked when made, before a model is loaded.
-
-    Raises:
-        ValueError: no prompt or class (or both), classes that are no numbers, files that cannot be written.
-    """
-
-    out: Path
-    trace: Path | None = None
-    columns: int | None = None
-    enlarge: int = 1
-    prompts: list[str] | None = None
-    classes: str | None = None
-    conditions: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name, file in (("--out", self.out), ("--trace", self.trace)):
-            if file is not None and (file.is_dir() or not file.parent.is_dir()):
-                raise ValueError(f"cannot write {name} {str(file)!r}: not a file in an existing folder")
-            if file is not None and file.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-                raise ValueError(f"{name} {str(file)!r} must end in .png, .jpg, .jpeg or .webp")
-        check_int("--columns", self.columns, low=1, none=True)
-        check_int("--enlarge", self.enlarge, low=1, high=64)
-        if (self.prompts is None) == (self.classes is None):
-            raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
-        for prompt in self.prompts or ():
-            check_text("--prompt", prompt)
-        if self.prompts is not None:
-            self.conditions = {"prompts": self.prompts}
-        elif self.classes is not None:
-            self.conditions = {"class_labels": read_classes(self.classes)}
-
-    def write(self, images: Sequence[Any] | None, steps: Any = None) -> None:
-        """Write the sheets.
-
-        Args:
-            images: None after an interrupt: there are no pictures then.
-            steps: [B, h, w] int64, which step made which token final, for `--trace`.
-        """
-        from paradec.images import contact_sheet, step_pictures
-
-        if images is not None:
-            contact_sheet(images, self.columns, enlarge=self.enlarge).save(self.out)
-        if self.trace is not None:
-            contact_sheet(step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:]))), self.columns).save(
-                self.trace
-            )
-
-
 def check_options(request: dict[str, Any]) -> None:
     """Check what can be checked without the model. request: arguments of `generate_images`.
 
@@ -330,21 +275,3 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     if read_json(source, "config.json", None).get("model_type") in FAMILIES:
         return load(source, **options)
     return load_drafter(source, base=base)
-
-
-def read_classes(text: str) -> list[int]:
-    """ "3,5-7" -> [3, 5, 6, 7].
-
-    Raises:
-        ValueError: something else than numbers and ranges.
-    """
-    classes: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--class {text!r} must be numbers and ranges, separated by commas: 3,5-7")
-        stop = int(last) if dash else int(first)
-        if not int(first) <= stop < int(first) + MOST_CLASSES:
-            raise ValueError(f"--class {text!r}: the range {part.strip()} is empty or too long")
-        classes += range(int(first), stop + 1)
-    return classes

@@ -11,7 +11,6 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
 import typer
 from PIL.Image import Image
@@ -21,7 +20,7 @@ import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
 from paradec.checks import check_choice
 from paradec.cli import show
-from paradec.cli.image import ImageJob
+from paradec.cli.sheets import ImageJob, Made
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -29,26 +28,6 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 AMUSED = ("maskgit", "halton", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass
-class Made:
-    """What a command made. `B` pictures."""
-
-    images: list[Image]
-    seconds: float
-    told: Any
-    """The session's report; None where there was no session."""
-    steps: np.ndarray | None = None
-    """[B, h, w] int64: the step at which each code became final, for pipelines of codes."""
-    plain: list[Image] | None = None
-    plain_seconds: float = 0.0
-
-    @property
-    def difference(self) -> float:
-        """Mean absolute difference of the pixels to the plain run's, from 0 to 1."""
-        pairs = zip(self.images, self.plain or (), strict=True)
-        return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in pairs]) / 255)
 
 
 @dataclass

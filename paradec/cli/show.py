@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from paradec.cli.pipeline import Made
+    from paradec.cli.sheets import Made
     from paradec.images import ImageOutput
 
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
@@ -113,10 +113,11 @@ class Answers:
     def summary(self, asked: int, interrupted: bool) -> str:
         """What they cost, in one line; `asked`: how many answers were wanted."""
         per_forward = sum(self.tokens) / max(1, sum(self.row_nfe))
-        end = f", interrupted{f' after {len(self.tokens)} of {asked} answers' if asked > 1 else ''}"
+        missing = f" after {len(self.tokens)} of {asked} answers" if asked > 1 else ""
+        end = f", interrupted{missing}" if interrupted else ""
         return (
             f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}, {per_forward:.1f} tokens per "
-            f"forward, {self.seconds:.2f} s{end if interrupted else ''}"
+            f"forward, {self.seconds:.2f} s{end}"
         )
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
