@@ -31,10 +31,10 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
+from paradec.request import Request
 from paradec.samplers.causal.base import INITS, REFRESHES, JacobiSampler, JacobiState
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import probability, token_law
-from paradec.samplers.request import Request
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])

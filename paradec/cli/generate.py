@@ -16,15 +16,14 @@ import torch
 import typer
 
 import paradec
-from paradec.blocks import LONGEST_BLOCK, POLICIES
-from paradec.checks import check_choice, check_int, check_model, check_text
+from paradec.blocks import LONGEST_BLOCK
+from paradec.checks import check_int, check_model, check_text
 from paradec.cli import options, show
 from paradec.cli.batches import completed, in_batches, repeats, rows_that_fit
-from paradec.generate import MADE, MOST_ANSWERS, Output
+from paradec.generate import MADE, Output
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.prompts import Prompts, check_placeholder, encode
-from paradec.samplers.masked.stopping import check_stop_strings
-from paradec.samplers.request import make_request
+from paradec.request import FIELDS, Request
 
 Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole or adaptive.")]
 EosEarlyStop = Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")]
@@ -228,14 +227,7 @@ def check_options(function: str, request: dict[str, Any], answers: int) -> None:
     Raises:
         ValueError: an argument out of its range; the message names it.
     """
-    check_int("num_return_sequences", answers, low=1, high=MOST_ANSWERS)
-    names = ("steps", "temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "holes_eos_inf")
-    make_request({name: request[name] for name in names if name in request})
+    Request(num_return_sequences=answers, **{name: value for name, value in request.items() if name in FIELDS})
     low = 1 if function == "generate" else 0
     check_int("max_new_tokens", request["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
-    check_int("block_length", request["block_length"], low=1, high=LONGEST_BLOCK, none=True)
-    check_int("seed", request["seed"], low=0, high=2**63 - 1, none=True)
-    if request.get("blocks") is not None:
-        check_choice("blocks", request["blocks"], POLICIES)
-    check_stop_strings(request.get("stop_strings"))
     check_placeholder(request.get("mask"))

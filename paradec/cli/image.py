@@ -23,7 +23,7 @@ from paradec.interrupts import EXIT_CODE, raise_again
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
 from paradec.pictures import MOST_IMAGES
-from paradec.samplers.request import LARGEST_GUIDANCE
+from paradec.request import LARGEST_GUIDANCE
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""

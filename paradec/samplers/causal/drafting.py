@@ -20,6 +20,7 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_model, shown
 from paradec.protocol import Commit, Cost, Proposal, Query, plain
+from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, JacobiSampler, JacobiState, check_causal, read_logits
 from paradec.samplers.causal.trees import RULES, DynamicTree, Layout, Naive, Rule, Tree, tree_of, walk
 from paradec.samplers.causal.verification import draw, probability
@@ -96,7 +97,7 @@ class DraftingSampler(JacobiSampler):
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
-    def start(self, model: Any, prompt: Any, **request: Any) -> JacobiState:
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> JacobiState:
         """Make the state of one request: see `paradec.samplers.causal.base.JacobiSampler.start`.
 
         Raises:
@@ -108,7 +109,7 @@ class DraftingSampler(JacobiSampler):
                 raise ValueError(
                     f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
                 )
-            return super().start(model, prompt, **request)
+            return super().start(model, prompt, request, **arguments)
         self.check_model(model)
         own, small = model.facts, self.drafter.facts
         if small.vocab_size != own.vocab_size:
@@ -120,7 +121,7 @@ class DraftingSampler(JacobiSampler):
         for each in (model, self.drafter) if self.tree is not None else ():
             if not (each.supports_store and each.supports_visibility):
                 raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
-        state = super().start(model, prompt, **request)
+        state = super().start(model, prompt, request, **arguments)
         state.drafter = drafter
         return state
 

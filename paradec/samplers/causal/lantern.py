@@ -52,8 +52,8 @@ class Lantern(DraftingSampler):
 
     Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
     variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD (with a drafter:
-    speculative decoding). At temperature 0 it is greedy decoding: laws of one word have no neighbours to add. (The
-    public code relaxes untempered laws there.)
+    speculative decoding), delta=1 no bound at all. At temperature 0 it is greedy decoding for every delta: laws of one
+    word have no neighbours to add. (The public code relaxes untempered laws there.)
 
     Without a drafter the drafts are SJD's own. The public code has a trained drafter (`paradec.load_drafter`), which
     draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes are
@@ -103,6 +103,8 @@ class Lantern(DraftingSampler):
     def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
         assert latents is not None  # likewise
         near = neighbours(latents, drafts.tokens, self.k)
+        # a law of one word has nothing to move; delta=1 would let its every neighbour stand for it
+        near = near.masked_fill((law.amax(-1) == 1).unsqueeze(-1), -1)
         return (relaxed(law, drafts.tokens, near, *self.bound)[0] / drafts.of_drafts()).clamp(max=1)
 
 

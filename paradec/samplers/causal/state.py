@@ -17,8 +17,8 @@ from paradec import rng
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, State
+from paradec.request import Request
 from paradec.samplers.causal.verification import token_law
-from paradec.samplers.request import Request
 
 
 @dataclass

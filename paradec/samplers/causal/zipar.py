@@ -15,6 +15,7 @@ from torch import Tensor
 from paradec import rng
 from paradec.models.images.grid import Grid
 from paradec.protocol import Commit, Cost, Proposal, Query
+from paradec.request import Request
 from paradec.samplers.causal.base import JacobiSampler, JacobiState, read_logits
 from paradec.samplers.causal.verification import draw, probability
 
@@ -94,20 +95,20 @@ class ZipAR(JacobiSampler):
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
-    def start(self, model: Any, prompt: Any, **request: Any) -> JacobiState:
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> JacobiState:
         """Make the state of one request: see `paradec.samplers.causal.base.JacobiSampler.start`.
 
         Raises:
             ValueError: no grid, or a model without a store.
         """
         self.check_model(model)
-        if request.get("grid") is None:
+        if arguments.get("grid") is None:
             raise ValueError(f"sampler {self.name!r} decodes the rows of an image: it needs a grid")
         if not model.supports_store:
             raise ValueError(
                 f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
             )
-        state = super().start(model, prompt, **request)
+        state = super().start(model, prompt, request, **arguments)
         state.schedule = schedule(state.grid, self.window)
         layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start
         self._write(state, _columns(state, range(len(state.layout))), state.rows, layout)
