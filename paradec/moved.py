@@ -6,6 +6,9 @@ so that there is one of each.
 What only scripts used has left the package, and has no new name in it: `paradec.evaluation.antiberty` is
 benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_quality.py, and
 `paradec.evaluation.forecasts` is examples/forecast_cost.py.
+
+Two modules were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked in
+`paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`.
 """
 
 from __future__ import annotations
