@@ -33,10 +33,12 @@ Lines = Annotated[bool, typer.Option("--lines", help="Every line of the prompt i
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
     model: options.Model = None,
     sampler: options.Sampler = "threshold",
     set_: options.Set = None,
+    preset: options.Preset = None,
     cache: options.Cache = "none",
     attention: options.Attention = None,
     attention_set: options.AttentionSet = None,
@@ -66,6 +68,8 @@ def generate(
         "generate",
         [line for line in text.splitlines() if line.strip()] if lines and text.strip() else text,
         source=model,
+        preset=preset,
+        given=options.given(context),
         sampler=sampler,
         settings=set_,
         dtype=dtype,
@@ -97,6 +101,8 @@ def decode(
     prompt: Any,
     *,
     source: str | None,
+    preset: Path | None,
+    given: set[str],
     sampler: str,
     settings: list[str] | None,
     dtype: str | None,
@@ -112,23 +118,36 @@ def decode(
     """Load the model, run `paradec.generate` or `paradec.infill`, and print the result.
 
     Args:
-        function: "generate" or "infill". prompt: as it takes it. request: further arguments of it. The others are
-            options of the command as they were given.
+        function: "generate" or "infill". prompt: as it takes it. given: options that stand on the command line.
+            request: further arguments of the function. The others are options of the command as they were given.
     """
     # Everything that can be is checked before the model is loaded, which may take minutes.
     values = options.settings(settings)
     options.check_writable("--trace", trace)
     check_texts(prompt, request)
-    method = paradec.samplers.create(sampler, **values)
-    paradec.caches.create(request["cache"])
+    request |= {"sampler": sampler, "num_return_sequences": num_return_sequences}
     request["attention"] = options.attention_of(attention, attention_settings)
-    check_options(function, request, num_return_sequences)
+    renamed = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
+    request = options.with_preset(request, preset, {renamed.get(name, name) for name in given})
+    chosen = request.pop("sampler")
+    if isinstance(chosen, str):
+        method = paradec.samplers.create(chosen, **values)
+    elif values:
+        raise ValueError(
+            f"--set {settings[0] if settings else ''}: --preset has a sampler with settings; give --sampler"
+        )
+    else:
+        method = chosen
+    if isinstance(request["cache"], str):
+        request["cache"] = paradec.caches.create(request["cache"])
+    answers = request.pop("num_return_sequences")
+    check_options(function, request, answers)
     show.quiet_loading()
     loaded = paradec.load(source, dtype=dtype, device=device)
     check_model(function, loaded, MADE)
 
     asked = encode(loaded, prompt, chat=request.pop("chat", None), placeholder=request.get("mask"))
-    asked = asked.repeated(num_return_sequences).numbered()
+    asked = asked.repeated(answers).numbered()
     new = loaded.default_max_new_tokens if request["max_new_tokens"] is None else request["max_new_tokens"]
     size = rows_that_fit(loaded, max(map(len, asked.rows)) + new, 1 if request["guidance_scale"] == 1 else 2)
     if trace is not None and len(asked.rows) > size:
@@ -145,7 +164,7 @@ def decode(
         run, asked, size, loaded.tokenizer, live=live, quiet=as_json, trace=trace, greedy=greedy
     )
     if as_json and found.tokens:
-        typer.echo(json.dumps(found.report(method, request["cache"], interrupted=code != 0), ensure_ascii=False))
+        typer.echo(json.dumps(found.report(method, request["cache"].name, interrupted=code != 0), ensure_ascii=False))
     elif found.tokens:
         typer.echo(found.summary(len(asked.rows), interrupted=code != 0))
     raise typer.Exit(code)

@@ -19,12 +19,14 @@ HolesEosInf = Annotated[bool, typer.Option(help="Fill holes without end tokens, 
 
 
 def infill(
+    context: typer.Context,
     text: Annotated[str, typer.Argument(help='Text with <mask> in it; "-" reads it from standard input.')],
     prompt: Prompt = None,
     mask: Mask = "<mask>",
     model: options.Model = None,
     sampler: options.Sampler = "threshold",
     set_: options.Set = None,
+    preset: options.Preset = None,
     cache: options.Cache = "none",
     attention: options.Attention = None,
     attention_set: options.AttentionSet = None,
@@ -51,6 +53,8 @@ def infill(
         "infill",
         text if prompt is None else turns,
         source=model,
+        preset=preset,
+        given=options.given(context),
         sampler=sampler,
         settings=set_,
         dtype=dtype,

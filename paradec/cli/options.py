@@ -15,6 +15,7 @@ import typer
 
 import paradec
 from paradec.checks import check_choice, check_text
+from paradec.request import Request
 
 # Declarations ----------------------------------------------------------------------------------------------------
 
@@ -25,6 +26,13 @@ Sampler = Annotated[
         "--sampler",
         help="A name that `paradec samplers` lists, or several: 'credit+localleap' commits what either would, "
         "'threshold&klass' what both would.",
+    ),
+]
+Preset = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="A request that `Request.save` wrote in Python; options that are given win over what is in it.",
     ),
 ]
 Set = Annotated[
@@ -146,3 +154,26 @@ def attention_of(name: str | None, pairs: list[str] | None) -> Any:
             raise ValueError("--attention-set is for an attention with settings: give --attention sparsed")
         return name
     return paradec.attention.create(name, **given)
+
+
+def given(context: typer.Context) -> set[str]:
+    """The parameters of a command that stand on its command line, by their names in Python."""
+    from click.core import ParameterSource
+
+    return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -> dict[str, Any]:
+    """Arguments of a request: a preset's values stand in the place of defaults.
+
+    Args:
+        request: what the options say. there: the fields among them that were given.
+
+    Raises:
+        FileNotFoundError, ValueError: no file that `Request.save` wrote.
+    """
+    if preset is None:
+        return request
+    changes = Request.load(preset).changes()
+    changes.pop("trace", None)  # `--trace` says where it goes
+    return request | {name: value for name, value in changes.items() if name not in there}

@@ -795,3 +795,22 @@ def test_module_runs_as_a_command() -> None:
     assert "threshold" in done.stdout
     done = subprocess.run([*command, "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
+    """Its values stand in the place of the options' defaults; what is given on the command line wins."""
+    path = tmp_path / "mine.json"
+    sampler = paradec.samplers.create("threshold", threshold=0.5)
+    request = paradec.Request(sampler=sampler, cache="dual", max_new_tokens=8, temperature=1.0, seed=3, top_k=9)
+    request.save(path)
+    model = paradec.load()
+    for more, changes in [([], {}), (["--seed", "4", "--temperature", "0.5"], {"seed": 4, "temperature": 0.5})]:
+        found = report(PROMPT, "--preset", path, *more)
+        wanted = paradec.generate(model, PROMPT, preset=path, **changes)
+        assert found["text"] == wanted.text and found["cache"] == "dual"
+        assert found["new_tokens"] == wanted.new_tokens[0, : wanted.tokens[0]].tolist()
+    done = run("generate", PROMPT, "--preset", path, "--set", "threshold=0.9")
+    assert done.exit_code != 0 and "give --sampler" in done.stderr
+    path.write_text('{"temprature": 1}')
+    done = run("infill", "a <mask>", "--preset", path)
+    assert done.exit_code != 0 and "did you mean 'temperature'" in done.stderr
