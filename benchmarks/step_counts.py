@@ -8,7 +8,8 @@ machine as well. A step is counted outside of the model's call ("calls": Python 
 from Python; "operations": what torch dispatches); "model" has the operations inside of it, which queries with needless
 masks or positions make more of. The first decode of a case warms up and is not counted.
 
-With --tree another checkout's `paradec` is counted as well, in a process of its own, and the table says "before -> now".
+With --tree another checkout's `paradec` is counted as well, in a process of its own, and the table says before -> now.
+How much time a change costs is measured by benchmarks/versions.py.
 """
 
 from __future__ import annotations
