@@ -8,19 +8,17 @@ lower part, which the device step does not have: methods and caches with `device
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from paradec.models.facts import ModelFacts
-
-if TYPE_CHECKING:
-    from paradec.caches.base import Cache
-    from paradec.protocol import Memory
-    from paradec.request import Request
+from paradec.protocol import Memory
+from paradec.trace import Trace
 
 Numbers: TypeAlias = Any
 """Integers or flags of rows: a numpy array on the host; in the device step a tensor."""
@@ -71,6 +69,58 @@ class Window:
         tensor.put_(self.flat, values)
 
 
+class TextState(Protocol):
+    """What the doors of text read of a state, masked or causal: `generate`, streamers. `B` rows, a canvas of `L`
+    positions, all numbers of rows on the host."""
+
+    facts: ModelFacts
+    trace: Trace | None
+    max_new_tokens: int
+    store: Any
+    attention_state: Any
+
+    @property
+    def canvas(self) -> Tensor: ...
+    @property
+    def given(self) -> Tensor: ...
+    @property
+    def undecided(self) -> Tensor: ...
+    @property
+    def prompt_length(self) -> Numbers: ...
+    @property
+    def answer_start(self) -> Numbers: ...
+    @property
+    def block_start(self) -> Numbers: ...
+    @property
+    def asked(self) -> Numbers: ...
+    @property
+    def end(self) -> Numbers: ...
+    @property
+    def stopped(self) -> Numbers: ...
+    @property
+    def running(self) -> Numbers: ...
+    @property
+    def decided(self) -> Numbers: ...
+    @property
+    def reused(self) -> Numbers: ...
+    @property
+    def revises(self) -> bool: ...
+    @property
+    def cache(self) -> Any: ...
+    @property
+    def nfe(self) -> Numbers: ...
+    @property
+    def row_forwards(self) -> Numbers: ...
+    @property
+    def forwarded_tokens(self) -> Numbers: ...
+    @property
+    def full_forwards(self) -> Numbers: ...
+
+    def cache_advice(self) -> str | None: ...
+    def freed_store(self) -> AbstractContextManager[None]: ...
+    def kept_prefix(self, model: Any) -> Any: ...
+
+
 class CanvasState:
     """The state of `B` rows on a canvas of `L` positions; the window has `R` running rows and `W` positions."""
 
@@ -79,7 +129,8 @@ class CanvasState:
     batch: int
     facts: ModelFacts
     mask_id: int
-    request: Request
+    request: Any
+    """The `paradec.Request`."""
     window: Window
     canvas: Tensor
     """[B, L] int64 ids; the mask id stands at undecided positions and nowhere else."""
@@ -147,7 +198,8 @@ class CanvasState:
     settled: Numbers | None
     """[B]: on block-causal models, what lies left was evaluated after its blocks were full; None unless it is to be
     kept."""
-    cache: Cache
+    cache: Any
+    """The `paradec.caches.base.Cache`."""
     store: Any
     """The key/value store, or None."""
     cache_state: Any

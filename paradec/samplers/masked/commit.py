@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from paradec.samplers.masked import revising
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
 from paradec.samplers.masked.views import Decision, MaskedProposal, View
-
-if TYPE_CHECKING:
-    from paradec.samplers.masked.base import MaskedSampler
 
 
 def fill_early(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
@@ -59,9 +56,7 @@ def _transferred(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
     return found
 
 
-def check(
-    sampler: MaskedSampler, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray
-) -> None:
+def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray) -> None:
     """Raise where the model's answer [R, W] is not finite, or too little becomes final: `committed` [R] int64."""
     if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
         row = int(rows[np.isfinite(confidence).all(1).argmin()])
@@ -79,7 +74,7 @@ def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> boo
     return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())
 
 
-def remember(sampler: MaskedSampler, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:
+def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:
     """Keep what `fuse` found under the name of a memory, and what `remember` makes of the selection."""
     kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
     for name, value in {**kept, **sampler.remember(view, picked)}.items():
@@ -95,7 +90,7 @@ def count(state: MaskedState, rows: np.ndarray, cost: Cost, tokens: np.ndarray, 
     state.advance(rows, committed)
 
 
-def close(sampler: MaskedSampler, state: MaskedState, proposal: MaskedProposal, decided: dict[str, np.ndarray]) -> None:
+def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: dict[str, np.ndarray]) -> None:
     """Close full blocks and the rows that have ended. decided: what `to_host` gave of the step."""
     rows, tokens = proposal.rows, decided["tokens"]
     lingers, standing = None, tokens

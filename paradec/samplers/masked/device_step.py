@@ -47,7 +47,7 @@ MOST_ENDS = 9
 def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
     """Why the device-side step cannot serve a request, in words that follow its names; None where it can."""
     method = type(sampler)
-    if not method.device_step:
+    if not getattr(method, "device_step", False):  # other families say nothing of it
         if "name" not in vars(method):
             return f"sampler {sampler.name!r} is a class of your own, {method.__name__}"
         return f"sampler {sampler.name!r} keeps something on the host between steps"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor
 from paradec.canvas import CanvasState
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import Decision, MaskedProposal, View
-
-if TYPE_CHECKING:
-    from paradec.samplers.masked.base import MaskedSampler
 
 
 def editable(state: CanvasState, proposal: MaskedProposal) -> Tensor:
@@ -25,7 +22,7 @@ def editable(state: CanvasState, proposal: MaskedProposal) -> Tensor:
     return found if window.valid is None else found & window.valid
 
 
-def revised(sampler: MaskedSampler, state: MaskedState, view: View, selected: Tensor) -> Decision:
+def revised(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> Decision:
     """The selection [R, W] bool with what the method takes back; no more than it has steps left to decide again."""
     revision = sampler.revise(view, selected)
     values, written, filled = view.tokens, selected, selected.long()
@@ -40,7 +37,7 @@ def revised(sampler: MaskedSampler, state: MaskedState, view: View, selected: Te
     return Decision(values, written, filled, revision.linger)
 
 
-def least(sampler: MaskedSampler, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+def least(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
     """[R] int64: how many positions more than before must be decided after this step, so that the steps left suffice
     for the others."""
     left: np.ndarray = sampler.most_steps(state.masks_at_open[rows]) - state.block_step[rows] - 1
@@ -48,7 +45,7 @@ def least(sampler: MaskedSampler, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def standing(
-    sampler: MaskedSampler, state: MaskedState, rows: np.ndarray, decided: dict[str, np.ndarray]
+    sampler: Any, state: MaskedState, rows: np.ndarray, decided: dict[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Which rows [R] linger in their block, and the window [R, W] as stop rules see it: what may be taken back ends
     nothing before a step has left it as it is."""
