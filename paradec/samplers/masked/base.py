@@ -275,7 +275,7 @@ class MaskedSampler(Sampler):
             # scaled logits can leave the range of float16
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # in place: the logits are this step's own, and can be large
-        if state.generator is None or not self._weighs_mask(state):
+        if not self._weighs_mask(state):
             logits.select(-1, state.mask_id).fill_(-torch.inf)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
@@ -289,9 +289,8 @@ class MaskedSampler(Sampler):
         logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
 
     def _weighs_mask(self, state: CanvasState) -> bool:
-        """Whether the mask's logit counts in probabilities, although it is never proposed: asked for
-        `rng="reference"` (`reference.read`)."""
-        return True
+        """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
+        return state.generator is not None
 
     def _ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
