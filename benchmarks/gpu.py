@@ -86,6 +86,11 @@ TINY = {
 }
 
 
+def _with_device_step(registry: Any) -> list[str]:
+    """Names of the samplers or caches that the device step takes."""
+    return [name for name in registry.names() if getattr(registry.get(name), "device_step", False)]
+
+
 @dataclass(frozen=True)
 class Scale:
     """How large everything is; `DRY` goes through the same lines in seconds, on a CPU."""
@@ -99,7 +104,7 @@ class Scale:
     """Bytes of logits that are read in turns: several times the second-level cache."""
     copied: int = 2**31
     """Bytes of the copy that bandwidth is measured by."""
-    samplers: tuple[str, ...] = tuple(sorted(engine.SAMPLERS))
+    samplers: tuple[str, ...] = tuple(sorted(_with_device_step(paradec.samplers)))
     batches: tuple[int, ...] = (1, 8)
     block: int = 32
     context: int = 1024
@@ -250,7 +255,7 @@ def check_steps(device: torch.device, scale: Scale) -> int:
             topology="bidirectional",
         )
         for name in scale.samplers:
-            for cache in sorted(engine.CACHES):
+            for cache in sorted(_with_device_step(paradec.caches)):
                 sampler = paradec.samplers.create(name)
                 request = {"max_new_tokens": 16, "block_length": 8, "seed": 1, "cache": cache, "temperature": 0.7}
                 for rows in prompts:

@@ -17,6 +17,7 @@ from paradec import samplers
 from paradec.attention.sparsed import AttentionCost
 from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
+from paradec.canvas import TextState
 from paradec.checks import check_model
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, State, decode
@@ -140,10 +141,12 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
         prompts = prompts.repeated(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
-    state: Any = method.start(model, prompts, request)
+    state: TextState = method.start(model, prompts, request)
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=3)
-    loop = _device_loop(method, model, state, callback, request.streamer) if request.compile else decode
+    loop: Callable[..., Any] = (
+        _device_loop(method, model, state, callback, request.streamer) if request.compile else decode
+    )
     begin = time.perf_counter()
     watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
@@ -226,6 +229,7 @@ def check_source(prompt: Any, input_ids: Any) -> None:
 def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: Any) -> Callable[..., Any]:
     """The loop of a request with `compile`: on the device, or with one warning the plain one."""
     from paradec.samplers.masked import device_step
+    from paradec.samplers.masked.state import MaskedState
 
     reason = device_step.refusal(method, model, state)
     for name, given in (("a callback", callback), ("a streamer", streamer), ("a trace", state.trace)):
@@ -235,7 +239,7 @@ def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: A
         warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
         return decode
 
-    def on_the_device(method: Any, model: Any, state: Any, after_commit: Any) -> None:
+    def on_the_device(method: Any, model: Any, state: MaskedState, after_commit: Any) -> None:
         try:
             device_step.decode(method, model, state)
         except device_step.NotCapturable as error:
@@ -263,7 +267,7 @@ def _until_first(callback: Callable[[State, Commit], bool | None] | None) -> Cal
     return after_commit
 
 
-def _first(state: Any) -> int:
+def _first(state: TextState) -> int:
     """The row that ended, or else the one that is furthest; the lowest of several."""
     return int(np.where(state.running, state.decided, np.iinfo(np.int64).max).argmax())
 
@@ -282,7 +286,7 @@ def _of_row(output: Output, row: int) -> Output:
     return replace(output, **changes, race_winner=row)
 
 
-def _output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
+def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> Output:
     """Read the canvas: rows that start at 0 become rows that end at the same column, padded on the left."""
     facts, width = state.facts, int(state.asked.max())
     ids, given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]

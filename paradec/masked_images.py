@@ -64,7 +64,7 @@ def generate_masked_images(
     law["top_k"] = law["top_k"] or None
     if request.get("steps") is None and not method.uses_steps:
         law["steps"] = None  # the model's default is for samplers with a schedule
-    if cache is None and getattr(method, "targets", False):
+    if cache is None and hasattr(method, "targets"):
         cache = "recap"
     others = {name: value for name, value in request.items() if name not in REQUEST and value is not None}
     try:

@@ -132,10 +132,11 @@ class Cost:
     @property
     def calls(self) -> list[Call]:
         """The model calls, without their tensors."""
-        return [
-            Call(query.rows, query.branches, getattr(query, "copies", None), query.forwarded, query.kind == "full")
-            for query in self.queries
-        ]
+        found = []
+        for query in self.queries:
+            copies = getattr(query, "copies", None)
+            found.append(Call(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
+        return found
 
 
 class Call(NamedTuple):
@@ -259,6 +260,33 @@ class Memory:
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
+
+    def read(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
+        """What is remembered of `rows` [R], distinct and ascending, by name, each [R, *dims]; "window" dimensions
+        are cut to `width`. No copy where these are all rows: not to be written to."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            for axis, dim in enumerate(self.specs[name].dims, start=1):
+                if dim == "window" and width is not None:
+                    tensor = tensor.narrow(axis, 0, width)
+            whole = len(rows) == len(tensor)
+            found[name] = tensor if whole else tensor.index_select(0, torch.as_tensor(rows, device=tensor.device))
+        return found
+
+    def write(self, name: str, rows: np.ndarray, value: Tensor) -> None:
+        """Remember `value` [R, *dims] of `rows` [R], distinct and ascending; "window" dimensions may be narrower than
+        the memory's. What was read before stays as it is."""
+        if value.shape == self[name].shape:
+            self[name] = value.to(self[name].dtype)
+            return
+        self[name] = tensor = part = self[name].clone()  # proposals and copies may still hold the old one
+        for axis, dim in enumerate(self.specs[name].dims, start=1):
+            if dim == "window":
+                part = part.narrow(axis, 0, value.shape[axis])
+        if len(rows) == len(tensor):
+            part.copy_(value)
+        else:
+            part.index_copy_(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))
 
     def reset(self, rows: np.ndarray, scope: str) -> None:
         """Set `rows` back to the fill value, in every tensor whose reset scope is `scope`."""

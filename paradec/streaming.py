@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paradec.canvas import TextState
 from paradec.checks import shown
 from paradec.prompts import right_aligned
 from paradec.protocol import Commit, State
@@ -36,12 +37,12 @@ def check_streamer(streamer: Any, rows: int) -> None:
 
 
 @contextmanager
-def stream(streamer: Any, state: Any, callback: Callable[[State, Commit], bool | None] | None) -> Iterator[Any]:
+def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], bool | None] | None) -> Iterator[Any]:
     """A callback for `decode` that feeds the streamer, then calls `callback`; the streamer is ended on leaving.
 
     Args:
         streamer: as `check_streamer` takes it.
-        state: a `MaskedState` before its first step.
+        state: before its first step.
         callback: the caller's own, or None.
     """
     fill = state.facts.fill_token_id
@@ -57,7 +58,7 @@ def stream(streamer: Any, state: Any, callback: Callable[[State, Commit], bool |
     drafts = getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
 
-    def after_commit(state: Any, commit: Commit) -> bool | None:
+    def after_commit(stepped: State, commit: Commit) -> bool | None:
         nonlocal sent
         ids = aligned()
         undecided = still_open()
@@ -70,7 +71,7 @@ def stream(streamer: Any, state: Any, callback: Callable[[State, Commit], bool |
             sent = final
         if drafts is not None and final < stop:
             drafts(ids[:, final:stop])
-        return None if callback is None else callback(state, commit)
+        return None if callback is None else callback(stepped, commit)
 
     try:
         with torch.inference_mode():

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_int
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -76,6 +77,8 @@ class Cache:
             in it), "picks" (what the sampler announced) or "targets" (the same, where that is a set chosen before).
         steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
+        device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
+            Subclasses say so again for themselves.
     """
 
     name: ClassVar[str] = ""
@@ -91,12 +94,17 @@ class Cache:
     evaluates: ClassVar[str] = "block"
     steady: ClassVar[bool] = True
     costly_rows: ClassVar[bool] = False
+    device_step: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.device_step = vars(cls).get("device_step", False)
 
     def exact_for(self, topology: str) -> bool:
         """Whether this cache, with its settings, changes no logits of a model of this topology."""
         return topology in self.exact_on
 
-    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         """What to evaluate now, one part per shape bucket; together they cover every running row once.
 
         Args:
@@ -105,11 +113,11 @@ class Cache:
         """
         raise NotImplementedError
 
-    def begin(self, state: Any) -> Any:
+    def begin(self, state: CanvasState) -> Any:
         """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it."""
         return None
 
-    def committed(self, state: Any, tokens: np.ndarray) -> None:
+    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         """Called by a commit once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
     def share(self, prompt: int, new: int, block: int, steps: int) -> float:
@@ -152,7 +160,7 @@ class StoredCache(Cache):
         check_int("max_memory", self.max_memory, low=1, none=True)
         check_int("shape_multiple", self.shape_multiple, low=1, high=2**20)
 
-    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         fresh = self.refreshes(state, state.window.rows)
         whole, rest = np.flatnonzero(fresh), np.flatnonzero(~fresh)
         if not len(rest):
@@ -166,11 +174,11 @@ class StoredCache(Cache):
         ]
         return min(ways, key=lambda parts: sum(part.positions.size for part in parts))
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         """[R] bool: which of the state's `rows` [R] are evaluated from end to end at this step."""
         raise NotImplementedError
 
-    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
+    def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         """Parts for the `chosen` [N] running rows, in at most `most` buckets."""
         raise NotImplementedError
 
@@ -178,14 +186,14 @@ class StoredCache(Cache):
 class RangeCache(StoredCache):
     """A cache whose partial steps evaluate one contiguous range per row."""
 
-    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
+    def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         rows = state.window.rows[chosen]
         start, stop = self.range(state, rows)
         # the logits of position p stand at p - shift
         start = np.maximum(np.minimum(start, state.block_start[rows] - state.facts.shift), 0)
         return spans(state, chosen, start, np.minimum(stop, state.length[rows]), "window", most, self.shape_multiple)
 
-    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start and stop [N] int64 of what is evaluated; may reach beyond the row."""
         raise NotImplementedError
 
@@ -195,19 +203,19 @@ class SubsetCache(StoredCache):
 
     costly_rows = True
 
-    def begin(self, state: Any) -> ChangeLog:
+    def begin(self, state: CanvasState) -> ChangeLog:
         return ChangeLog(state)
 
-    def committed(self, state: Any, tokens: np.ndarray) -> None:
+    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         state.cache_state.note(state, tokens)
 
-    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
+    def partial(self, state: CanvasState, chosen: np.ndarray, picks: np.ndarray | None, most: int) -> list[Part]:
         rows = state.window.rows[chosen]
         needed = self.needed(state, rows, None if picks is None else picks[chosen])
         needed &= np.arange(needed.shape[1]) < state.length[rows, None]
         return subsets(state, chosen, needed, most, self.shape_multiple)
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         """[N, L] bool: which positions of the state's `rows` are evaluated; may reach beyond a row."""
         raise NotImplementedError
 
@@ -215,14 +223,14 @@ class SubsetCache(StoredCache):
 class ChangeLog:
     """The host's copy of the canvas, and after which step each position took the token that it has now."""
 
-    def __init__(self, state: Any):
+    def __init__(self, state: CanvasState):
         self.canvas = state.canvas.cpu().numpy().copy()
         """[B, L] int64."""
         self.changed_at = np.full_like(self.canvas, -1)
         """[B, L] int64: the row's step; -1 for what stood there from the start."""
         self.mask_id = state.facts.mask_token_id
 
-    def note(self, state: Any, tokens: np.ndarray) -> None:
+    def note(self, state: CanvasState, tokens: np.ndarray) -> None:
         """The window [R, W] of the running rows now holds `tokens`."""
         rows, positions = state.window.rows[:, None], state.window.host_positions
         changed = self.canvas[rows, positions] != tokens
@@ -233,12 +241,12 @@ class ChangeLog:
         """[N, L] bool."""
         return self.canvas[rows] == self.mask_id
 
-    def settled(self, state: Any, rows: np.ndarray, delay: int = 1) -> np.ndarray:
+    def settled(self, state: CanvasState, rows: np.ndarray, delay: int = 1) -> np.ndarray:
         """[N, L] bool: decided, and unchanged since `delay` steps before this one began."""
         return ~self.undecided(rows) & (self.changed_at[rows] < state.row_step[rows, None] - delay)
 
 
-def whole_rows(state: Any, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
+def whole_rows(state: CanvasState, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
     """Parts that evaluate the `chosen` running rows from end to end, but for what was taken over from a prefix."""
     if state.level and multiple == 1 and not state.reuses:
         return [Part(chosen, state.columns[: len(chosen)], None, "full")]
@@ -247,7 +255,13 @@ def whole_rows(state: Any, chosen: np.ndarray, most: int = 3, multiple: int = 1)
 
 
 def spans(
-    state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, most: int = 3, multiple: int = 1
+    state: CanvasState,
+    chosen: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+    kind: str,
+    most: int = 3,
+    multiple: int = 1,
 ) -> list[Part]:
     """Parts for the contiguous ranges [start, stop) of the `chosen` running rows, in at most `most` buckets.
 
@@ -266,7 +280,7 @@ def spans(
     ]
 
 
-def subsets(state: Any, chosen: np.ndarray, needed: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
+def subsets(state: CanvasState, chosen: np.ndarray, needed: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
     """Parts for the positions `needed` [N, L] of the `chosen` running rows, in at most `most` buckets; what was taken
     over from a prefix is left out."""
     if state.reuses:
@@ -278,11 +292,11 @@ def subsets(state: Any, chosen: np.ndarray, needed: np.ndarray, most: int = 3, m
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]
 
 
-def _rounded(state: Any, sizes: np.ndarray, multiple: int) -> int:
+def _rounded(state: CanvasState, sizes: np.ndarray, multiple: int) -> int:
     return int(min(-(-sizes.max() // multiple) * multiple, state.canvas.shape[1]))
 
 
-def outward(state: Any, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def outward(state: CanvasState, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A range, widened to whole blocks of a block-causal model: inside one, every position sees every other."""
     block = state.facts.block_length
     if state.facts.topology != "block_causal":

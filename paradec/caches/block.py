@@ -6,11 +6,12 @@ The cache of block diffusion (Arriola et al., BD3-LM, arXiv 2503.09573) as SDAR,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from paradec.caches.base import RangeCache, outward
+from paradec.canvas import CanvasState
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,18 @@ class BlockCache(RangeCache):
     topologies = ("block_causal",)
     exact_on: ClassVar[tuple[str, ...]] = ("block_causal",)
 
-    def begin(self, state: Any) -> np.ndarray:
+    def begin(self, state: CanvasState) -> np.ndarray:
         """[B] int64: where the last step began to evaluate the model's block; what lies left of it is final."""
         return np.zeros(state.batch, np.int64)
 
-    def committed(self, state: Any, tokens: np.ndarray) -> None:
+    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         rows = state.window.rows
         state.cache_state[rows] = outward(state, state.block_start[rows], state.block_end[rows])[0]
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.zeros(len(rows), bool)
 
-    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = outward(state, state.block_start[rows], state.block_end[rows])
         return np.minimum(start, state.cache_state[rows]), stop
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from paradec.caches.base import Cache
+from paradec.canvas import TextState
 
 WORTHWHILE = 0.9
 """Share of the positions above which a cache is not worth its bookkeeping."""
@@ -31,7 +31,7 @@ class CacheCost:
     """Positions of each row that no step evaluated, since their keys and values came from a prefix."""
 
     @classmethod
-    def of(cls, state: Any) -> CacheCost:
+    def of(cls, state: TextState) -> CacheCost:
         """Read the counts of a state."""
         return cls(
             cache=state.cache.name,

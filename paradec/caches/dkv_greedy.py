@@ -6,11 +6,11 @@ Ma et al., "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.1578
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import SubsetCache
+from paradec.canvas import CanvasState
 from paradec.checks import check_int
 
 
@@ -48,10 +48,10 @@ class DkvGreedy(SubsetCache):
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.refresh_interval == 1
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] % self.refresh_interval == 0
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         assert picks is not None, "the sampler announces them"
         log = state.cache_state
         column = np.arange(state.canvas.shape[1])

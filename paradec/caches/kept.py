@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache, StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
+from paradec.canvas import CanvasState
 from paradec.checks import check_bool, shown
 from paradec.protocol import Query
 
@@ -231,7 +232,7 @@ def plan_reuse(
     return Reuse(counts, prefix, source, shared, rows[0][: counts[0]] if shared else [])
 
 
-def keep_prefix(state: Any, model: Any, before: KeptPrefix | None) -> KeptPrefix:
+def keep_prefix(state: CanvasState, model: Any, before: KeptPrefix | None) -> KeptPrefix:
     """Of each row what the next request can take over: on block-causal models the blocks that were evaluated once more
     after they were full, else the leading positions that were evaluated as the tokens they hold.
 
@@ -239,6 +240,7 @@ def keep_prefix(state: Any, model: Any, before: KeptPrefix | None) -> KeptPrefix
         state: a masked state with `settled` counted, at its last commit. before: what it took over itself.
     """
     facts, store = state.facts, state.store
+    assert state.settled is not None
     counts = np.minimum(store.intact(state.canvas), state.end)
     if facts.topology == "block_causal":
         counts = np.minimum(counts, state.settled) // facts.block_length * facts.block_length

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import Cache, Part, whole_rows
+from paradec.canvas import CanvasState
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,10 @@ class NoCache(Cache):
 
     name = "none"
     summary = "no cache: whole rows at every step; exact"
+    device_step = True
     uses_store = False
     exact_on = ("bidirectional", "block_causal", "causal")
     topologies = ("bidirectional", "block_causal", "causal")
 
-    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         return state.while_rows_stand("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))

@@ -6,11 +6,11 @@ Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import RangeCache, outward
+from paradec.canvas import CanvasState
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class PrefixCache(RangeCache):
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
     summary = "keeps what lies left of the open block; evaluates the block and all after it"
+    device_step = True
     exact_on = ("block_causal",)
     exact_when = "every block takes one step, or the model has one layer"
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] == 0
 
-    def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, state.block_start[rows], state.length[rows])
 
     def share(self, prompt: int, new: int, block: int, steps: int) -> float:

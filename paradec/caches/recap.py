@@ -6,11 +6,11 @@ ReCAP, arXiv 2505.19089, and its public code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paradec.caches.base import Part, StoredCache, subsets, whole_rows
+from paradec.canvas import CanvasState
 from paradec.checks import check_bool
 
 
@@ -41,7 +41,7 @@ class RecapCache(StoredCache):
         super().__post_init__()
         check_bool("recompute_prompt", self.recompute_prompt)
 
-    def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
+    def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
         assert picks is not None  # what `evaluates` asks for
         full = (picks < 0).all(1)
         whole, rest = np.flatnonzero(full), np.flatnonzero(~full)

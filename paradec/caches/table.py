@@ -60,7 +60,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(
             REFUSED, "the cache must know what a step will commit before the forward; this sampler decides after"
         )
-    if cache.evaluates == "targets" and not sampler.targets:
+    if cache.evaluates == "targets" and not hasattr(sampler, "targets"):
         return Verdict(REFUSED, "the cache evaluates what the sampler chose before; only 'recap' does so")
     if sampler.rereads and cache.evaluates != "block":
         return Verdict(

@@ -9,9 +9,8 @@ the text. Rows are independent: each has its own block, step and end.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,102 +19,24 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.blocks import BlockPolicy
-from paradec.caches.base import Cache
+from paradec.caches.base import Cache, Part
+from paradec.canvas import CanvasState
 from paradec.kernels.token_stats import Draws, read_stats
-from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
-from paradec.samplers.masked import reference
+from paradec.samplers.masked import commit as stages
+from paradec.samplers.masked import reference, revising
 from paradec.samplers.masked.queries import part_query
 from paradec.samplers.masked.start import start_state
-from paradec.samplers.masked.state import MaskedState, put_rows, rows_of
-from paradec.samplers.masked.stopping import NEVER, WATCHED, first_end
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.stopping import WATCHED
+from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View
 from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics, top_by_rank
 
-LAST = torch.finfo(torch.float64).min
-"""Score of a candidate that is to be committed after all others."""
-UNCUT = 2**31 - 1
-"""The end of a row that a method does not cut off."""
+__all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
 
-
-@dataclass(kw_only=True)
-class MaskedProposal(Proposal):
-    """A proposal of this family. Shapes: `R` running rows, `W` window positions each."""
-
-    current: Tensor
-    """[R, W] int64: what stands at the positions now."""
-    block_end: Tensor | None = None
-    """[R] int64: where each row's block ends, when a block policy read this step's logits to decide it."""
-    early: Tensor | None = None
-    """[R] bool: rows of which everything undecided becomes final now, since a stop rule is satisfied."""
-    updates: dict[str, Tensor] = field(default_factory=dict)
-    """What the method's logits stage found, by name, each [R, ...]: its memory's new values, numbers for `select`."""
-    generator_state: Tensor | None = None
-    """State of the caller's `torch.Generator` after this step's draws (`rng="reference"`); commit adopts it."""
-
-
-@dataclass
-class View:
-    """What `select` sees: tensors of the window, nothing of the model.
-
-    Shapes: `R` rows, `W` positions.
-    """
-
-    scores: Tensor
-    """[R, W] float64, -inf where a position may not be committed."""
-    candidates: Tensor
-    """[R, W] bool: undecided and evaluated this step."""
-    tokens: Tensor
-    """[R, W] int64 candidate tokens."""
-    positions: Tensor
-    """[R, W] int64."""
-    quantities: Mapping[str, Tensor]
-    """What the method declared in `reads`, each [R, W] float64."""
-    quota: Any
-    """[R] int64 on the host: tokens the schedule grants this step; None for methods without one, a tuple of the rules'
-    for combinations."""
-    memory: Mapping[str, Tensor]
-    """The method's own tensors, each [R, ...]."""
-    updates: Mapping[str, Tensor]
-    """What the method's `fuse` found in this step, each [R, ...]."""
-    current: Tensor
-    """[R, W] int64: what stands at the positions now."""
-    editable: Tensor
-    """[R, W] bool: decided in this block by the method itself, and evaluated this step; False unless the method
-    `revises`."""
-    top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
-    """The count [R] highest of scores [R, W] -> [R, W] bool; ties go to the lower position (`rng="reference"`: to
-    whichever torch.topk takes, as in the public code)."""
-    draw: Callable[[], Tensor]
-    """Uniform numbers [R, W] in (0, 1), one per position."""
-    choose: Callable[[Tensor, np.ndarray], Tensor]
-    """Draw count [R] positions without replacement with the probabilities softmax([R, W]), -inf where there is none ->
-    [R, W] bool."""
-    ends: Tensor
-    """[E] int64: ids that end an answer."""
-
-
-@dataclass
-class Stage:
-    """What `fuse` sees beside the logits. Shapes: `R` rows (of one call), `W` positions."""
-
-    undecided: Tensor
-    """[R, W] bool: undecided and evaluated this step."""
-    positions: Tensor
-    """[R, W] int64."""
-    memory: Mapping[str, Tensor]
-    """The method's own tensors, each [R, ...]; "window" dimensions are W wide."""
-
-
-@dataclass
-class Revision:
-    """What a method takes back in one step. Shapes: `R` rows, `W` positions; None is nothing."""
-
-    remask: Tensor | None = None
-    """[R, W] bool: editable positions that become undecided again."""
-    edit: Tensor | None = None
-    """[R, W] bool: editable positions that take this step's candidate token."""
-    linger: Tensor | None = None
-    """[R] bool: rows whose block stays open for another step although nothing in it is undecided."""
+DERIVED = {"announces": "announce", "fuses": "fuse", "assesses": "assess", "revises": "revise"}
+"""Class attributes that say whether a class has a decision of its own, and the method that this is seen by."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +51,20 @@ class MaskedSampler(Sampler):
         uses_steps: whether `steps` means something to the method (see `Sampler`).
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
-        announces: whether `announce` says what a step will commit before the model is called.
-        targets: whether `announce` says which undecided positions a step reads at all (none: all of them).
         rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
-        fuses: whether the method has a logits stage of its own, `fuse`.
-        revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
-            token as decided when a step has left it as it stands, or its block has closed.
-        shadows: whether the window is evaluated a second time beside itself, as masks: the shadow of a position sees
-            all shadows, and everything else but what stands at its own position. `view.updates["shadow_confidence"]`
-            [R, W] float64 is the probability that it gives to what stands there.
+        shadows: whether it evaluates masks beside the row that the rest of the row does not see.
+        drafts: whether it evaluates drafts of later steps, and promises the result of taking them one by one.
+        device_step: whether `select` waits for no device and takes counts from tensors, and nothing else is the class's
+            own, so that the device step can take it. Subclasses say so again for themselves.
         frontier: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
             arguments of the request. A fraction for `steps` is that share of the undecided positions.
-        drafts: whether the method evaluates drafts of later steps, and promises the result of taking them one by one.
+
+    Class attributes that follow from what a class overrides, unless it says otherwise:
+        announces: whether `announce` says what a step will commit before the model is called.
+        fuses: whether the method has a logits stage of its own, `fuse`.
+        assesses: whether it finds out more about a proposal, by `assess`.
+        revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
+            token as decided when a step has left it as it stands, or its block has closed.
     """
 
     family: ClassVar[str] = "masked"
@@ -151,14 +74,24 @@ class MaskedSampler(Sampler):
     score_from: ClassVar[str] = "raw"
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"
-    announces: ClassVar[bool] = False
-    targets: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
-    fuses: ClassVar[bool] = False
-    revises: ClassVar[bool] = False
     shadows: ClassVar[bool] = False
     drafts: ClassVar[bool] = False
+    device_step: ClassVar[bool] = False
     frontier: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    announces: ClassVar[bool] = False
+    fuses: ClassVar[bool] = False
+    assesses: ClassVar[bool] = False
+    revises: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        line = cls.__mro__
+        for flag, method in DERIVED.items():
+            said, made = (next(at for at, base in enumerate(line) if name in vars(base)) for name in (flag, method))
+            if made < said:  # overridden nearer than anything is said
+                setattr(cls, flag, True)
+        cls.device_step = vars(cls).get("device_step", False)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -166,7 +99,7 @@ class MaskedSampler(Sampler):
         """Which candidates become final: [R, W] bool. A pure function of the view."""
         raise NotImplementedError
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> Any:
         """What `view.quota` is for `rows` [R] at this step."""
         return None
 
@@ -178,32 +111,35 @@ class MaskedSampler(Sampler):
         """Tensors that the method keeps between steps."""
         return {}
 
-    def announce(self, state: MaskedState) -> np.ndarray:
+    def announce(self, state: CanvasState) -> np.ndarray:
         """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing.
-        For methods that declare `announces`; caches that evaluate little else ask for it."""
+        Caches that evaluate little else ask for it."""
         raise NotImplementedError
+
+    def told(self, state: CanvasState) -> np.ndarray | None:
+        """What a cache is told that asks the sampler before it plans (`Cache.evaluates`): [R, K] int64 positions."""
+        return self.announce(state)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         """New values [R, ...] of the declared memory, after a selection."""
         return {}
 
     def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
-        """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen; for methods that
-        declare `fuses`. Changes nothing in place. A stage that raises a few words only may leave them unwritten
-        (`statistics.raise_words`).
+        """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen. Changes nothing
+        in place. A stage that raises a few words only may leave them unwritten (`statistics.raise_words`).
 
         The second value is what it found, each [R, ...]: `select` sees it as `view.updates`, and the commit writes what
         bears the name of a declared memory there.
         """
         return logits, {}
 
-    def assess(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the method finds out about a proposal beside the logits' statistics (a trained filter's opinion), each
         [R, W]: `select` and `trim` see it in `view.quantities`. Changes nothing."""
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """What to take back of `view.editable`, after a selection; for methods that declare `revises` and `rereads`."""
+        """What to take back of `view.editable`, after a selection; for methods that declare `rereads`."""
         return Revision()
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
@@ -248,15 +184,19 @@ class MaskedSampler(Sampler):
 
     def query(self, state: MaskedState) -> list[Query]:
         """One query per part of the cache's plan; each wants the logits of its rows' windows."""
-        picks = self.announce(state) if state.cache.evaluates in ("picks", "targets") else None
-        return [part_query(state, part) for part in state.cache.plan(state, picks)]
+        picks = self.told(state) if state.cache.evaluates in ("picks", "targets") else None
+        return [self.query_part(state, part) for part in state.cache.plan(state, picks)]
+
+    def query_part(self, state: MaskedState, part: Part) -> Query:
+        """The model call of one part of the cache's plan."""
+        return part_query(state, part)
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
         """A candidate token and its scores for every window position. outputs: logits [R, W, V], one per query."""
         window = state.window
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         current = window.read(state.canvas)
-        undecided = available = window.undecided(current, state.facts.mask_id)
+        undecided = available = window.undecided(current, state.mask_id)
         for query in queries:
             if query.available is not None:
                 index = torch.as_tensor(query.index, device=available.device)
@@ -266,7 +206,7 @@ class MaskedSampler(Sampler):
             available = available & (window.positions < state.block_ends)
         parts = []
         for logits, query in zip(outputs, queries, strict=True):
-            staged, found = self._logits_stage(state, logits, query, available)
+            staged, found = self._logits_stage(state, logits, query, available, current)
             parts.append((*self._read(state, staged, query, generator), found))
         tokens, quantities, updates = parts[0]
         if len(parts) > 1:
@@ -297,36 +237,36 @@ class MaskedSampler(Sampler):
             satisfied = [rule.satisfied(state, proposal) for rule in state.early_rules]
             # what has no logits at this step cannot be filled
             proposal.early = torch.stack(satisfied).any(0) & (evaluated == undecided).all(1)
-        proposal.quantities.update(self.assess(state, proposal))
+        if self.assesses:
+            proposal.quantities.update(self.assess(state, proposal))
         return proposal
 
     def _logits_stage(
-        self, state: MaskedState, logits: Tensor, query: Query, available: Tensor
+        self, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
     ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
-        """The logits [R, W, V] that tokens are chosen from, and what the shadow, stop rules and `fuse` say."""
+        """The logits [R, W, V] that tokens are chosen from, and what stop rules and `fuse` read off them."""
         logits = self._guided(state, logits, query)
-        holes = state.holes_of(query.index)
-        if holes is not None:
-            self._keep_ends_out(state, logits, torch.cat((holes, holes), 1) if self.shadows else holes)
+        if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
+            self._keep_ends_out(state, logits, holes)
         watched: dict[str, Tensor] = {}
-        index = torch.as_tensor(query.index, device=available.device) if self.fuses or self.shadows else None
-        if self.shadows:
-            logits, shadow = logits.split(available.shape[1], 1)
-            current = state.window.read(state.canvas)[index]
-            watched["shadow_confidence"] = token_statistics(shadow, ("confidence",), current)[1]["confidence"]
         if state.watched:
-            watched |= {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
+            watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
         if not self.fuses:
             return logits, watched
-        memory = rows_of(state.memory, query.rows, available.shape[1])
-        fused, found = self.fuse(logits, Stage(available[index], state.window.positions[index], memory))
+        seen = [available, state.window.positions, current]
+        if len(query.rows) < len(available):
+            index = torch.as_tensor(query.index, device=available.device)
+            seen = [tensor.index_select(0, index) for tensor in seen]
+        available, positions, current = seen
+        memory = state.memory.read(query.rows, available.shape[1])
+        fused, found = self.fuse(logits, Stage(available, positions, memory, current))
         return fused, watched | dict(found)
 
-    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
+    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         """The guidance scale of `rows` [R] at this step, for requests with guidance: a number, or [R, 1, 1]."""
         return state.request.guidance_scale
 
-    def _guided(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
+    def _guided(self, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
         """The logits stage up to `fuse`: guidance, and the words that are never proposed."""
         request = state.request
         if request.guidance_scale != 1.0:
@@ -336,21 +276,23 @@ class MaskedSampler(Sampler):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # in place: the logits are this step's own, and can be large
         if not self._weighs_mask(state):
-            logits.select(-1, state.facts.mask_id).fill_(-torch.inf)
+            logits.select(-1, state.mask_id).fill_(-torch.inf)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         return logits
 
-    def _keep_ends_out(self, state: MaskedState, logits: Tensor, holes: Tensor) -> None:
-        """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place."""
+    def _keep_ends_out(self, state: CanvasState, logits: Tensor, holes: Tensor) -> None:
+        """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place; of [R, n * W, V] in each of n windows."""
+        if holes.shape[1] < logits.shape[1]:
+            holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
         ends = logits.index_select(-1, state.ends)
         logits.index_copy_(-1, state.ends, ends.masked_fill_(holes.unsqueeze(-1), -torch.inf))
 
-    def _weighs_mask(self, state: MaskedState) -> bool:
+    def _weighs_mask(self, state: CanvasState) -> bool:
         """Whether the mask's logit counts in probabilities, although it is never proposed (`reference.read`)."""
         return state.generator is not None
 
-    def _ranked(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
+    def _ranked(self, state: CanvasState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """[R, W] float64: the scores that candidates are ranked by."""
         scores = quantities[self.score]
         if state.request.confidence_eos_eot_inf and len(state.ends):
@@ -358,7 +300,7 @@ class MaskedSampler(Sampler):
         return scores
 
     def _read(
-        self, state: MaskedState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
@@ -378,7 +320,7 @@ class MaskedSampler(Sampler):
         drawn = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
         return statistics(drawn_from if self.score_from == "sampled" else logits, self.reads, drawn)
 
-    def _draw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+    def _draw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]) by the Gumbel-max trick, in float64."""
         rows = query.rows
         positions = state.window.positions[torch.as_tensor(query.index, device=logits.device)]
@@ -402,87 +344,45 @@ class MaskedSampler(Sampler):
             FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
             RuntimeError: the method committed nothing where it must.
         """
-        window, rows = state.window, proposal.rows
         state.check_current(proposal)
-        generator = None
-        if state.generator is not None:
-            assert proposal.generator_state is not None  # `propose` drew from it
-            generator = reference.copy_generator(state.generator)
-            generator.set_state(proposal.generator_state)
-        available, positions = proposal.available, proposal.positions
-        view = self._view(state, proposal, rows_of(state.memory, rows, available.shape[1]), generator)
-        picked = selected = self.select(view) & available
-        values, filled, linger = proposal.values, selected, None
+        rows, available = proposal.rows, proposal.available
+        generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
+        memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
+        view = self._view(state, proposal, memory, generator)
+        picked = self.select(view) & available
+        decision = Decision(proposal.values, picked, picked)
         if self.revises:
-            values, selected, filled, linger = self._revised(state, view, selected)
+            decision = revising.revised(self, state, view, picked)
         if proposal.early is not None:
-            early = proposal.early.unsqueeze(1)
-            undecided = window.undecided(proposal.current, state.facts.mask_id)
-            values, selected = torch.where(early, proposal.values, values), torch.where(early, undecided, selected)
-            filled = torch.where(early, undecided.to(filled.dtype), filled)
-            linger = None if linger is None else linger & ~proposal.early
-        cut = self.trim(view, selected) if state.request.eos_early_stop else None
-        written = torch.where(selected, values, proposal.current)
-        # the one wait for the device of the step; a NaN or infinite logit makes the confidence NaN
-        wanted = [filled, written, proposal.quantities["confidence"]]
-        if self.shadows:
-            wanted[2] = wanted[2] + proposal.updates["shadow_confidence"]
-        if self.revises:
-            wanted.append(selected)
-        if linger is not None:
-            wanted.append(linger.unsqueeze(1).expand_as(written))
-        if cut is not None:
-            wanted.append(cut.unsqueeze(1).expand_as(written))
-        if proposal.block_end is not None:
-            wanted.append(proposal.block_end.unsqueeze(1).expand_as(written))
-        chosen, tokens, health, *others = _to_host(*wanted)
-        touched = others.pop(0) if self.revises else None
-        lingers = None if linger is None else others.pop(0)[:, 0]
-        cuts = None if cut is None else others.pop(0)[:, 0]
-        committed = np.add.reduce(chosen, 1, dtype=np.int64)
-        if not math.isfinite(np.add.reduce(health, None)):
-            row = int(rows[np.isfinite(health).all(1).argmin()])
-            raise FloatingPointError(
-                f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
-            )
-        # a method that may wait must have filled the block by its last planned step
-        idle = (committed < self._least(state, rows)).any() if self.revises else 0 in committed.tolist()
-        if idle and not self.may_wait or self.may_wait and _overdue(state, rows, committed):
-            raise RuntimeError(f"sampler {self.name!r} committed nothing for row {int(rows[committed.argmin()])}")
+            stages.fill_early(state, proposal, decision)
+        cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None
+        written = torch.where(decision.selected, decision.values, proposal.current)
+        decided = stages.to_host(
+            filled=decision.filled,
+            tokens=written,
+            confidence=proposal.quantities["confidence"],
+            selected=decision.selected if self.revises else None,
+            linger=decision.linger,
+            cut=cut,
+            block_end=proposal.block_end,
+        )
+        committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
+        stages.check(self, state, rows, decided["confidence"], committed)
 
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
-        window.write(state.canvas, written)
+        state.window.write(state.canvas, written)
         if state.memory.specs:
-            kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
-            for name, value in {**kept, **self.remember(view, picked)}.items():
-                put_rows(state.memory, name, rows, value)
-        state.count(proposal.cost)
-        for end in others:
-            state.settle_blocks(rows, end[:, 0])
-        state.cache.committed(state, tokens)
-        if state.attention_state is not None:
-            state.attention_state.committed(state, proposal.cost.queries)
-        state.advance(rows, committed)
-        if lingers is not None:
-            lingers = lingers.astype(bool) & (state.block_step[rows] < self.most_steps(state.masks_at_open[rows]))
-        standing = tokens
-        if touched is not None:  # what may be taken back ends nothing before a step has left it as it is
-            closes = (state.remaining[rows] <= 0) & (True if lingers is None else ~lingers)
-            standing = np.where(touched.astype(bool) & ~closes[:, None], state.facts.mask_id, tokens)
-        ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
-        moved = bool(others)
-        if cuts is not None and (cuts < state.length[rows]).any():
-            state.trim(cuts, tokens)
-            moved = True
-        if proposal.early is not None:
-            state.close_full_rows(tokens)
-        self._advance(state, rows, ends, lingers, moved)
-        return Commit(rows, values, positions, selected, proposal.scores, proposal.kind)
+            stages.remember(self, state, proposal, view, picked)
+        if proposal.block_end is not None:
+            state.settle_blocks(rows, decided["block_end"])
+        stages.count(state, rows, proposal.cost, decided["tokens"], committed)
+        stages.close(self, state, proposal, decided)
+        return Commit(rows, decision.values, proposal.positions, decision.selected, proposal.scores, proposal.kind)
 
     def _view(
         self,
-        state: MaskedState,
+        state: CanvasState,
         proposal: MaskedProposal,
         memory: Mapping[str, Tensor],
         generator: torch.Generator | None,
@@ -499,71 +399,14 @@ class MaskedSampler(Sampler):
             memory=memory,
             updates=proposal.updates,
             current=proposal.current,
-            editable=_editable(state, proposal) if self.revises else torch.zeros_like(proposal.available),
+            editable=revising.editable(state, proposal) if self.revises else state.window.nothing,
             top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
             draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
             choose=lambda scores, count: self._choose(state, scores, count, generator),
             ends=state.ends,
         )
 
-    def _revised(
-        self, state: MaskedState, view: View, selected: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Values [R, W], what is written [R, W], what that adds to what is decided [R, W] (-1, 0 or 1), and the rows
-        [R] that linger."""
-        revision = self.revise(view, selected)
-        values, written, filled = view.tokens, selected, selected.long()
-        if revision.edit is not None:
-            written = written | revision.edit & view.editable
-        if revision.remask is not None:
-            remask = revision.remask & view.editable
-            left = torch.as_tensor(self._least(state, state.window.rows), device=remask.device)
-            remask = remask & (filled.sum(1) - remask.sum(1) >= left).unsqueeze(1)
-            values = values.masked_fill(remask, state.facts.mask_id)
-            written, filled = written | remask, filled - remask.long()
-        return values, written, filled, revision.linger
-
-    def _least(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: how many positions more than before must be decided after this step, so that the steps left
-        suffice for the others."""
-        left = self.most_steps(state.masks_at_open[rows]) - state.block_step[rows] - 1
-        return state.remaining[rows] - left
-
-    def _advance(
-        self,
-        state: MaskedState,
-        rows: np.ndarray,
-        ends: np.ndarray | None,
-        lingers: np.ndarray | None = None,
-        moved: bool = False,
-    ) -> None:
-        """Finish the rows that a stop rule ends (`ends` as `StopRule` says them); open the block after a full one.
-
-        `lingers`: [R] bool, rows that stay in a full block. `moved`: whether a block ends elsewhere than before this
-        step.
-        """
-        left = state.remaining if state.window.whole else state.remaining[rows]
-        if ends is None and not moved and 0 not in left.tolist():
-            return
-        full = left == 0
-        if lingers is not None:
-            full &= ~lingers
-            if ends is None and not moved and not full.any():
-                return
-        if ends is not None:
-            stopped = ends < NEVER
-            full &= ~stopped
-            last = state.length.copy()
-            last[rows[stopped]] = ends[stopped]
-            state.end = np.minimum(state.end, last)
-            state.stopped[rows[stopped]] = ends[stopped] <= state.asked[rows[stopped]]
-            column = torch.arange(state.canvas.shape[1], device=state.canvas.device)
-            tail = column >= torch.as_tensor(last, device=column.device).unsqueeze(1)
-            state.canvas.masked_fill_(tail, state.facts.fill_token_id)
-            state.finish(rows[stopped])
-        state.open_blocks(rows[full])
-
-    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
         """[R, W] float64 uniform numbers for choosing positions."""
         if generator is not None:
             return reference.position_noise(state, self.reference_draws, generator)
@@ -573,34 +416,10 @@ class MaskedSampler(Sampler):
         return rng.uniform(keys, steps, window.positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
     def _choose(
-        self, state: MaskedState, scores: Tensor, count: np.ndarray, generator: torch.Generator | None
+        self, state: CanvasState, scores: Tensor, count: np.ndarray, generator: torch.Generator | None
     ) -> Tensor:
         """Draw `count` positions of each row without replacement, with the probabilities softmax(scores)."""
         if generator is not None:
             return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
         # Gumbel-top-k draws the same law, also of positions whose probability is too small for a number
         return top_by_rank(scores + rng.gumbel(self._position_noise(state, None)), count)
-
-
-def _to_host(*tensors: Tensor) -> list[np.ndarray]:
-    """[R, W] tensors as numpy arrays, with one transfer for all of them."""
-    if tensors[0].is_cpu:
-        return [tensor.numpy() for tensor in tensors]
-    # float64 holds flags, ids and logits exactly
-    arrays = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
-    kinds = {torch.bool: bool, torch.int64: np.int64}
-    return [array.astype(kinds.get(tensor.dtype, np.float64)) for tensor, array in zip(tensors, arrays, strict=True)]
-
-
-def _editable(state: MaskedState, proposal: MaskedProposal) -> Tensor:
-    """[R, W] bool: decided by the method in the open block."""
-    window = state.window
-    editable = (proposal.current != state.facts.mask_id) & ~window.read(state.given)
-    if proposal.block_end is not None:
-        editable = editable & (window.positions < proposal.block_end.unsqueeze(1))
-    return editable if window.valid is None else editable & window.valid
-
-
-def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> bool:
-    """Whether a row committed nothing although its planned steps are over."""
-    return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())

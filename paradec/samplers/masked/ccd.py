@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import MaskedState, Stage, View
+from paradec.samplers.masked.base import Stage, View
 from paradec.samplers.masked.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_with_probability, log_of
 
@@ -58,7 +59,6 @@ class CCD(LowConfidence):
     summary = "the tokens whose distribution, averaged over the last steps, has the lowest entropy"
     reads = ("confidence", "minus_entropy")
     score = "minus_entropy"
-    fuses = True
     frontier = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 
@@ -76,7 +76,7 @@ class CCD(LowConfidence):
             "columns": MemorySpec(shape, torch.int64, fill=-1),  # of the window; -1 where there was no position left
         }
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
     def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_bool, check_int, check_number
 from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import MaskedState, View
+from paradec.samplers.masked.base import View
 from paradec.samplers.masked.low_confidence import LowConfidence
 
 
@@ -69,7 +70,7 @@ class CCDAgree(LowConfidence):
             "masks": MemorySpec((), torch.int64),  # of the block's first step
         }
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
     def select(self, view: View) -> Tensor:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
+from paradec.canvas import CanvasState
 from paradec.checks import shown
 from paradec.protocol import MemorySpec, Sampler
 from paradec.registry import Registry
-from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, Stage, View
+from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Stage, View
 from paradec.samplers.statistics import Raised, best_one, written
 
 
@@ -73,6 +74,7 @@ class Combination(MaskedSampler):
             may_wait=self._may_wait(),
             rereads=any(rule.rereads for rule in self.rules),
             fuses=any(member.fuses for member in self.members),
+            assesses=any(rule.assesses for rule in self.rules),
         )
 
     def _member(self, name: str, given: Any) -> MaskedSampler:
@@ -117,7 +119,7 @@ class Combination(MaskedSampler):
     def memory(self) -> Mapping[str, MemorySpec]:
         return _joined({index: member.memory() for index, member in enumerate(self.members)})
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> Any:
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
@@ -130,7 +132,7 @@ class Combination(MaskedSampler):
                 fused, updates[index] = member.fuse(written(fused), own)
         return fused, _joined(updates)
 
-    def assess(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         return _joined({at: rule.assess(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))})
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:

@@ -60,7 +60,6 @@ class Credit(MaskedSampler):
     paper = "CreditDecoding"
     arxiv = "2510.06133"
     summary = "as threshold, with credit for tokens that stay the best from step to step"
-    fuses = True
     frontier = ({"threshold": 0.7}, {"threshold": 0.5})
     presets = {
         "dinfer": {"threshold": 0.9, "decay": 0.8, "exponent": 0.2, "fusion": 0.7, "storage": "dense"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,9 @@ from paradec.protocol import Query
 from paradec.samplers.masked.state import MaskedState
 
 
-class Ahead:
-    """A state as its sampler would find it some steps on, if a draft is right: what counts steps is moved on.
+class Ahead(MaskedState):
+    """A state as its sampler would find it some steps on, if a draft is right: what counts steps is moved on, and
+    all else is the state's own. To be read only.
 
     Args:
         state: the state as it is.
@@ -26,25 +26,27 @@ class Ahead:
     """
 
     def __init__(self, state: MaskedState, steps: int, tokens: Tensor):
-        self.state, self.steps, self.tokens = state, steps, tokens
-        self.row_step, self.block_step = state.row_step + steps, state.block_step + steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.state, name)
+        self.__dict__.update(state.__dict__)
+        self.steps, self.tokens = steps, tokens
+        self._now = state.remaining
+        self._steps = state._steps + steps
+        self.block_step, self.row_step = self._steps
 
     @functools.cached_property
     def candidates(self) -> Tensor:
         """[R, W] bool: undecided positions."""
-        return self.state.window.undecided(self.tokens, self.state.facts.mask_id)
+        return self.window.undecided(self.tokens, self.mask_id)
 
     @functools.cached_property
-    def remaining(self) -> np.ndarray:
-        """[B] int64: undecided positions of the block. Waits for the device: only schedules that count them ask."""
-        if not self.steps:
-            return self.state.remaining
-        remaining = self.state.remaining.copy()
-        remaining[self.state.window.rows] = self.candidates.sum(1).cpu().numpy()
+    def _left(self) -> np.ndarray:
+        remaining = self._now.copy()
+        remaining[self.window.rows] = self.candidates.sum(1).cpu().numpy()
         return remaining
+
+    @property
+    def remaining(self) -> np.ndarray:  # type: ignore[override]
+        """[B] int64: undecided positions of the block. Waits for the device: only schedules that count them ask."""
+        return self._left if self.steps else self._now
 
 
 @dataclass

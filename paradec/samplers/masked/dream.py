@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_number, check_temperature
-from paradec.samplers.masked.base import LAST, MaskedSampler, MaskedState, View
+from paradec.samplers.masked.base import LAST, MaskedSampler, View
 from paradec.samplers.masked.schedules import time_grid
 from paradec.samplers.statistics import tempered
 
@@ -44,7 +45,7 @@ class DreamSampler(MaskedSampler):
         check_temperature("alg_temp", self.alg_temp, none=True)
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return time_grid(state.remaining[rows], state.block_step[rows], state.planned_steps(rows), self.eps)
 
     def select(self, view: View) -> Tensor:

@@ -17,5 +17,6 @@ class Entropy(DreamSampler):
 
     name = "entropy"
     summary = "the surest tokens by entropy, on Dream's time grid"
+    device_step = True
     reads = ("confidence", "negative_entropy")
     score = "negative_entropy"

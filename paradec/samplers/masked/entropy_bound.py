@@ -34,6 +34,7 @@ class EntropyBound(MaskedSampler):
     paper = "EB-Sampler"
     arxiv = "2505.24857"
     summary = "the longest prefix of sorted entropies whose sum, without the largest, is at most gamma"
+    device_step = True
     reads = ("confidence", "minus_entropy")
     score = "minus_entropy"
     score_from = "sampled"

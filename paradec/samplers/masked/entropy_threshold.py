@@ -31,6 +31,7 @@ class EntropyThreshold(MaskedSampler):
     paper = "dParallel"
     arxiv = "2509.26488"
     summary = "every token with an entropy of at most the threshold, and the one with the lowest"
+    device_step = True
     reads = ("confidence", "minus_entropy")
     score = "minus_entropy"
     frontier = ({"threshold": 0.25}, {"threshold": 1.0})

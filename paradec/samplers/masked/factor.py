@@ -34,6 +34,7 @@ class Factor(MaskedSampler):
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
     summary = "the longest prefix of sorted confidences with (n + 1)(1 - c_n) <= factor"
+    device_step = True
     frontier = ({"factor": 0.7}, {"factor": 1.9})
 
     def __post_init__(self) -> None:

@@ -22,10 +22,10 @@ from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
-from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage, _to_host
+from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
+from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
 from paradec.samplers.masked.queries import part_query
-from paradec.samplers.masked.state import put_rows, rows_of
 from paradec.samplers.masked.stopping import NEVER, first_end
 
 CARRIED = "carried_"
@@ -244,7 +244,7 @@ class FreeDave(MaskedSampler):
         drafts = [Ahead(state, 0, state.window.read(state.canvas))]
         if count == 1:
             return drafts
-        memory = rows_of(state.memory, state.window.rows, state.window.positions.shape[1])
+        memory = state.memory.read(state.window.rows, state.window.positions.shape[1])
         found = {name.removeprefix(CARRIED): memory[name] for name in memory if name.startswith(CARRIED)}
         tokens = found.pop("tokens")
         kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
@@ -279,7 +279,8 @@ class FreeDave(MaskedSampler):
             made_at=ahead.commits,
             kind="+".join(dict.fromkeys(query.kind for query in queries)),
         )
-        proposal.quantities.update(base.assess(ahead, proposal))
+        if base.assesses:
+            proposal.quantities.update(base.assess(ahead, proposal))
         view = base._view(ahead, proposal, memory, None)
         selected = base.select(view) & ahead.candidates
         after = {**memory, **{name: updates[name] for name in updates if name in memory}}
@@ -293,7 +294,7 @@ class FreeDave(MaskedSampler):
         drafted = [query for query in queries if isinstance(query, DraftQuery)]
         drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
         logits, at, copies = self._by_draft(state, outputs, queries, len(drafts))
-        kept = rows_of(state.memory, window.rows, window.positions.shape[1])
+        kept = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
         every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
         holes = state.holes_of(None)
@@ -306,7 +307,7 @@ class FreeDave(MaskedSampler):
                 base._keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
             if base.fuses:
-                here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory))
+                here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory, ahead.tokens))
             tokens, quantities = base._read(ahead, here, every_row, None)
             taken.append(self._take(ahead, tokens, quantities, updates, memory, queries))
             memory = taken[-1].memory
@@ -351,15 +352,14 @@ class FreeDave(MaskedSampler):
         assert isinstance(proposal, DraftProposal)
         window, rows, steps = state.window, proposal.rows, proposal.taken
         state.check_current(proposal)
-        wanted = [
-            torch.stack([ahead.tokens for ahead in proposal.drafts]),
-            torch.stack([step.written for step in steps]),
-            torch.stack([step.proposal.quantities["confidence"] for step in steps]),
-        ]
-        found = [step.cut for step in steps if step.cut is not None]
-        if found:
-            wanted.append(torch.stack(found).unsqueeze(-1).expand_as(wanted[1]))
-        drafts, written, health, *cuts = _to_host(*wanted)
+        cuts = [step.cut for step in steps if step.cut is not None]
+        found = to_host(
+            drafts=torch.stack([ahead.tokens for ahead in proposal.drafts]),
+            written=torch.stack([step.written for step in steps]),
+            confidence=torch.stack([step.proposal.quantities["confidence"] for step in steps]),
+            cut=torch.stack(cuts) if cuts else None,
+        )
+        drafts, written = found["drafts"], found["written"]
         subset = self.agreement == "subset"
         best, judge = accept(drafts, written, proposal.copies, state.facts.mask_id, subset)
         # the base's windows one by one: the accepted drafts, then what it made of the last of them
@@ -369,17 +369,17 @@ class FreeDave(MaskedSampler):
         counts = changed.sum(-1)
         full = counts.cumsum(0) == state.remaining[rows]
         taken = np.minimum(best, np.where(full.any(0), full.argmax(0), best)) + 1
-        cut = cuts[0][..., 0] if cuts else np.full(counts.shape, UNCUT)
+        cut = found["cut"] if cuts else np.full(counts.shape, UNCUT)
         shorter = cut < state.length[rows]  # drafts beyond were evaluated with the longer row
         taken = np.minimum(taken, np.where(shorter.any(0), shorter.argmax(0) + 1, taken))
-        self._check(state, rows, np.isfinite(health).all(-1), counts, depth < taken)
+        self._check(state, rows, np.isfinite(found["confidence"]).all(-1), counts, depth < taken)
 
         taken, ends = self._write(state, windows, counts, taken)
         index = np.arange(len(rows))
         final = windows[taken - 1, index]
         last = torch.as_tensor(taken - 1, device=window.positions.device)
         for name in self.base.memory():
-            put_rows(state.memory, name, rows, _pick([step.memory[name] for step in steps], last))
+            state.memory.write(name, rows, _pick([step.memory[name] for step in steps], last))
         if self.draft_steps > 1:
             self._carry(state, rows, steps, last)
         state.count(proposal.cost)
@@ -391,7 +391,7 @@ class FreeDave(MaskedSampler):
         moved = bool(shorter[taken - 1, index].any())
         if moved:
             state.trim(cut[taken - 1, index], final)
-        self._advance(state, rows, ends, moved=moved)
+        state.close(rows, ends, moved=moved)
         # each token with the score that it had when the base took it
         when = (changed & (depth < taken)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
@@ -468,7 +468,7 @@ class FreeDave(MaskedSampler):
                 if wide:
                     shape[0] = memory[CARRIED + "tokens"].shape[1]
                 memory[CARRIED + name] = value.new_zeros((state.batch, *shape))
-            put_rows(memory, CARRIED + name, rows, value)
+            memory.write(CARRIED + name, rows, value)
 
 
 def _sampler(base: Any) -> MaskedSampler:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
+from paradec.canvas import CanvasState
 from paradec.checks import check_int
 from paradec.protocol import Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
@@ -51,7 +52,6 @@ class Halton(MaskGIT):
     paper = "Halton-MaskGIT"
     arxiv = "2503.17076"
     summary = "positions in Halton order, in numbers that grow from step to step"
-    announces = True
     presets = {}
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
@@ -72,7 +72,7 @@ class Halton(MaskGIT):
     def select(self, view: View) -> Tensor:
         return view.top((-view.quantities["rank"]).masked_fill(~view.candidates, -torch.inf), view.quota)
 
-    def announce(self, state: MaskedState) -> np.ndarray:
+    def announce(self, state: CanvasState) -> np.ndarray:
         window = state.window
         current = window.read(state.canvas)
         undecided = window.undecided(current, state.facts.mask_id).cpu().numpy()
@@ -93,7 +93,7 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
         raise ValueError(f"height={height} times width={width} is less than the {longest} positions to decide")
 
 
-def halton_ranks(state: MaskedState, height: int | None, width: int | None) -> np.ndarray:
+def halton_ranks(state: CanvasState, height: int | None, width: int | None) -> np.ndarray:
     """[R, W] int64: where each position of the window comes in the order. The image is what stands last in a row."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]

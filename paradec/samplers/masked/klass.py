@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import MaskedState, Stage, View
+from paradec.samplers.masked.base import Stage, View
 from paradec.samplers.masked.low_confidence import LowConfidence
 from paradec.samplers.statistics import divergence
 
@@ -49,7 +50,6 @@ class KLASS(LowConfidence):
     paper = "KLASS"
     arxiv = "2511.05664"
     summary = "every sure token whose distribution has stopped changing, else the most confident ones"
-    fuses = True
     frontier = (
         {"confidence_threshold": 0.6, "kl_threshold": 0.015},
         {"confidence_threshold": 0.5, "kl_threshold": 0.1, "history": 1},
@@ -68,7 +68,7 @@ class KLASS(LowConfidence):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"previous": MemorySpec(("window", "vocab")), "stable": MemorySpec(("window",), torch.int64)}
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
     def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:

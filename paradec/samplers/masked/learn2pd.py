@@ -15,8 +15,9 @@ from torch import Tensor
 
 from paradec.blocks import BlockPolicy, FixedBlocks, WholeCanvas
 from paradec.caches.base import Cache
+from paradec.canvas import CanvasState
 from paradec.checks import check_bool, check_choice, check_number, shown
-from paradec.samplers.masked.base import LAST, UNCUT, MaskedProposal, MaskedSampler, MaskedState, View
+from paradec.samplers.masked.base import LAST, UNCUT, MaskedProposal, MaskedSampler, View
 from paradec.samplers.masked.learn2pd_filter import (
     Filter,
     block_features,
@@ -104,7 +105,7 @@ class Learn2PD(MaskedSampler):
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
-    def assess(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
         filter_ = state.while_rows_stand(("filter", self.filter), lambda: self.filter_of(state))
         is_end = torch.isin(proposal.values, state.ends)
@@ -113,7 +114,7 @@ class Learn2PD(MaskedSampler):
             is_end = is_end & (proposal.positions >= behind)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
 
-    def filter_of(self, state: MaskedState) -> Filter:
+    def filter_of(self, state: CanvasState) -> Filter:
         """The filter of a request, on its device."""
         path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
         assert path is not None  # `check` has seen to it

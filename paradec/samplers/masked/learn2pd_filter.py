@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paradec.canvas import CanvasState
 from paradec.checks import shown
 from paradec.models.checkpoint import DTYPES, check_dtypes
 
@@ -134,7 +135,7 @@ class Filter:
             return self.network({name: features[name] for name in self.network.reads}, valid).sigmoid()
 
 
-def block_features(state: Any, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
+def block_features(state: CanvasState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
     """What filters read of a proposal, each [R, W] float64 and in [0, 1], and which columns belong to the block [R, W].
 
     "confidence" is p(candidate) at every position of the block, decided ones included; "entropy" is divided by that of

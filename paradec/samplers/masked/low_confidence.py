@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from paradec.samplers.masked.base import MaskedSampler, MaskedState, View
+from paradec.canvas import CanvasState
+from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.schedules import linear
 
 
@@ -27,10 +28,11 @@ class LowConfidence(MaskedSampler):
     paper = "LLaDA"
     arxiv = "2502.09992"
     summary = "the most confident tokens first, in equal numbers per step"
+    device_step = True
     uses_steps = True
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:
             return state.while_rows_stand(("one token", len(rows)), lambda: np.ones(len(rows), np.int64))
         return linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))

@@ -22,5 +22,6 @@ class Margin(LowConfidence):
     paper = "Plan for the Best"
     arxiv = "2502.06768"
     summary = "the tokens furthest ahead of the second best, in equal numbers per step"
+    device_step = True
     reads = ("confidence", "margin")
     score = "margin"

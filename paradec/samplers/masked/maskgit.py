@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paradec import rng
+from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_number
 from paradec.protocol import Query
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
@@ -68,10 +69,10 @@ class MaskGIT(MaskedSampler):
         check_number("final_temperature", self.final_temperature, low=0, high=1, none=True, open_low=True)
         check_number("guidance_start", self.guidance_start, low=0, none=True)
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return self.quota_at(state, rows, *self.progress(state, rows))
 
-    def quota_at(self, state: MaskedState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    def quota_at(self, state: CanvasState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """[R] int64: what the schedule grants at `step` of `steps`, both [R]; the last step takes what is left, and
         more than that is not granted."""
         left = state.remaining[rows]
@@ -82,7 +83,7 @@ class MaskGIT(MaskedSampler):
             found[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
         return np.minimum(found, left)
 
-    def progress(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def progress(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[R] int64: the open block's step t, and its steps T."""
         planned = np.minimum(state.planned_steps(rows), np.maximum(state.masks_at_open[rows], 1))
         return np.minimum(state.block_step[rows], planned - 1), planned
@@ -103,23 +104,23 @@ class MaskGIT(MaskedSampler):
         proposal.quantities["noise_scale"] = scale.unsqueeze(1).expand(proposal.values.shape)
         return proposal
 
-    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
+    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
         return self.guidance_at(state, *self.progress(state, rows))
 
-    def guidance_at(self, state: MaskedState, step: np.ndarray, steps: np.ndarray) -> Tensor:
+    def guidance_at(self, state: CanvasState, step: np.ndarray, steps: np.ndarray) -> Tensor:
         """[R, 1, 1]: the guidance scale at `step` of `steps`, both [R], where it grows."""
         assert self.guidance_start is not None
         last = state.request.guidance_scale
         grown = self.guidance_start + (last - self.guidance_start) * step / np.maximum(steps - 1, 1)
         return torch.as_tensor(grown, device=state.canvas.device).view(-1, 1, 1)
 
-    def _weighs_mask(self, state: MaskedState) -> bool:
+    def _weighs_mask(self, state: CanvasState) -> bool:
         return False  # the public code cuts the mask's logit off
 
     def _read(
-        self, state: MaskedState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+        self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, quantities = super()._read(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
@@ -128,7 +129,7 @@ class MaskGIT(MaskedSampler):
         cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 
-    def _redraw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+    def _redraw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
         positions = state.window.positions[torch.as_tensor(query.index, device=logits.device)]
         if generator is not None:

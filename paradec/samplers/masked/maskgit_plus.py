@@ -13,5 +13,6 @@ class MaskGitPlus(DreamSampler):
 
     name = "maskgit_plus"
     summary = "the surest tokens by probability, on Dream's time grid"
+    device_step = True
     reads = ("confidence",)
     score = "confidence"

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_number
 from paradec.protocol import Query
-from paradec.samplers.masked.base import MaskedSampler, MaskedState, View, reference
+from paradec.samplers.masked.base import MaskedSampler, View, reference
 from paradec.samplers.masked.schedules import time_share
 
 
@@ -42,13 +43,13 @@ class Origin(MaskedSampler):
     def __post_init__(self) -> None:
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
-    def share(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def share(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         """[R] float32: the probability that a masked position becomes final at this step."""
         return time_share(state.block_step[rows], state.planned_steps(rows), self.eps)
 
     quota = share
 
-    def _draw(self, state: MaskedState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+    def _draw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         if generator is None:
             return super()._draw(state, logits, query, None)
         # the public code decides first what becomes final, and draws tokens for that alone
@@ -61,7 +62,7 @@ class Origin(MaskedSampler):
         positions = state.window.positions[index]
         return reference.categorical(state, logits, positions, query.rows, generator, final)
 
-    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
             generator = reference.copy_generator(state.generator)  # drawn before the tokens were

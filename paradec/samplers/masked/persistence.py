@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import LAST, MaskedState, View
+from paradec.samplers.masked.base import LAST, View
 from paradec.samplers.masked.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_one
 
@@ -56,7 +57,7 @@ class Persistence(LowConfidence):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"best": MemorySpec(("window",), torch.int64, fill=-1), "run": MemorySpec(("window",), torch.int64)}
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
     def select(self, view: View) -> Tensor:

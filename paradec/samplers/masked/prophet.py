@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_int, check_number, shown
 from paradec.samplers.masked.stopping import WATCHED
 
@@ -57,13 +58,17 @@ class Prophet:
         if self.answer is not None and not callable(self.answer):
             object.__setattr__(self, "answer", _positions(self.answer))
 
-    def satisfied(self, state: Any, proposal: Any) -> Tensor:
+    def satisfied(self, state: CanvasState, proposal: Any) -> Tensor:
         """[R] bool; see `paradec.samplers.masked.stopping.EarlyRule`."""
         window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
-        undecided = window.undecided(proposal.current, state.facts.mask_token_id)
+        mask = state.facts.mask_token_id
+        assert mask is not None  # the family's models have one
+        undecided = window.undecided(proposal.current, mask)
         progress = state.decided[window.rows] / state.total[window.rows]
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
         bar = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
+        span: Any
+        known: Any
         if self.answer is None:
             # a method that revises may stay in a block with nothing undecided; there is nothing to judge then
             span, known = undecided, undecided.any(1)
@@ -74,7 +79,7 @@ class Prophet:
         mean = torch.where(span, gap, 0).sum(1) / count.clamp(min=1)
         return known & ((mean >= bar) | (count == 0))
 
-    def _span(self, state: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _span(self, state: CanvasState) -> tuple[np.ndarray, np.ndarray]:
         """[R, W] bool: the window's positions that belong to the answer; [R] bool: whether it is known."""
         window = state.window
         start = state.prompt_length[window.rows]

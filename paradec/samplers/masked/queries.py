@@ -25,54 +25,13 @@ def part_query(state: MaskedState, part: Part) -> Query:
         query = query.but(step=state.commits)
     if state.attention_state is not None:
         query = query.but(attention=state.attention_state.plan(state, part))
-    if whole and query.branches == 1 and not state.shadows:
+    if whole and query.branches == 1:
         return query  # its tokens are the canvas itself
     tokens = _tokens_of(state.canvas, query, row_index)
     if query.branches == 2:
         given = _tokens_of(state.given, query, row_index)
         tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
-    if not state.shadows:
-        return query.but(tokens=tokens)
-    if part.lasts:
-        shadow = state.while_blocks_stand(("shadow", key), lambda: _shadow(state, query))
-    else:
-        shadow = _shadow(state, query)
-    width = shadow["positions"].shape[1] - tokens.shape[1]
-    return query.but(tokens=torch.nn.functional.pad(tokens, (0, width), value=state.facts.mask_id), **shadow)
-
-
-def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
-    """The fields of a query that change when the window stands behind its columns once more, as masks.
-
-    Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
-    see each other and all columns but the one of their own position; columns do not see shadows.
-    """
-    assert query.wanted is not None and query.index is not None and query.forwarded is not None
-    window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
-    at = window.host_positions[query.index]
-    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
-    shadow = _per_branch(state, at)  # [R, W]
-    rows, width = shadow.shape
-    positions = torch.cat((query.positions, shadow), 1)
-    valid = None
-    if query.valid is not None or window.host_valid is not None:
-        real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
-        valid = torch.cat((real, _per_branch(state, there)), 1)
-    visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
-    visible[:, :columns, columns:] = False
-    visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
-    if state.facts.topology == "block_causal":
-        block = positions // state.facts.block_unit
-        visible &= block.unsqueeze(2) >= block.unsqueeze(1)
-    own = torch.arange(columns, columns + width, device=device).expand(rows, width)
-    return {
-        "positions": positions,
-        "valid": valid,
-        "visible": visible,
-        "wanted": torch.cat((query.wanted, own), 1),
-        "slots": None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1),
-        "forwarded": query.forwarded + there.sum(1),
-    }
+    return query.but(tokens=tokens)
 
 
 def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
@@ -98,8 +57,8 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
     query = Query(
         rows=rows,
         tokens=state.canvas,
-        positions=_per_branch(state, part.positions),
-        valid=None if part.valid is None else _per_branch(state, part.valid),
+        positions=per_branch(state, part.positions),
+        valid=None if part.valid is None else per_branch(state, part.valid),
         branches=state.branches,
         forwarded=part.sizes,
         index=part.index,
@@ -109,7 +68,7 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         query.store_index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
         query.store_rows = torch.as_tensor(query.store_index, device=device)
         slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
-        query.slots = _per_branch(state, slots)
+        query.slots = per_branch(state, slots)
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
         reach = int(state.length[rows].max())
         if state.facts.topology == "block_causal":
@@ -132,7 +91,7 @@ def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
             return state.window.positions, None
         if state.window.host_valid is not None:  # padding of the window may ask beyond the row
             source = np.minimum(source, part.positions.shape[1] - 1)
-        return _per_branch(state, source), None
+        return per_branch(state, source), None
     # the column of each position in this call, -1 where it is not evaluated
     column = np.full((len(part.index), state.canvas.shape[1]), -1)
     row, at = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
@@ -140,10 +99,10 @@ def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
     source = np.take_along_axis(column, source, axis=1)
     there = source >= 0
     available = None if there.all() else torch.as_tensor(there, device=state.canvas.device)
-    return _per_branch(state, np.maximum(source, 0)), available
+    return per_branch(state, np.maximum(source, 0)), available
 
 
-def _per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
+def per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
     """[N, ...] on the host -> [branches * N, ...] on the device."""
     tensor = torch.as_tensor(array, device=state.canvas.device)
     return torch.cat((tensor, tensor)) if state.branches == 2 else tensor

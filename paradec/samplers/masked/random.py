@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from paradec import rng
+from paradec.canvas import CanvasState
 from paradec.checks import check_choice
 from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import MaskedState, View, reference
+from paradec.samplers.masked.base import View, reference
 from paradec.samplers.masked.low_confidence import LowConfidence
 
 
@@ -32,7 +33,7 @@ class Random(LowConfidence):
 
     name = "random"
     summary = "tokens in random order, in equal numbers per step"
-    announces = True
+    device_step = True
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, ("step", "block"))
@@ -40,7 +41,7 @@ class Random(LowConfidence):
     def select(self, view: View) -> Tensor:
         return view.top(view.draw().masked_fill(~view.candidates, -torch.inf), view.quota)
 
-    def announce(self, state: MaskedState) -> np.ndarray:
+    def announce(self, state: CanvasState) -> np.ndarray:
         window = state.window
         # the numbers that the commit will draw: nothing else is drawn between
         generator = None if state.generator is None else reference.copy_generator(state.generator)
@@ -59,7 +60,7 @@ class Random(LowConfidence):
             return {}
         return {"order": view.memory["order"].scatter(1, view.positions, view.draw())}
 
-    def _position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
+    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
         rows = state.window.rows
         if self.order == "step" or not state.block_step[rows].any():
             return super()._position_noise(state, generator)

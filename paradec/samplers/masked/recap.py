@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
+from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_int
 from paradec.protocol import MemorySpec, Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
@@ -59,7 +60,6 @@ class Recap(MaskGIT):
     paper = "ReCAP"
     arxiv = "2505.19089"
     summary = "as maskgit, several steps' positions chosen at once and the later steps evaluated for those alone"
-    targets = True
     presets = {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}}
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
@@ -87,13 +87,13 @@ class Recap(MaskGIT):
     def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
         return self.choice_temperature * (1 - (self.group(step) + 1) / (self.group(steps - 1) + 1))
 
-    def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
+    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
         if self.guidance_start is None:
             return super().guidance(state, rows)
         step, steps = self.progress(state, rows)
         return self.guidance_at(state, np.where(self.place(step) > 0, step - 1, step), steps)
 
-    def group_size(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
+    def group_size(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         """[R] int64: positions that this step and the rest of its group commit."""
         step, steps = self.progress(state, rows)
         found = np.zeros(len(rows), np.int64)
@@ -107,7 +107,10 @@ class Recap(MaskGIT):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets, -1 elsewhere
 
-    def announce(self, state: MaskedState) -> np.ndarray:
+    def told(self, state: CanvasState) -> np.ndarray | None:
+        return self.targets(state) if state.cache.evaluates == "targets" else None
+
+    def targets(self, state: CanvasState) -> np.ndarray:
         """[R, K] int64: the targets of a local step, decided ones included, -1 where there are fewer; none in a full
         step."""
         window = state.window

@@ -93,7 +93,6 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(end_tokens, dtype=torch.int64, device=device),
         revises=sampler.revises,
-        shadows=sampler.shadows,
         stop_rules=tuple(rules),
         early_rules=early_rules,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,56 +15,17 @@ from paradec.blocks import BlockPolicy, Opening
 from paradec.caches.base import Cache, StoredCache, outward
 from paradec.caches.cost import advice
 from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
+from paradec.canvas import CanvasState, Window
 from paradec.checks import shown
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Call, Memory, State
 from paradec.request import Request
-from paradec.samplers.masked.stopping import EarlyRule, StopRule
+from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
 from paradec.trace import TraceStep
 
 
 @dataclass
-class Window:
-    """The positions that may become final now: the open block of every running row; with early rules, all after it too.
-
-    Shapes: `R` running rows, `W` positions (the widest block; narrower rows are padded with `valid` False).
-    """
-
-    rows: np.ndarray
-    """[R] int64 on the host: the state's rows."""
-    positions: Tensor
-    """[R, W] int64; distinct within a row, padding included."""
-    flat: Tensor
-    """[R, W] int64: the same as indices into a flattened canvas."""
-    valid: Tensor | None
-    """[R, W] bool, or None when all are valid."""
-    host_positions: np.ndarray
-    host_valid: np.ndarray | None
-    """[R, W]: the same on the host."""
-    whole: bool
-    """Whether the running rows are all rows of the state."""
-
-    @cached_property
-    def row_index(self) -> Tensor:
-        """[R, 1] int64: the rows on the device, ready to index."""
-        return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
-
-    def undecided(self, current: Tensor, mask: int) -> Tensor:
-        """[R, W] bool: where a window that holds `current` [R, W] is undecided, padding excluded."""
-        undecided = current == mask
-        return undecided if self.valid is None else undecided & self.valid
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """The window [R, W] of a canvas-shaped tensor [B, L]."""
-        return tensor.take(self.flat)
-
-    def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Write the window [R, W] of a canvas-shaped tensor [B, L], in place."""
-        tensor.put_(self.flat, values)
-
-
-@dataclass
-class MaskedState(State):
+class MaskedState(CanvasState, State):
     """What changes while a masked sampler decodes. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
     Tensors live on the model's device; [B] bookkeeping is numpy on the host, fed by one transfer per step.
@@ -100,8 +60,6 @@ class MaskedState(State):
     """[E] int64 ids that end an answer."""
     revises: bool = False
     """Whether the sampler may take back what it decided in an open block."""
-    shadows: bool = False
-    """Whether queries hold the window twice, the second time as masks (see `MaskedSampler.shadows`)."""
     stop_rules: tuple[StopRule, ...] = ()
     early_rules: tuple[EarlyRule, ...] = ()
     store: Any = None
@@ -117,6 +75,8 @@ class MaskedState(State):
         self.remaining = np.zeros(self.batch, np.int64)
         """Undecided positions of the open block."""
         self.masks_at_open = np.zeros(self.batch, np.int64)
+        self.mask_id = self.facts.mask_id
+        self.branches = 2 if self.request.guidance_scale != 1.0 else 1
         self.reads_blocks = getattr(self.blocks, "reads_logits", False)
         self.opening = np.zeros(self.batch, bool)
         """Rows whose block ends where this step's logits will say; until then it is all that the policy reads."""
@@ -127,7 +87,7 @@ class MaskedState(State):
         """Whether all rows have one length."""
         self.columns = np.tile(np.arange(self.canvas.shape[1]), (self.batch, 1))
         """[B, L] int64: the position of every entry of the canvas."""
-        self._running_rows = self.batch
+        self._running_rows = np.arange(self.batch).tobytes()
         self.decided = np.zeros(self.batch, np.int64)
         self.watched = tuple(dict.fromkeys(name for rule in self.early_rules for name in rule.reads))
         self.end = self.asked.copy()
@@ -168,11 +128,6 @@ class MaskedState(State):
         self.block_step, self.row_step = self._steps
 
     @property
-    def branches(self) -> int:
-        """Rows of the model per row of the state: 2 under guidance."""
-        return 2 if self.request.guidance_scale != 1.0 else 1
-
-    @property
     def stored_cache(self) -> StoredCache:
         """The cache of a request that has a store."""
         assert isinstance(self.cache, StoredCache)
@@ -185,11 +140,11 @@ class MaskedState(State):
 
     @property
     def done(self) -> bool:
-        return self._running_rows == 0
+        return not self._running_rows
 
     @property
     def progress(self) -> tuple[int, int]:
-        return int(np.where(self.running, self.decided, self.total).sum()), int(self.total.sum())
+        return int(self.decided[self.running].sum() + self.total[~self.running].sum()), int(self.total.sum())
 
     def open_blocks(self, rows: np.ndarray) -> None:
         """Move `rows` to their next block that has something undecided; rows without one are finished."""
@@ -266,7 +221,7 @@ class MaskedState(State):
         if window.host_valid is not None:
             left &= window.host_valid[shorter]
         self.remaining[rows] = left.sum(1)
-        self._made_for_rows = {}
+        self.forget_made()
         if self.store is not None:
             for branch in range(self.branches):
                 self.store.forget(rows + branch * self.batch, cut)
@@ -284,6 +239,36 @@ class MaskedState(State):
         rows = window.rows[~masks.any(1)]
         self.block_end[rows], self.remaining[rows] = self.length[rows], 0
 
+    def close(
+        self, rows: np.ndarray, ends: np.ndarray | None, lingers: np.ndarray | None = None, moved: bool = False
+    ) -> None:
+        """Finish the rows that a stop rule ends (`ends` as `StopRule` says them); open the block after a full one.
+
+        Args:
+            lingers: [R] bool, rows that stay in a full block. moved: whether a block ends elsewhere than before this
+                step.
+        """
+        left = self.remaining if self.window.whole else self.remaining[rows]
+        if ends is None and not moved and 0 not in left.tolist():
+            return
+        full = left == 0
+        if lingers is not None:
+            full &= ~lingers
+            if ends is None and not moved and not full.any():
+                return
+        if ends is not None:
+            stopped = ends < NEVER
+            full &= ~stopped
+            last = self.length.copy()
+            last[rows[stopped]] = ends[stopped]
+            self.end = np.minimum(self.end, last)
+            self.stopped[rows[stopped]] = ends[stopped] <= self.asked[rows[stopped]]
+            column = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+            tail = column >= torch.as_tensor(last, device=column.device).unsqueeze(1)
+            self.canvas.masked_fill_(tail, self.facts.fill_token_id)
+            self.finish(rows[stopped])
+        self.open_blocks(rows[full])
+
     def finish(self, rows: np.ndarray) -> None:
         """Take rows out of the decoding."""
         self.running[rows] = False
@@ -291,8 +276,8 @@ class MaskedState(State):
     def _make_window(self) -> None:
         rows = self.running.nonzero()[0]
         self._made_for_blocks = {}
-        if len(rows) != self._running_rows:  # rows only ever leave
-            self._made_for_rows, self._running_rows = {}, len(rows)
+        if rows.tobytes() != self._running_rows:
+            self._made_for_rows, self._running_rows = {}, rows.tobytes()
         if not len(rows):
             return
         start, end = self.block_start[rows], (self.length if self.early_rules else self.block_end)[rows]
@@ -343,8 +328,12 @@ class MaskedState(State):
             self._made_for_blocks[key] = make()
         return self._made_for_blocks[key]
 
+    def forget_made(self) -> None:
+        """Make again what was made for the running rows and their blocks: a row is another one than it was."""
+        self._made_for_rows, self._made_for_blocks = {}, {}
+
     def while_rows_stand(self, key: Any, make: Callable[[], Any]) -> Any:
-        """A value that holds until a row finishes, made on first use."""
+        """A value that holds while the same rows run, made on first use."""
         if key not in self._made_for_rows:
             self._made_for_rows[key] = make()
         return self._made_for_rows[key]
@@ -385,10 +374,6 @@ class MaskedState(State):
         steps = int(self.planned_steps(np.array([longest]))[0])
         return advice(self.cache, self.batch, prompt, new, block, steps, self.canvas.device.type)
 
-    def planned_steps(self, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: steps planned for the open block of each row (one token a step without a plan)."""
-        return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
-
 
 def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """[B] int64: how many blocks each row will have, to spread `steps` over. starts, lengths: [B] positions."""
@@ -402,27 +387,10 @@ def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
 
 
 def rows_of(memory: Memory, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-    """What a method remembers of `rows`, by name; "window" dimensions are cut to `width`. Not to be written to."""
-    found = {}
-    for name, tensor in memory.tensors.items():
-        for axis, dim in enumerate(memory.specs[name].dims, start=1):
-            if dim == "window" and width is not None:
-                tensor = tensor.narrow(axis, 0, width)
-        whole = len(rows) == len(tensor)  # rows are distinct and ascending
-        found[name] = tensor if whole else tensor.index_select(0, torch.as_tensor(rows, device=tensor.device))
-    return found
+    """`Memory.read`, under the name that it had here."""
+    return memory.read(rows, width)
 
 
 def put_rows(memory: Memory, name: str, rows: np.ndarray, value: Tensor) -> None:
-    """Write `value` [R, ...] for `rows`; "window" dimensions may be narrower than the memory's."""
-    if value.shape == memory[name].shape:
-        memory[name] = value.to(memory[name].dtype)
-        return
-    memory[name] = tensor = part = memory[name].clone()  # proposals and copies may still hold the old one
-    for axis, dim in enumerate(memory.specs[name].dims, start=1):
-        if dim == "window":
-            part = part.narrow(axis, 0, value.shape[axis])
-    if len(rows) == len(tensor):
-        part.copy_(value)
-    else:
-        part.index_copy_(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))
+    """`Memory.write`, under the name that it had here."""
+    memory.write(name, rows, value)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paradec.canvas import CanvasState
 from paradec.checks import shown
 
 NEVER = np.iinfo(np.int64).max
@@ -22,7 +23,7 @@ WATCHED = "watched "
 class StopRule(Protocol):
     """One reason to end a row. Made for one request, kept in its state; it may remember what it has read."""
 
-    def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
+    def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
         """Where the running rows end.
 
         Args:
@@ -48,7 +49,7 @@ class EarlyRule(Protocol):
     """Quantities of the model's logits (`paradec.samplers.statistics.QUANTITIES`), each [R, W] float64;
     `proposal.updates` has them under `WATCHED` and their names."""
 
-    def satisfied(self, state: Any, proposal: Any) -> Any:
+    def satisfied(self, state: CanvasState, proposal: Any) -> Any:
         """[R] bool tensor: the rows to end. Changes nothing.
 
         Args:
@@ -72,7 +73,7 @@ class EndOfText:
         self.mask = mask
         self.first = first
 
-    def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
+    def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
         is_end = tokens == self.ids[0]
         for end in self.ids[1:]:  # one or two; np.isin takes ten times as long
             is_end |= tokens == end
@@ -111,7 +112,7 @@ class StopStrings:
         self.first = first
         self.read = first.copy()
 
-    def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
+    def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
         rows = state.window.rows
         before = self.canvas[rows]
         self.canvas[rows[:, None], state.window.host_positions] = tokens
@@ -156,7 +157,7 @@ def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[Ea
     return others, early
 
 
-def first_end(rules: Sequence[StopRule], state: Any, tokens: np.ndarray) -> np.ndarray | None:
+def first_end(rules: Sequence[StopRule], state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
     """Where the running rows end by the earliest of their rules, as a `StopRule` says it."""
     ends = None
     for rule in rules:

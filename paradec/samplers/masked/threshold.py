@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_number
 from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, MaskedState, View
+from paradec.samplers.masked.base import MaskedSampler, View
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Threshold(MaskedSampler):
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
     summary = "every token with confidence of at least the threshold, and the best one"
+    device_step = True
     frontier = ({"threshold": 0.7}, {"threshold": 0.5})
 
     def __post_init__(self) -> None:
@@ -48,7 +50,7 @@ class Threshold(MaskedSampler):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"refused": MemorySpec(dtype=torch.int64)} if self.quota_per_step == "carry" else {}
 
-    def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray | None:
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray | None:
         if self.quota_per_step == "none":
             return None
         planned = state.planned_steps(rows)

@@ -13,5 +13,6 @@ class TopKMargin(DreamSampler):
 
     name = "topk_margin"
     summary = "the surest tokens by top-2 margin, on Dream's time grid"
+    device_step = True
     reads = ("confidence", "margin")
     score = "margin"

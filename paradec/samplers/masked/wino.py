@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from paradec.caches.base import Part
+from paradec.canvas import CanvasState
 from paradec.checks import check_int, check_number
-from paradec.protocol import MemorySpec
-from paradec.samplers.masked.base import MaskedSampler, Revision, View
-from paradec.samplers.statistics import best_one
+from paradec.protocol import MemorySpec, Query
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
+from paradec.samplers.masked.queries import per_branch
+from paradec.samplers.statistics import best_one, token_statistics
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Wino(MaskedSampler):
     arxiv = "2507.18578"
     summary = "all above a low confidence; takes back what it would not predict from the rest of the text"
     rereads = True
-    revises = shadows = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
+    revises = fuses = assesses = shadows = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
     frontier = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
 
     def __post_init__(self) -> None:
@@ -62,6 +67,32 @@ class Wino(MaskedSampler):
         check_number("cap_share", self.cap_share, low=0, high=1)
         check_int("cap_high", self.cap_high, low=1)
         check_int("cap_low", self.cap_low, low=1, high=self.cap_high)
+
+    # ---- the shadow -----------------------------------------------------------------------------------------------
+
+    def query_part(self, state: MaskedState, part: Part) -> Query:
+        """The call of one part, with the shadow of its window behind its columns."""
+        query = super().query_part(state, part)
+        if not self.shadows:
+            return query
+        key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
+        shadow = state.while_blocks_stand(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
+        width = shadow["positions"].shape[1] - query.tokens.shape[1]
+        return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), **shadow)
+
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The window's own logits, and the probability that the shadow gives to what stands there."""
+        assert stage.current is not None
+        logits, shadow = logits.split(stage.positions.shape[1], 1)
+        found = token_statistics(shadow, ("confidence",), stage.current)[1]
+        return logits, {"shadow_confidence": found["confidence"]}
+
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+        """The confidence, NaN where the shadow's is: then the commit says that logits were not finite."""
+        shadow = proposal.updates["shadow_confidence"]
+        return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
+
+    # ---- the rule -------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"accepted": MemorySpec(dtype=torch.int64)}
@@ -81,3 +112,37 @@ class Wino(MaskedSampler):
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         return masks_at_open
+
+
+def shadowed(state: MaskedState, query: Query) -> dict[str, Any]:
+    """The fields of a query that change when the window stands behind its columns once more, as masks.
+
+    Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
+    see each other and all columns but the one of their own position; columns do not see shadows.
+    """
+    assert query.wanted is not None and query.index is not None and query.forwarded is not None
+    window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
+    at = window.host_positions[query.index]
+    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
+    shadow = per_branch(state, at)  # [R, W]
+    rows, width = shadow.shape
+    positions = torch.cat((query.positions, shadow), 1)
+    valid = None
+    if query.valid is not None or window.host_valid is not None:
+        real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
+        valid = torch.cat((real, per_branch(state, there)), 1)
+    visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
+    visible[:, :columns, columns:] = False
+    visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
+    if state.facts.topology == "block_causal":
+        block = positions // state.facts.block_unit
+        visible &= block.unsqueeze(2) >= block.unsqueeze(1)
+    own = torch.arange(columns, columns + width, device=device).expand(rows, width)
+    return {
+        "positions": positions,
+        "valid": valid,
+        "visible": visible,
+        "wanted": torch.cat((query.wanted, own), 1),
+        "slots": None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1),
+        "forwarded": query.forwarded + there.sum(1),
+    }

@@ -24,19 +24,21 @@ from paradec.generate import _device_loop
 from paradec.kernels.token_stats import api as statistics
 from paradec.models.adapter import Model
 from paradec.protocol import decode
+from paradec.samplers.masked import device_engine, device_graphs
 from paradec.samplers.masked import device_step as engine
 from paradec.samplers.masked.state import MaskedState
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 HOLES = [[1, MASK, 3, MASK, MASK, 6, 7, 8, 9, MASK, 11], [5, 6, MASK, 8]]
+SAMPLERS = [name for name in samplers.names() if getattr(samplers.get(name), "device_step", False)]
 MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
 
 
 @pytest.fixture(autouse=True)
 def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding to 64 positions would be most of what these models compute."""
-    monkeypatch.setattr(engine, "COLUMNS", 16)
-    monkeypatch.setattr(engine, "WIDTHS", 16)
+    monkeypatch.setattr(device_graphs, "COLUMNS", 16)
+    monkeypatch.setattr(device_engine, "WIDTHS", 16)
 
 
 def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request) -> tuple[object, MaskedState]:
@@ -74,7 +76,7 @@ def assert_same(model: Model, sampler: str, *, poll_every: int = 1, capture: boo
 
 @pytest.mark.parametrize(
     ("sampler", "prediction", "cache"),
-    [(name, *pair) for name in sorted(engine.SAMPLERS) for pair in (("same", "none"), ("shifted", "dual"))]
+    [(name, *pair) for name in SAMPLERS for pair in (("same", "none"), ("shifted", "dual"))]
     + [("threshold", "shifted", "none"), ("threshold", "same", "prefix"), ("low_confidence", "shifted", "prefix")],
 )
 def test_same_tokens_and_counts_as_the_plain_loop(sampler: str, prediction: str, cache: str) -> None:
@@ -464,7 +466,7 @@ def test_steps_that_are_played_again_are_steps(
         tapes.append(tape)
         return tape.play
 
-    monkeypatch.setattr(engine, "captured", captured)
+    monkeypatch.setattr(device_engine, "captured", captured)
     # on the CPU some operations are numpy's, which no tape sees
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
     known = set()
@@ -564,7 +566,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("capturing")
 @pytest.mark.parametrize(
     ("sampler", "cache", "request_"),
-    [(name, "dual", {"temperature": 0.5, "steps": 6}) for name in sorted(engine.SAMPLERS)]
+    [(name, "dual", {"temperature": 0.5, "steps": 6}) for name in SAMPLERS]
     + [
         ("threshold", "none", {"prompt": LEVEL[0], "max_new_tokens": 24}),
         ("entropy", "prefix", {"steps": 9, "top_p": 0.9, "settings": {"alg_temp": 0.3}, "temperature": 0.5}),
@@ -702,7 +704,7 @@ def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.M
         seen.append(step)
         return step
 
-    monkeypatch.setattr(engine, "captured", captured)
+    monkeypatch.setattr(device_engine, "captured", captured)
     monkeypatch.setattr(engine, "decode", lambda method, model, state: engine._decode(method, model, state, True, 1))
     method, plain = start("threshold", model, cache="dual")
     decode(method, model, plain)

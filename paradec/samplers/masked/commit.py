@@ -1,0 +1,106 @@
+"""The stages of a commit beside the method's own, in the order in which `MaskedSampler.commit` runs them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.protocol import Cost
+from paradec.samplers.masked import revising
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.stopping import first_end
+from paradec.samplers.masked.views import Decision, MaskedProposal, View
+
+
+def fill_early(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
+    """Take the candidates of all that is undecided in rows that a stop rule ends early."""
+    assert proposal.early is not None
+    early = proposal.early.unsqueeze(1)
+    undecided = state.window.undecided(proposal.current, state.mask_id)
+    decision.values = torch.where(early, proposal.values, decision.values)
+    decision.selected = torch.where(early, undecided, decision.selected)
+    decision.filled = torch.where(early, undecided.to(decision.filled.dtype), decision.filled)
+    if decision.linger is not None:
+        decision.linger = decision.linger & ~proposal.early
+
+
+def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
+    """The tensors that are not None as numpy arrays under their names, with one transfer for all: the step's one wait
+    for the device. The others are as long as the first, or lack its last dimension."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            if not tensor.is_cpu:
+                return _transferred({name: tensor for name, tensor in tensors.items() if tensor is not None})
+            found[name] = tensor.numpy()
+    return found
+
+
+def _transferred(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    first = next(iter(tensors.values()))
+    # float64 holds flags, ids and logits exactly
+    wide = [
+        (tensor if tensor.ndim == first.ndim else tensor.unsqueeze(-1).expand_as(first)).double()
+        for tensor in tensors.values()
+    ]
+    kinds = {torch.bool: bool, torch.int64: np.int64}
+    found = {}
+    for (name, tensor), array in zip(tensors.items(), torch.stack(wide).cpu().numpy(), strict=True):
+        found[name] = array.astype(kinds.get(tensor.dtype, np.float64))
+        if tensor.ndim < first.ndim:
+            found[name] = found[name][..., 0]
+    return found
+
+
+def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray) -> None:
+    """Raise where the model's answer [R, W] is not finite, or too little becomes final: `committed` [R] int64."""
+    if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
+        row = int(rows[np.isfinite(confidence).all(1).argmin()])
+        raise FloatingPointError(
+            f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
+        )
+    idle = (committed < revising.least(sampler, state, rows)).any() if sampler.revises else 0 in committed.tolist()
+    # a method that may wait must have filled the block by its last planned step
+    if idle and not sampler.may_wait or sampler.may_wait and _overdue(state, rows, committed):
+        raise RuntimeError(f"sampler {sampler.name!r} committed nothing for row {int(rows[committed.argmin()])}")
+
+
+def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> bool:
+    """Whether a row committed nothing although its planned steps are over."""
+    return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())
+
+
+def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:
+    """Keep what `fuse` found under the name of a memory, and what `remember` makes of the selection."""
+    kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
+    for name, value in {**kept, **sampler.remember(view, picked)}.items():
+        state.memory.write(name, proposal.rows, value)
+
+
+def count(state: MaskedState, rows: np.ndarray, cost: Cost, tokens: np.ndarray, committed: np.ndarray) -> None:
+    """Count forwards, the step and what it committed; cache and attention hear of the window's new `tokens` [R, W]."""
+    state.count(cost)
+    state.cache.committed(state, tokens)
+    if state.attention_state is not None:
+        state.attention_state.committed(state, cost.queries)
+    state.advance(rows, committed)
+
+
+def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: dict[str, np.ndarray]) -> None:
+    """Close full blocks and the rows that have ended. decided: what `to_host` gave of the step."""
+    rows, tokens = proposal.rows, decided["tokens"]
+    lingers, standing = None, tokens
+    if sampler.revises:
+        lingers, standing = revising.standing(sampler, state, rows, decided)
+    ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
+    moved = proposal.block_end is not None
+    if "cut" in decided and (decided["cut"] < state.length[rows]).any():
+        state.trim(decided["cut"], tokens)
+        moved = True
+    if proposal.early is not None:
+        state.close_full_rows(tokens)
+    state.close(rows, ends, lingers, moved)

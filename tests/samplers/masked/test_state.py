@@ -1,0 +1,228 @@
+"""What may be read of a state, what it makes once and when again, and what follows from a class's methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny
+from torch import Tensor
+
+from paradec import caches, samplers
+from paradec.canvas import CanvasState
+from paradec.protocol import Memory, MemorySpec
+from paradec.samplers.masked.base import DERIVED, MaskedSampler, Stage, View
+from paradec.samplers.masked.device_engine import Engine
+from paradec.samplers.masked.device_graphs import Layout, block_table
+from paradec.samplers.masked.draft_layout import Ahead
+from paradec.samplers.masked.state import MaskedState
+
+MODEL = tiny(2)
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+HOST = {"branches", "memory", "commits", "prompt_length", "answer_start", "total", "columns", "level", "pads", "reuses"}
+HOST |= {"reused", "settled", "store", "cache_state", "given", "cache"}
+"""What the lower part of the contract declares: states on the host alone have it."""
+
+
+def start(name: str = "low_confidence", prompts: Any = PROMPTS, **request: Any) -> tuple[Any, MaskedState]:
+    sampler = samplers.create(name)
+    return sampler, sampler.start(MODEL, prompts, **{"max_new_tokens": 8, "block_length": 4, "seed": 0} | request)
+
+
+def only(state: MaskedState, *rows: int) -> None:
+    """Let these rows run, and no other."""
+    state.running[:] = np.isin(np.arange(state.batch), rows)
+    state.open_blocks(np.empty(0, np.int64))
+
+
+# ---- the contract ---------------------------------------------------------------------------------------------------
+
+
+def test_every_state_has_what_the_contract_declares() -> None:
+    sampler, state = start("threshold")
+    device = Engine(Layout.of(sampler, state, block_table(state)[0], capture=False))
+    ahead = Ahead(state, 2, state.window.read(state.canvas))
+    declared = set(CanvasState.__annotations__)
+    assert HOST < declared
+    for name in declared:
+        assert hasattr(state, name) and hasattr(ahead, name), name
+        if name not in HOST | {"window"}:  # the device's window is made in a step
+            assert hasattr(device, name), name
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_methods_read_what_the_contract_declares(name: str) -> None:
+    """The decision of every method, and what it announces, read no other attribute of the state."""
+    if name == "mar":
+        pytest.skip("its canvas is its own")
+    sampler = samplers.create(name)
+    if not isinstance(sampler, MaskedSampler):
+        pytest.skip("no method of the base")
+    state = sampler.start(MODEL, PROMPTS, max_new_tokens=8, seed=0, **({"steps": 4} if sampler.uses_steps else {}))
+    declared = {entry for entry in dir(CanvasState) if not entry.startswith("__")} | set(CanvasState.__annotations__)
+    read = set()
+
+    class Noted:
+        def __getattr__(self, entry: str) -> Any:
+            read.add(entry)
+            return getattr(state, entry)
+
+    sampler.quota(Noted(), state.window.rows)  # type: ignore[arg-type]
+    sampler._position_noise(Noted(), None)  # type: ignore[arg-type]
+    if sampler.announces:
+        sampler.announce(Noted())  # type: ignore[arg-type]
+    assert read and read <= declared
+
+
+def test_a_state_some_steps_ahead_is_the_state_but_for_its_steps() -> None:
+    sampler, state = start("freedave")
+    ahead = Ahead(state, 3, state.window.read(state.canvas).index_fill(1, torch.tensor([0]), 7))
+    assert isinstance(ahead, MaskedState)
+    assert (ahead.row_step == state.row_step + 3).all() and (ahead.block_step == state.block_step + 3).all()
+    assert ahead.remaining.tolist() == (state.remaining - 1).tolist()
+    assert ahead.canvas is state.canvas and ahead.window is state.window
+    assert state.row_step.tolist() == [0, 0, 0]
+    twin = copy.deepcopy(ahead)
+    assert (twin.row_step == ahead.row_step).all() and twin.remaining.tolist() == ahead.remaining.tolist()
+
+
+# ---- what is made once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_other_rows_of_the_same_number_are_evaluated_as_what_they_are(cache: str) -> None:
+    """What was made for two running rows does not serve two others."""
+    sampler, state = start(cache=cache)
+    only(state, 0, 1)
+    sampler.query(state)
+    only(state, 0, 2)
+    _, fresh = start(cache=cache)
+    only(fresh, 0, 2)
+    for one, other in zip(sampler.query(state), sampler.query(fresh), strict=True):
+        assert one.rows.tolist() == other.rows.tolist() == [0, 2]
+        assert torch.equal(one.tokens, other.tokens)
+    proposals = [sampler.step(MODEL, each) for each in (state, fresh)]
+    assert torch.equal(proposals[0].values, proposals[1].values)
+
+
+def test_a_row_of_another_length_is_planned_anew() -> None:
+    _, state = start(prompts=[PROMPTS[0], [1]], cache="none")
+
+    def planned() -> dict[int, int]:
+        return {int(row): int(size) for part in state.cache.plan(state) for row, size in zip(part.index, part.sizes)}
+
+    assert planned() == {0: 13, 1: 9}
+    state.length[:] = state.length[::-1].copy()
+    state.forget_made()
+    assert planned() == {0: 9, 1: 13}
+
+
+def test_what_is_made_for_rows_is_made_once_while_they_run() -> None:
+    _, state = start()
+    made: list[int] = []
+    for _ in range(2):
+        state.while_rows_stand("it", lambda: made.append(1))
+        state.open_blocks(np.empty(0, np.int64))
+    assert len(made) == 1
+    state.finish(np.array([1]))
+    state.open_blocks(np.empty(0, np.int64))
+    state.while_rows_stand("it", lambda: made.append(1))
+    assert len(made) == 2
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def memory() -> Memory:
+    specs = {"seen": MemorySpec(("window",), torch.int64, fill=-1), "pairs": MemorySpec((2, "window"))}
+    found = Memory(specs, 3, {"window": 4}, torch.device("cpu"))
+    found["seen"] = torch.arange(12).view(3, 4)
+    return found
+
+
+def test_all_rows_of_a_memory_are_read_without_a_copy() -> None:
+    kept, every = memory(), np.arange(3)
+    assert kept.read(every)["seen"] is kept["seen"]
+    assert kept.read(every, 2)["seen"].data_ptr() == kept["seen"].data_ptr()
+    assert kept.read(every, 2)["pairs"].shape == (3, 2, 2)
+    assert kept.read(np.array([0, 2]), 2)["seen"].tolist() == [[0, 1], [8, 9]]
+
+
+def test_what_was_read_of_a_memory_stays() -> None:
+    kept = memory()
+    whole, part = kept.read(np.arange(3))["seen"], kept.read(np.array([1]))["seen"]
+    kept.write("seen", np.array([1, 2]), torch.full((2, 3), 99))
+    assert kept["seen"].tolist() == [[0, 1, 2, 3], [99, 99, 99, 7], [99, 99, 99, 11]]
+    kept.write("seen", np.arange(3), torch.zeros(3, 4, dtype=torch.int32))
+    assert kept["seen"].dtype == torch.int64 and not kept["seen"].any()
+    assert whole.tolist() == torch.arange(12).view(3, 4).tolist() and part.tolist() == [[4, 5, 6, 7]]
+    kept.write("pairs", np.array([0]), torch.ones(1, 2, 1))
+    assert kept["pairs"].sum() == 2 and kept["pairs"][0, :, 0].tolist() == [1, 1]
+
+
+# ---- what follows from a class --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fusing(MaskedSampler):
+    name = "fusing"
+
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return logits * 2, {}
+
+    def select(self, view: View) -> Tensor:
+        return view.candidates
+
+
+class Mixin:
+    def announce(self, state: CanvasState) -> np.ndarray:
+        return state.window.host_positions
+
+
+def test_flags_follow_from_what_a_class_overrides() -> None:
+    assert Fusing.fuses and not (Fusing.announces or Fusing.revises or Fusing.assesses)
+    assert type("Mixed", (Mixin, Fusing), {}).announces
+    silent = type("Silent", (Fusing,), {"fuses": False})
+    assert not silent.fuses and not type("Heir", (silent,), {}).fuses
+    assert type("Again", (silent,), {"fuse": lambda self, logits, stage: (logits, {})}).fuses
+    for flag in DERIVED:
+        assert getattr(MaskedSampler, flag) is False
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_registered_methods_have_the_flags_of_their_methods(name: str) -> None:
+    sampler = samplers.create(name)
+    if not isinstance(sampler, MaskedSampler):
+        pytest.skip("no method of the base")
+    for flag, method in DERIVED.items():
+        if getattr(type(sampler), method) is getattr(MaskedSampler, method):
+            assert not getattr(sampler, flag), flag
+
+
+@pytest.mark.parametrize("registry", [samplers, caches])
+def test_the_device_step_takes_what_says_so_for_itself(registry: Any) -> None:
+    for name in registry.names():
+        found = registry.get(name)
+        if getattr(found, "device_step", False):
+            assert vars(found)["device_step"] is True
+            assert not type("Mine", (found,), {}).device_step
+
+
+def test_a_shadow_that_is_not_finite_is_seen() -> None:
+    """WINO's shadow alone holds NaN: nothing is written."""
+    sampler, state = start("wino", cache="none")
+    queries = sampler.query(state)
+    outputs = [MODEL(query) for query in queries]
+    width = state.window.positions.shape[1]
+    outputs[0][1, width:] = torch.nan
+    proposal = sampler.propose(state, outputs, queries)
+    before = state.canvas.clone()
+    with pytest.raises(FloatingPointError, match="row 1 at its step 0"):
+        sampler.commit(state, proposal)
+    assert torch.equal(before, state.canvas)
