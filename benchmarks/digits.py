@@ -43,7 +43,7 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("sjd", "sjd", {}),
     ("scd", "scd", {}),
     ("gsd", "gsd", {}),
-    ("lantern", "lantern", {"random_law": "one_hot"}),
+    ("lantern", "lantern", {"guess_distribution": "one_hot"}),
     ("lantern++", "lantern++", {}),
     ("speculative", "speculative", {"drafter": DRAFTER}),
     ("zipar, window 3", "zipar", {"window": 3}),
@@ -57,10 +57,10 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     *((f"jacobi, window {window}", "jacobi", {"window": window}) for window in WINDOWS),
     *((f"speculative, window {window}", "speculative", {"drafter": DRAFTER, "window": window}) for window in (8, 16)),
     ("scd, maximal", "scd", {"refresh": "maximal"}),
-    ("sjd, one-hot q", "sjd", {"random_law": "one_hot"}),
+    ("sjd, one-hot q", "sjd", {"guess_distribution": "one_hot"}),
     ("sjd, repeat_vertical", "sjd", {"init": "repeat_vertical"}),
     ("sjd, keep", "sjd", {"refresh": "keep"}),
-    ("lantern, uniform q", "lantern", {"random_law": "uniform"}),
+    ("lantern, uniform q", "lantern", {"guess_distribution": "uniform"}),
 ]
 """(label, sampler, settings); what is left out is the sampler's default: a window of 16, 5 with a drafter."""
 PICTURED = 7

@@ -1,4 +1,4 @@
-"""Do the samplers that judge drafts keep the model's law? Chi-square tests against full enumeration.
+"""Do the samplers that verify drafts keep the model's distribution? Chi-square tests against full enumeration.
 
     python benchmarks/exactness.py [--rows 100000] [--resume] [--only TEXT] [--out benchmarks/results/exactness.json]
 
@@ -6,7 +6,7 @@ The model looks up the logits of the next word by the two words before it, throu
 queries as any other model, so that all answers of a few words can be enumerated and rows are cheap: every row of a
 batch is one answer. Batches are ragged: prompts of two lengths alternate, each tested by itself. Lossy methods (GSD,
 LANTERN) get
-their total variation distance instead, beside an upper bound: the share of rows in which any draft was judged
+their total variation distance instead, beside an upper bound: the share of rows in which any draft was verified
 otherwise than the exact rule would have with the same random number.
 """
 
@@ -31,9 +31,11 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
-from paradec.samplers.causal.base import INITS, REFRESHES, JacobiSampler, JacobiState
+from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.causal.verification import probability, token_law
+from paradec.samplers.causal.verification import probability, token_distribution
+from paradec.samplers.causal.window import INITS, REFRESHES
 from paradec.samplers.request import Request
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
@@ -119,7 +121,7 @@ def exact_law(
         if len(branches) == 2:
             mixed = logits[1] + request.guidance_scale * (logits[0] - logits[1])
         allowed = None if grid is None else grid.allowed(vocab)
-        laws *= probability(token_law(mixed, request, allowed), every[:, at])
+        laws *= probability(token_distribution(mixed, request, allowed), every[:, at])
     return every, laws
 
 
@@ -129,8 +131,8 @@ def within(prompt: list[int], model: TableModel) -> list[int]:
 
 
 def sample(
-    sampler: JacobiSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
-) -> tuple[Tensor, JacobiState]:
+    sampler: ChainSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
+) -> tuple[Tensor, CausalState]:
     """Answers of rows whose prompts alternate: [rows, L] int64, and the final state."""
     prompts = [within(PROMPTS[i % 2], model) for i in range(rows)]
     if request.get("guidance_scale", 1) != 1:
@@ -169,7 +171,7 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return float(stats.chisquare(*cells).pvalue) if len(cells[0]) > 1 else 1.0
 
 
-def test_case(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 0, **request: Any) -> dict[str, Any]:
+def test_case(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0, **request: Any) -> dict[str, Any]:
     """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer."""
     new = request.pop("new", 4)
     answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
@@ -208,13 +210,13 @@ TREES: dict[str, Any] = {
 }
 
 
-def samplers(drafter: TableModel) -> dict[str, JacobiSampler]:
+def samplers(drafter: TableModel) -> dict[str, ChainSampler]:
     """Every exact method with the settings that change its steps."""
     create = paradec.samplers.create
     found = {"token by token": create("sjd", window=1)}
     for window in (2, 4):
         found[f"sjd, window {window}"] = create("sjd", window=window)
-    found["sjd, one-hot q"] = create("sjd", window=4, random_law="one_hot")
+    found["sjd, one-hot q"] = create("sjd", window=4, guess_distribution="one_hot")
     found["sjd, keep"] = create("sjd", window=4, refresh="keep")
     found["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
     found["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
@@ -230,7 +232,7 @@ def samplers(drafter: TableModel) -> dict[str, JacobiSampler]:
     return found
 
 
-def cases() -> Iterator[tuple[str, JacobiSampler, TableModel, dict[str, Any]]]:
+def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
     """(name, sampler, model, request) of the whole grid."""
     model = TableModel.random(5, seed=0)
     drafter = TableModel.random(5, seed=1, near=model)
@@ -250,42 +252,45 @@ def cases() -> Iterator[tuple[str, JacobiSampler, TableModel, dict[str, Any]]]:
         yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
 
 
-def watched(sampler: JacobiSampler) -> tuple[JacobiSampler, list[np.ndarray]]:
-    """The sampler, and a list that gets the rows of every step in which a draft was judged otherwise than by p / q."""
+def watched(sampler: ChainSampler) -> tuple[ChainSampler, list[np.ndarray]]:
+    """The sampler, and a list that gets the rows of every step in which a draft was not verified by p / q."""
     deviating: list[np.ndarray] = []
 
     class Watched(type(sampler)):  # type: ignore[misc]
-        def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
-            law, drafts = proposal.quantities["law"], self._drafts(state, proposal.rows)
+        def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+            window = self._window(state, proposal)
             drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
             noise = proposal.quantities["uniform"][..., 0]
-            own = noise < self.accept(law, drafts, proposal.values, state.latents)
-            exact = noise < JacobiSampler.accept(self, law, drafts, proposal.values, None)
-            judged = (own & drafted).long().cumprod(1).roll(1, 1)
-            judged[:, 0] = 1  # a draft is judged when all before it stood
-            deviating.append(proposal.rows[((own != exact) & drafted & judged.bool()).any(1).numpy()])
+            own, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
+            verified = (own & drafted).long().cumprod(1).roll(1, 1)
+            verified[:, 0] = 1  # a draft is verified when all before it were accepted
+            deviating.append(proposal.rows[((own != exact) & drafted & verified.bool()).any(1).numpy()])
             return super().commit(state, proposal)
 
     return Watched(**{key: getattr(sampler, key) for key in sampler.settings()}), deviating
 
 
-def lossy() -> Iterator[tuple[str, JacobiSampler, TableModel]]:
+def lossy() -> Iterator[tuple[str, ChainSampler, TableModel]]:
     """(name, sampler, model) of the methods that trade exactness for steps."""
     model = TableModel.random(5, seed=0)
     create = paradec.samplers.create
     yield "gsd, half width 1", create("gsd", window=4, group_half_width=1), model
     yield "gsd, half width 2", create("gsd", window=4, group_half_width=2), model
-    yield "gsd, half width 2, uniform q", create("gsd", window=4, group_half_width=2, random_law="uniform"), model
+    yield (
+        "gsd, half width 2, uniform q",
+        create("gsd", window=4, group_half_width=2, guess_distribution="uniform"),
+        model,
+    )
     for law in ("one_hot", "uniform"):
         for delta in (0.0, 0.02, 0.1):
-            sampler = create("lantern", window=4, k=2, delta=delta, random_law=law)
+            sampler = create("lantern", window=4, k=2, delta=delta, guess_distribution=law)
             yield f"lantern, {law} q, delta {delta}", sampler, model
         for lam in (1.0, 1.5, 5.0):
-            sampler = create("lantern++", window=4, k=2, lam=lam, random_law=law)
+            sampler = create("lantern++", window=4, k=2, lam=lam, guess_distribution=law)
             yield f"lantern++, {law} q, lambda {lam}", sampler, model
 
 
-def bias(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
+def bias(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
     """Total variation of a lossy method's answers, and the bound."""
     method, deviating = watched(sampler)
     found = test_case(method, model, rows, seed)

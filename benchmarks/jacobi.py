@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
 from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import DraftLaws, draw, judge
+from paradec.samplers.causal.verification import DraftDistributions, Window, draw, verify
 
 WINDOW, VOCAB = 16, 16384
 MOST_TOKENS = 400
@@ -119,7 +119,7 @@ def overhead(model: Any, steps: int) -> dict[str, dict[str, float]]:
     return {name: run.found(warm_up) for name, run in runs.items()}
 
 
-def laws(rows: int, seed: int) -> tuple[Tensor, DraftLaws, Tensor]:
+def laws(rows: int, seed: int) -> tuple[Tensor, DraftDistributions, Tensor]:
     """p, the drafts with dense q near it, and which slots hold one."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, WINDOW, VOCAB, generator=generator)
@@ -127,18 +127,18 @@ def laws(rows: int, seed: int) -> tuple[Tensor, DraftLaws, Tensor]:
     tokens = draw(q, torch.rand(rows, WINDOW, generator=generator, dtype=torch.float64))
     source = torch.arange(WINDOW).expand(rows, -1)
     drafted = (torch.arange(WINDOW) < WINDOW - 1).expand(rows, -1)
-    return p, DraftLaws(tokens, q, source, torch.full((VOCAB,), 1 / VOCAB)), drafted
+    return p, DraftDistributions(tokens, q, source, torch.full((VOCAB,), 1 / VOCAB)), drafted
 
 
-def vectorised(p: Tensor, drafts: DraftLaws, drafted: Tensor) -> list[int]:
+def vectorised(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[int]:
     """Verification of all slots and rows; how many tokens each row commits."""
     noise = torch.rand(len(p), WINDOW, 3, dtype=torch.float64)
     fresh = draw(p, noise[..., 0])
-    chance = SJD().accept(p, drafts, fresh, None)
-    return (judge(p, drafts, drafted, chance, fresh, noise[..., 1:]).standing + 1).flatten().tolist()
+    window = Window(p, drafts, fresh)
+    return (verify(window, drafted, SJD().accept(window), noise[..., 1:]).accepted + 1).flatten().tolist()
 
 
-def looped(p: Tensor, drafts: DraftLaws, drafted: Tensor) -> list[int]:
+def looped(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[int]:
     """The same, slot by slot and row by row."""
     counts = []
     for row in range(len(p)):

@@ -48,7 +48,7 @@ OWN: dict[str, Any] = {
     "resample": {"refresh": "resample", "init": "repeat_horizontal"},
     "maximal": {"refresh": "maximal", "init": "sample_horizontal"},
     "gumbel": {"refresh": "gumbel", "init": "repeat_horizontal", "window": 3},
-    "keep": {"refresh": "keep", "init": "sample_horizontal", "random_law": "one_hot"},
+    "keep": {"refresh": "keep", "init": "sample_horizontal", "guess_distribution": "one_hot"},
 }
 """Settings of samplers that draft by themselves, as far as a sampler takes them."""
 SHAPES = OWN | TREES

@@ -14,7 +14,7 @@ import paradec
 from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, decode
-from paradec.samplers.causal.base import JacobiSampler, JacobiState
+from paradec.samplers.causal.base import CausalSampler, CausalState
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9]]
 VOCAB = 12
@@ -62,7 +62,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "sjd, repeat": {"window": 5, "init": "repeat_horizontal"},
     "sjd, sample": {"window": 5, "init": "sample_horizontal"},
     "sjd, keep": {"window": 4, "refresh": "keep"},
-    "sjd, one-hot": {"window": 4, "random_law": "one_hot"},
+    "sjd, one-hot": {"window": 4, "guess_distribution": "one_hot"},
     "scd": {"window": 5},
     "scd, maximal": {"window": 5, "refresh": "maximal"},
     "jacobi": {"window": 5},
@@ -77,7 +77,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 VARIED = ["sjd", "sjd, sample", "sjd, keep", "scd", "scd, maximal", "jacobi", "speculative", "speculative, tree"]
 
 
-def made(name: str) -> JacobiSampler:
+def made(name: str) -> CausalSampler:
     settings = dict(SAMPLERS[name])
     kind = name.split(",")[0]
     if kind == "speculative":
@@ -85,7 +85,7 @@ def made(name: str) -> JacobiSampler:
     return paradec.samplers.create(kind, **settings)
 
 
-def answers(sampler: JacobiSampler, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], JacobiState]:
+def answers(sampler: CausalSampler, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
     """The new tokens of every row, and the final state."""
     state = sampler.start(model, prompt, **request)
     decode(sampler, model, state)
@@ -175,7 +175,7 @@ def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> Non
         while len(state.rows) == len(PROMPTS):
             sampler.commit(state, sampler.step(model, state))
             # a tree's accepted drafts are written by the next step
-            held = state.held if sampler.name == "speculative" and sampler.tree else state.committed - 1
+            held = state.drafting.held if sampler.name == "speculative" and sampler.tree else state.committed - 1
             length = (held + state.shift).reshape(-1)
             assert torch.equal(state.store.valid.sum(1), torch.as_tensor(length))
             fresh = model.make_store(len(length), state.context.shape[1])
@@ -421,7 +421,7 @@ def test_settings_are_checked() -> None:
         if not name.startswith("speculative"):
             assert type(made(name)).from_dict(made(name).to_dict()) == made(name)
     wrong: dict[str, list[dict[str, Any]]] = {
-        "sjd": [{"window": 0}, {"window": 2.0}, {"init": "left"}, {"refresh": "never"}, {"random_law": "flat"}],
+        "sjd": [{"window": 0}, {"window": 2.0}, {"init": "left"}, {"refresh": "never"}, {"guess_distribution": "flat"}],
         "scd": [{"refresh": "resample"}],
         "gsd": [{"group_half_width": 0}, {"p_threshold": 0}, {"d_threshold": -1}],
         "lantern": [{"k": 0}, {"delta": 2}],
