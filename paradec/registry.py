@@ -112,9 +112,9 @@ def present_settings(what: str, cls: type, settings: Mapping[str, Any]) -> dict[
             warnings.warn(f"{what} has no setting {old} any more; leave it out", FutureWarning, stacklevel=4)
             continue
         name = renamed.get(old, old)
-        if name in found:
-            raise ValueError(f"{name}={value!r} of {what} is given under its old name too; give {name} alone")
         if name != old:
+            if name in settings:
+                raise ValueError(f"{old}={value!r}: setting {old} of {what} is now called {name}, which is given too")
             warnings.warn(f"setting {old} of {what} is now called {name}", FutureWarning, stacklevel=4)
         found[name] = value
     return found
