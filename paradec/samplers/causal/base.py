@@ -1,6 +1,6 @@
 """What all methods for causal models share: the start of a request, and how a commit writes tokens.
 
-Three kinds of methods stand on it side by side. Those that draft verify what they drafted in one forward
+Three kinds of methods share it as siblings. Those that draft verify what they drafted in one forward
 (`paradec.samplers.causal.chain`): a window of their own drafts (`paradec.samplers.causal.window`), or a chain or tree
 of another model's (`paradec.samplers.causal.drafting`). ZipAR (`paradec.samplers.causal.zipar`) drafts nothing. Rows
 are independent: each commits its own count.

@@ -59,7 +59,7 @@ def schedule(grid: Grid, window: int) -> list[Step]:
             done[row] += 1
             if done[row] == grid.width:
                 unfed += range(at, start + grid.stride)
-        if not steps:  # all that stands before the first image token
+        if not steps:  # all that comes before the first image token
             fed = {at: at for at in range(-1, first[0])} | fed
         order = sorted(fed)
         steps.append(Step(order, [fed[at] for at in order], [order.index(at) for at in chosen], list(chosen.values())))
