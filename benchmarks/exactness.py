@@ -31,12 +31,12 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
+from paradec.request import Request
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import probability, token_distribution
 from paradec.samplers.causal.window import INITS, REFRESHES
-from paradec.samplers.request import Request
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])

@@ -1,5 +1,5 @@
-"""Writes tables of README.md, docs/comparison.md and docs/images.md from the results of benchmarks: compare, antibody,
-digits, jacobi.
+"""Writes tables of README.md and docs/ (attention, caches, comparison, images) from the results of benchmarks: compare,
+antibody, digits, jacobi, caches, sparsed.
 
     python benchmarks/tables.py
 
@@ -147,6 +147,59 @@ def verification_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def caches_table(data: dict[str, Any]) -> str:
+    """Speed-ups of caches over none, of `benchmarks/caches.py speed`: one row a cache, one column a request."""
+    cells: dict[str, dict[str, str]] = {}
+    for entry in data["rows"]:
+        prompt, new, block, steps = (entry[key] for key in ("prompt", "new", "block", "steps"))
+        request = f"{entry['rows']} x ({prompt} + {new}), blocks of {block}, {steps} steps"
+        share = f"{100 * entry['positions']:.0f}%, {100 * entry['bookkeeping_of_saved']:.1f}%"
+        cells.setdefault(f"`{entry['cache']}`", {})[request] = f"{entry['speed_up']:.2f}x ({share})"
+    return _crossed("cache", cells, missing="")
+
+
+def caches_accuracy_table(data: dict[str, Any]) -> str:
+    """Right answers under caches, of `benchmarks/caches.py accuracy`: one row a cache, one column a sampler."""
+    cells: dict[str, dict[str, str]] = {}
+    for entry in data["rows"]:
+        name, *changes = entry["cache"].split()
+        label = ", ".join([f"`{name}`", *changes])
+        value = f"{100 * entry['right']:.1f} ({entry['positions_per_answer']:.0f})"
+        cells.setdefault(label, {})[f"`{entry['sampler']}`"] = value
+    together = dict(sorted(cells.items(), key=lambda item: [*cells].index(item[0].split(",")[0])))
+    return _crossed("cache", together, missing="refused")
+
+
+def _crossed(corner: str, cells: dict[str, dict[str, str]], missing: str) -> str:
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    lines = [f"| {corner} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(row.get(column, missing) for column in columns) + " |"
+              for name, row in cells.items()]  # fmt: skip
+    return "\n".join(lines)
+
+
+def caches_prefix_table(data: dict[str, Any]) -> str:
+    """Requests over a kept or shared prefix beside the same ones without, of `benchmarks/caches.py prefix`."""
+    lines = ["| request | speed-up | positions evaluated | store |", "|---" * 4 + "|"]
+    for entry in data["rows"]:
+        store, without = (entry[key] / 2**20 for key in ("store_bytes", "store_bytes_without"))
+        cells = [entry["what"], f"{entry['seconds_without'] / entry['seconds']:.2f}x"]
+        cells += [f"{entry['positions']} of {entry['positions_without']}", f"{store:.0f} of {without:.0f} MiB"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def sparsed_table(data: dict[str, Any]) -> str:
+    """Block-sparse beside dense attention, of benchmarks/sparsed.py."""
+    header = ["positions", "select", "blocks read", "speed-up", "ideal", "finding the lists, in dense attentions"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for entry in data["rows"]:
+        cells = [str(entry["length"]), str(entry["select"]), f"{100 * entry['density']:.0f}%"]
+        cells += [f"{entry[key]:.2f}" for key in ("speed_up", "ideal", "estimation")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
@@ -154,14 +207,18 @@ def rendered() -> dict[str, str]:
         SystemExit: a file has no place for one of its tables.
     """
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
-    compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in names
-    )
+    compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
     tables = {
         "README.md": {
             "compare": compare_table(compare, True),
             "antibody": antibody_table(antibody, True),
             "digits": digits_table(digits, short=True),
+        },
+        "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
+        "docs/caches.md": {
+            "caches": caches_table(_result("caches")),
+            "caches_accuracy": caches_accuracy_table(_result("caches_accuracy")),
+            "caches_prefix": caches_prefix_table(_result("caches_prefix")),
         },
         "docs/comparison.md": {
             "compare": compare_table(compare, False),
@@ -185,6 +242,10 @@ def rendered() -> dict[str, str]:
             text = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], text)
         found[file] = text
     return found
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from paradec.generate import Output, generate, infill
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.loading import load, wrap
 from paradec.protocol import Interrupted, decode
+from paradec.request import Request
 from paradec.samplers.masked.prophet import Prophet
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Interrupted",
     "Output",
     "Prophet",
+    "Request",
     "SparseD",
     "TaylorSeer",
     "accelerate",

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.attention.sparsed import AttentionCost, SparseD
-from paradec.blocks import BlockPolicy
-from paradec.caches.base import Cache
+from paradec.attention.sparsed import AttentionCost
 from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
-from paradec.checks import check_bool, check_int, check_model, shown
+from paradec.checks import check_model
 from paradec.prompts import Prompts, encode, right_aligned
-from paradec.protocol import Commit, Interrupted, Sampler, State, decode
-from paradec.samplers.masked.stopping import EarlyRule, StopRule
+from paradec.protocol import Commit, Interrupted, State, decode
+from paradec.request import Arguments, Preset, Request, takes_arguments
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace
 
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.checks.MODELS`) that write ids without being told where a picture ends."""
-MOST_ANSWERS = 1_000_000
-"""Rows that one prompt can become."""
 
 
 @dataclass
@@ -84,43 +80,15 @@ class Output:
         return sum(self.tokens) / max(1, sum(self.row_nfe))
 
 
+@takes_arguments()
 def generate(
     model: Any,
     prompt: Any = None,
     *,
     input_ids: Any = None,
     attention_mask: Any = None,
-    sampler: str | Sampler = "threshold",
-    cache: str | Cache | None = None,
-    prefix: KeptPrefix | None = None,
-    keep_prefix: bool = False,
-    share_prefix: bool = False,
-    attention: str | SparseD | None = None,
-    blocks: str | BlockPolicy | None = None,
-    block_length: int | None = None,
-    steps: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    guidance_scale: float = 1.0,
-    seed: int | Sequence[int] | None = None,
-    generator: torch.Generator | None = None,
-    rng: str = "counter",
-    eos_early_stop: bool = True,
-    logits_eos_inf: bool = False,
-    holes_eos_inf: bool = False,
-    confidence_eos_eot_inf: bool = False,
-    suppress_tokens: Sequence[int] = (),
-    stop_strings: str | Sequence[str] | None = None,
-    stop: StopRule | EarlyRule | Sequence[StopRule | EarlyRule] | None = None,
-    num_return_sequences: int = 1,
-    race: int | None = None,
-    chat: bool | None = None,
-    streamer: Any = None,
-    callback: Callable[[State, Commit], bool | None] | None = None,
-    trace: bool = False,
-    compile: bool = False,
+    preset: Preset | None = None,
+    **arguments: Unpack[Arguments],
 ) -> Output:
     """Decode answers to one prompt or a batch of unequal ones.
 
@@ -130,45 +98,8 @@ def generate(
         input_ids: ids under their transformers name, instead of `prompt`. Where ids hold the mask id, those positions
             are filled as well, and everything else stays as it is (see `infill`).
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
-        sampler: a name (`paradec.samplers.names()`), several that are joined ("credit+localleap", see
-            `paradec.samplers.create`), or a sampler made with settings.
-        cache: a name (`paradec.caches.names()`) or a cache; None recomputes everything at every step.
-        prefix: the `prefix` of an earlier output, made with `keep_prefix`: what a row has in common with it is not
-            evaluated again. Exact for block-causal models, approximate for others; `out.cost.reused_tokens` counts.
-        keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
-        share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
-        attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
-            themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
-            `Output.attention` says what was computed.
-        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive"; the
-            length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for Dream, the model's
-            own blocks for block-causal models.
-        steps: forwards planned per row, for samplers with a schedule; a multiple of the number of blocks.
-        max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold
-            masks.
-        temperature, top_p, top_k, guidance_scale, logits_eos_inf, holes_eos_inf, confidence_eos_eot_inf,
-            suppress_tokens: see `paradec.samplers.request.Request`.
-        seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
-            neighbours.
-        generator: a torch.Generator instead of a seed.
-        rng: "counter", or "reference" to draw from the generator as the public reference code does.
-        eos_early_stop: end a row at its end token, once everything before it is decided.
-        stop_strings: a text or several; a row ends at the token that completes one of them in its answer, once
-            everything before is decided. The token is kept, as in transformers, so that the answer ends with the text
-            (or with a token that holds its end). Needs a tokenizer.
-        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
-        num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
-        race: decode so many copies of one prompt side by side, each with its own random numbers, and return the one
-            that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). `row_forwards` and
-            `forwarded_tokens` count all copies, and `cost` and `trace` have them all.
-        chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
-        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.streaming`.
-        callback: `callback(state, commit)` after every step; returning True ends the decoding.
-        trace: record every step in `Output.trace`.
-        compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
-            (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
-            for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
-            so is decoded as usual, with one warning.
+        preset: a `paradec.Request`, or a file that `Request.save` wrote, whose values arguments override.
+        arguments: the fields of `paradec.Request`, which explains them: sampler, cache, steps, temperature, ...
 
     Returns:
         An `Output`.
@@ -180,70 +111,42 @@ def generate(
     """
     check_model("generate", model, MADE)
     check_source(prompt, input_ids)
-    method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
-    if not isinstance(method, Sampler):
-        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+    request = Request.of(arguments, preset)
+    prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat)
+    return answer(model, prompts, request)
+
+
+def answer(model: Any, prompts: Prompts, request: Request) -> Output:
+    """Decode a request for encoded prompts: what all doors of text come to. As `generate`.
+
+    Raises: as `generate`.
+    """
+    method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
     if method.family not in ("masked", "draft_verify"):
         raise ValueError(
             f"sampler {method.name!r} is of family {method.family!r}; generate takes 'masked' and 'draft_verify'"
         )
-    if steps is not None and not method.uses_steps:
-        warnings.warn(f"steps={steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=2)
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback={shown(callback)} must be callable")
-    check_bool("trace", trace)
-    check_bool("compile", compile)
-    if compile and model.device.type != "cuda":
+    if request.steps is not None and not method.uses_steps:
+        warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
+    if request.compile and model.device.type != "cuda":
         raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
-    check_int("num_return_sequences", num_return_sequences, low=1, high=MOST_ANSWERS)
-    prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, chat)
+    race, callback, copies = request.race, request.callback, request.num_return_sequences
     if race is not None:
-        _check_race(race, prompts, num_return_sequences, streamer)
-        num_return_sequences, prompts = race, replace(prompts, single=False)
-    if num_return_sequences > 1:
-        if isinstance(seed, (Tensor, np.ndarray)):
-            seed = seed.tolist()
-        if isinstance(seed, (list, tuple)) and len(seed) == len(prompts.rows):
-            seed = [entry for entry in seed for _ in range(num_return_sequences)]
-        prompts = prompts.repeated(num_return_sequences)
-    if streamer is not None:
-        check_streamer(streamer, len(prompts.rows))
-    state: Any = method.start(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        blocks=blocks,
-        block_length=block_length,
-        cache=cache,
-        prefix=prefix,
-        keep_prefix=keep_prefix,
-        share_prefix=share_prefix,
-        attention=attention,
-        seed=seed,
-        generator=generator,
-        trace=trace,
-        stop_strings=stop_strings,
-        stop=stop,
-        steps=steps,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        guidance_scale=guidance_scale,
-        rng=rng,
-        eos_early_stop=eos_early_stop,
-        logits_eos_inf=logits_eos_inf,
-        holes_eos_inf=holes_eos_inf,
-        confidence_eos_eot_inf=confidence_eos_eot_inf,
-        suppress_tokens=suppress_tokens,
-    )
+        _check_race(race, prompts, copies, request.streamer)
+        copies, prompts, callback = race, replace(prompts, single=False), _until_first(callback)
+    if copies > 1:
+        if isinstance(request.seed, tuple) and len(request.seed) == len(prompts.rows):
+            request = replace(request, seed=[entry for entry in request.seed for _ in range(copies)])
+        prompts = prompts.repeated(copies)
+    if request.streamer is not None:
+        check_streamer(request.streamer, len(prompts.rows))
+    state: Any = method.start(model, prompts, request)
     if hint := state.cache_advice():
-        warnings.warn(hint, stacklevel=2)
-    if race is not None:
-        callback = _until_first(callback)
-    loop = _device_loop(method, model, state, callback, streamer) if compile else decode
+        warnings.warn(hint, stacklevel=3)
+    loop = _device_loop(method, model, state, callback, request.streamer) if request.compile else decode
     begin = time.perf_counter()
+    watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
-        watched = nullcontext(callback) if streamer is None else stream(streamer, state, callback)
         with state.freed_store(), watched as after_commit:
             loop(method, model, state, after_commit)
             kept = state.kept_prefix(model)
@@ -260,10 +163,11 @@ def generate(
     if race is None:
         return output
     if race > 1 and (state.canvas == state.canvas[0]).all():
-        warnings.warn(f"race={race} ran equal copies: give a temperature, or a sampler that draws", stacklevel=2)
+        warnings.warn(f"race={race} ran equal copies: give a temperature, or a sampler that draws", stacklevel=3)
     return _of_row(output, _first(state))
 
 
+@takes_arguments()
 def infill(
     model: Any,
     prompt: Any = None,
@@ -271,10 +175,8 @@ def infill(
     input_ids: Any = None,
     attention_mask: Any = None,
     mask: str = "<mask>",
-    max_new_tokens: int = 0,
-    holes_eos_inf: bool = True,
-    chat: bool | None = None,
-    **request: Any,
+    preset: Preset | None = None,
+    **arguments: Unpack[Arguments],
 ) -> Output:
     """Fill the masked tokens of a text; everything else stays as it is.
 
@@ -294,10 +196,8 @@ def infill(
         input_ids, attention_mask: as in `generate`.
         mask: the text that stands for one token to fill; "<mask:3>" and "<mask><mask><mask>" stand for three. A space
             before it is left to the model.
-        max_new_tokens: masks appended after the text.
-        holes_eos_inf: keep end tokens out of holes; False lets the model leave a part of a hole empty.
-        chat: True makes text a user turn of the chat template.
-        request: everything else that `generate` takes.
+        preset, arguments: as in `generate`, but for two defaults: `max_new_tokens` is 0 (masks appended after the
+            text), and `holes_eos_inf` True (False lets the model leave a part of a hole empty).
 
     Returns:
         An `Output`: `text` is the completed text, `fills` the text of each hole, `filled` where holes were.
@@ -309,11 +209,12 @@ def infill(
     check_source(prompt, input_ids)
     if model.facts.mask_token_id is None:
         raise ValueError(f"infill needs a model with a mask token; {model.facts.name} is autoregressive")
-    prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, chat, placeholder=mask)
+    request = Request.of(arguments, preset, max_new_tokens=0, holes_eos_inf=True)
+    prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat, placeholder=mask)
     for index, row in enumerate(prompts.rows):
         if model.facts.mask_token_id not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
-    return generate(model, prompts, max_new_tokens=max_new_tokens, holes_eos_inf=holes_eos_inf, **request)
+    return answer(model, prompts, request)
 
 
 def check_source(prompt: Any, input_ids: Any) -> None:
@@ -331,21 +232,20 @@ def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: A
         if reason is None and given is not None:
             reason = f"{name} looks at every step"
     if reason is not None:
-        warnings.warn(f"compile=True has no effect: {reason}", stacklevel=3)
+        warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
         return decode
 
     def on_the_device(method: Any, model: Any, state: Any, after_commit: Any) -> None:
         try:
             device_step.decode(method, model, state)
         except device_step.NotCapturable as error:
-            warnings.warn(f"compile=True has no effect: {error}", stacklevel=4)
+            warnings.warn(f"compile=True has no effect: {error}", stacklevel=5)
             decode(method, model, state, after_commit)
 
     return on_the_device
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:
-    check_int("race", race, low=1, high=MOST_ANSWERS)
     if len(prompts.rows) != 1:
         raise ValueError(f"race={race} takes one prompt; this request has {len(prompts.rows)}")
     if answers != 1:

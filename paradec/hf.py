@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +9,10 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from paradec.attention.sparsed import SparseD
-from paradec.blocks import BlockPolicy
-from paradec.caches.base import Cache
 from paradec.checks import shown
 from paradec.generate import generate
 from paradec.models.loading import wrap
-from paradec.protocol import Sampler
+from paradec.request import Preset, takes_arguments
 
 READ_FROM_CONFIG = frozenset(
     {
@@ -33,6 +29,12 @@ READ_FROM_CONFIG = frozenset(
 UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 """What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
 
+SERVED = (
+    *("sampler", "cache", "attention", "blocks", "block_length", "steps", "seed", "eos_early_stop", "logits_eos_inf"),
+    *("holes_eos_inf", "confidence_eos_eot_inf", "stop_strings", "callback", "streamer"),
+)
+"""Fields of a request that `hf_generate` takes by name; transformers' own arguments say the others."""
+
 
 @dataclass
 class MaskedDiffusionOutput(ModelOutput):
@@ -46,6 +48,7 @@ class MaskedDiffusionOutput(ModelOutput):
     """Answer tokens per forward call, padding excluded."""
 
 
+@takes_arguments(*SERVED)
 def hf_generate(
     model: Any,
     input_ids: Tensor,
@@ -53,24 +56,12 @@ def hf_generate(
     stopping_criteria: Any = None,
     generation_config: Any = None,
     *,
-    sampler: str | Sampler = "threshold",
-    cache: str | Cache | None = None,
-    attention: str | SparseD | None = None,
-    blocks: BlockPolicy | None = None,
-    block_length: int | None = None,
-    steps: int | None = None,
-    seed: int | Sequence[int] | None = None,
     mask_token_id: int | None = None,
     prediction: str | None = None,
     topology: str = "bidirectional",
-    eos_early_stop: bool = True,
-    logits_eos_inf: bool = False,
-    confidence_eos_eot_inf: bool = False,
-    stop_strings: str | Sequence[str] | None = None,
-    callback: Callable[..., bool | None] | None = None,
     tokenizer: Any = None,
-    streamer: Any = None,
-    **model_kwargs: Any,
+    preset: Preset | None = None,
+    **arguments: Any,
 ) -> Tensor | MaskedDiffusionOutput:
     """Decode a masked diffusion model that transformers loaded, from within its own `generate`.
 
@@ -90,12 +81,11 @@ def hf_generate(
     Args:
         model: a transformers causal language model whose weights were trained for masked diffusion (Llama, Qwen2, ...).
         input_ids: [B, L] int64; masks in it are filled as well.
-        sampler, cache, attention, blocks, block_length, steps, seed, eos_early_stop, logits_eos_inf,
-            confidence_eos_eot_inf, stop_strings, callback, streamer: as in `paradec.generate`.
         mask_token_id: by default what the generation config, the model's config or the tokenizer names.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
             guessed from the architecture: it must be given.
         topology, tokenizer: as in `paradec.wrap`.
+        preset, arguments: as in `paradec.generate`, but for what transformers' own arguments say (`SERVED` are left).
 
     Returns:
         [B, L + N] int64, where N is the longest answer; shorter ones are padded after their end. Prompts are padded on
@@ -106,10 +96,20 @@ def hf_generate(
     """
     if generation_config is None:
         raise ValueError("generation_config is missing; pass hf_generate to model.generate as custom_generate")
+    own = {name: arguments.pop(name) for name in SERVED if name in arguments}
+    model_kwargs = arguments
     _refuse(generation_config, [*(logits_processor or ()), *(stopping_criteria or ())], model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
     _check_positions(input_ids, attention_mask, model_kwargs.get("position_ids"))
     config, sampled = generation_config, generation_config.do_sample
+    stated_by_transformers = {
+        "max_new_tokens": config.max_length - input_ids.shape[1],
+        "temperature": (1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
+        "top_p": config.top_p if sampled and config.top_p != 1.0 else None,
+        "top_k": config.top_k or None if sampled else None,
+        "guidance_scale": 1.0 if config.guidance_scale is None else config.guidance_scale,
+        "suppress_tokens": config.suppress_tokens or (),
+    }
     stated = (mask_token_id, getattr(config, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
     wrapped = wrap(
         model,
@@ -125,25 +125,9 @@ def hf_generate(
             wrapped,
             input_ids=input_ids,
             attention_mask=attention_mask,
-            sampler=sampler,
-            cache=cache,
-            attention=attention,
-            blocks=blocks,
-            block_length=block_length,
-            steps=steps,
-            max_new_tokens=config.max_length - input_ids.shape[1],
-            temperature=(1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
-            top_p=config.top_p if sampled and config.top_p != 1.0 else None,
-            top_k=config.top_k or None if sampled else None,
-            guidance_scale=1.0 if config.guidance_scale is None else config.guidance_scale,
-            seed=seed,
-            eos_early_stop=eos_early_stop,
-            logits_eos_inf=logits_eos_inf,
-            confidence_eos_eot_inf=confidence_eos_eot_inf,
-            suppress_tokens=config.suppress_tokens or (),
-            stop_strings=stop_strings,
-            streamer=streamer,
-            callback=callback,
+            preset=preset,
+            **own,
+            **stated_by_transformers,
         )
     finally:
         wrapped.unwrap()

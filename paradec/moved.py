@@ -92,6 +92,7 @@ MOVED = {
     "paradec.samplers.saber": "paradec.samplers.masked.saber",
     "paradec.samplers.scd": "paradec.samplers.causal.scd",
     "paradec.samplers.schedules": "paradec.samplers.masked.schedules",
+    "paradec.samplers.request": "paradec.request",
     "paradec.samplers.sjd": "paradec.samplers.causal.sjd",
     "paradec.samplers.speculative": "paradec.samplers.causal.speculative",
     "paradec.samplers.stopping": "paradec.samplers.masked.stopping",

@@ -355,13 +355,18 @@ class Sampler:
     """Whether the request's `steps` means something to the method."""
     models: ClassVar[tuple[str, ...]] = ()
     """Which kinds of model the method decodes with: names of `paradec.checks.MODELS`."""
+    unserved: ClassVar[tuple[str, ...]] = ()
+    """Fields of `paradec.Request` that mean nothing to the family: given another value than the default, they are
+    refused by name."""
+    request_defaults: ClassVar[Mapping[str, Any]] = {}
+    """What `start` takes for fields that are not given, where that is not the default of `paradec.Request`."""
 
     def check_model(self, model: Any) -> None:
         """Raise TypeError unless the method decodes with models of this kind."""
         check_model(f"sampler {self.name!r}", model, self.models)
 
-    def start(self, model: Any, prompt: Any, /, *args: Any, **request: Any) -> State:
-        """Make the state of one request."""
+    def start(self, model: Any, prompt: Any, /, *args: Any, **arguments: Any) -> State:
+        """Make the state of one request: `start(model, prompt, request)`, or with the request's fields by name."""
         raise NotImplementedError
 
     def query(self, state: Any) -> list[Any]:

@@ -166,7 +166,7 @@ VALUES: dict[str, Any] = {
     "adaptive blocks": lambda: paradec.AdaptiveBlocks(length=8),
     "sparsed": lambda: paradec.SparseD(select=0.5),
     "prophet": lambda: paradec.Prophet(),
-    "request": lambda: samplers.request.Request(temperature=0.5, suppress_tokens=(3,)),
+    "request": lambda: paradec.Request(temperature=0.5, suppress_tokens=(3,)),
 }
 
 

@@ -145,6 +145,11 @@ def test_masks_in_the_ids_are_filled(pair: Any) -> None:
     expected = paradec.generate(loaded, input_ids=ids, max_new_tokens=4)
     assert (out != mask).all() and out[0, [0, 2, 4]].tolist() == [1, 3, 5]
     assert torch.equal(out, expected.sequences[:, : out.shape[1]])
+    # with an end token that the model would put there, unless it is kept out of holes
+    ends = {"eos_token_id": [int(out[0, 1]), int(out[0, 3])], "max_new_tokens": 4}
+    inside, kept_out = (plain.generate(ids, holes_eos_inf=value, **ends, **arguments) for value in (False, True))
+    assert torch.equal(inside[0, :5], out[0, :5]) and torch.equal(kept_out[0, [0, 2, 4]], ids[0, [0, 2, 4]])
+    assert not torch.isin(kept_out[0, [1, 3]], torch.tensor([mask, *ends["eos_token_id"]])).any()
 
 
 def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +189,8 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"mask_token_id": 99}, "mask_token_id=99"),
         ({"cache": "nothing"}, "unknown cache: 'nothing'"),
         ({"temperatur": 1.0}, "temperatur"),
+        ({"holes_eos_inff": True}, "holes_eos_inff"),
+        ({"holes_eos_inf": 2}, "holes_eos_inf=2 must be True or False"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(pair: Any, settings: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from side_by_side import together
 from tiny_pipelines import (
     MODELS,
     LoopPipeline,
@@ -129,27 +130,6 @@ def in_thread(function: Callable[[], Any]) -> Any:
     thread.join(60)
     assert found, "the thread hangs"
     return found[0]
-
-
-def together(*functions: Callable[[], Any]) -> list[Any]:
-    """The same, at the same time."""
-    found: list[Any] = [None] * len(functions)
-    barrier = threading.Barrier(len(functions))
-
-    def start(i: int) -> None:
-        barrier.wait()
-        try:
-            found[i] = functions[i]()
-        except BaseException as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=start, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return found
 
 
 def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[..., Any]:

@@ -23,9 +23,9 @@ from paradec.caches.table import REFUSED, verdict
 from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
 from paradec.protocol import Sampler, decode
+from paradec.request import Request
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.request import Request
 
 PROMPTS = [[3], [2, 1], [4, 0, 1]]
 LONG = [0, 3, 1, 3, 2, 4, 2, 1, 1, 0, 3, 2]

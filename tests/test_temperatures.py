@@ -26,10 +26,10 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.protocol import Query, decode
+from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import draw, token_distribution
 from paradec.samplers.masked.learn2pd_filter import BlockFilter, FilterFacts, save_filter
-from paradec.samplers.request import make_request
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
@@ -282,7 +282,7 @@ def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
     uniform = torch.tensor([1e-300, 0.3, 0.7, 1 - 2**-53], dtype=torch.float64)
     temperatures = (COLD, *TEMPERATURES) if words == 60 else (0.05, 2.0)
     for temperature, filters in itertools.product(temperatures, FILTERS):
-        request = make_request({"temperature": temperature} | filters)
+        request = Request(**{"temperature": temperature} | filters)
         for words_allowed in (None, allowed):
             law = token_distribution(logits, request, words_allowed)
             for row, found in zip(logits.double().flatten(0, 1), law.flatten(0, 1), strict=True):
@@ -309,9 +309,9 @@ def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
 def test_laws_of_extreme_logits(dtype: torch.dtype, scale: float) -> None:
     logits = table(50, torch.float64, scale).table.to(dtype)
     for temperature, filters in itertools.product((COLD, 0.2, 1.0, 2.0), FILTERS):
-        law = token_distribution(logits, make_request({"temperature": temperature} | filters))
+        law = token_distribution(logits, Request(**{"temperature": temperature} | filters))
         if scale > 1e5:
-            assert torch.equal(law, token_distribution(logits, make_request({"temperature": 0.0})))
+            assert torch.equal(law, token_distribution(logits, Request(temperature=0.0)))
         torch.testing.assert_close(law.sum(-1), torch.ones(len(law), dtype=law.dtype))
 
 

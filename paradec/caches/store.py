@@ -6,7 +6,6 @@ position itself, less what all rows read from a shared prefix. Importing this mo
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import Any
 
@@ -76,10 +75,6 @@ class KeyValueStore(Cache):
         """Bytes of the keys and values held, a shared prefix once."""
         own = sum(tensor.nbytes for layers in (self.layer_keys, self.layer_values) for tensor in layers.values())
         return own + (0 if self.shared is None else self.shared.nbytes)
-
-    def stale(self, canvas: Tensor) -> Tensor:
-        """[rows, slots] bool: slots that hold another token's key and value than the canvas [rows, length] has."""
-        return self.valid & (self.token_at_write[:, : self.slots] != canvas[:, self.start :])
 
     # ---- one call -------------------------------------------------------------------------------------------------
 
@@ -235,22 +230,6 @@ class KeyValueStore(Cache):
         return self.length
 
     # ---- rows -----------------------------------------------------------------------------------------------------
-
-    def gather(self, rows: Tensor) -> KeyValueStore:
-        """A copy that holds only `rows` [N] int64, in that order; rows may repeat."""
-        other = copy.copy(self)
-        other._call = None
-        other.token_at_write = self.token_at_write.index_select(0, rows)
-        other.step_at_write = self.step_at_write.index_select(0, rows)
-        other._filled_to, other._loaded = (at[rows.cpu().numpy()] for at in (self._filled_to, self._loaded))
-        for name in ("layer_keys", "layer_values"):
-            layers = getattr(self, name)
-            setattr(other, name, {at: layer.index_select(0, rows.to(layer.device)) for at, layer in layers.items()})
-        return other
-
-    def fork(self, branches: int) -> KeyValueStore:
-        """A copy with every row repeated `branches` times, for drafts that go on side by side."""
-        return self.gather(torch.arange(self.rows, device=self.token_at_write.device).repeat_interleave(branches))
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
         """Empty the slots of `rows` [N] from `start` [N] on: these positions are no part of the sequence any more."""

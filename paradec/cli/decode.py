@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from paradec.attention.sparsed import AttentionCost
-from paradec.blocks import LONGEST_BLOCK, POLICIES
-from paradec.checks import check_choice, check_int
-from paradec.generate import MOST_ANSWERS, Output
+from paradec.blocks import LONGEST_BLOCK
+from paradec.checks import check_int
+from paradec.generate import Output
 from paradec.prompts import Prompts, check_placeholder
 from paradec.protocol import Interrupted
-from paradec.samplers.masked.stopping import check_stop_strings
-from paradec.samplers.request import make_request
+from paradec.request import FIELDS, Request
 
 MOST_ROWS = 256
 """Rows decoded together at most: results are printed batch by batch, and larger ones gain little."""
@@ -39,16 +38,9 @@ def check_options(function: str, options: dict[str, Any], answers: int) -> None:
     Raises:
         ValueError: an argument out of its range; the message names it.
     """
-    check_int("num_return_sequences", answers, low=1, high=MOST_ANSWERS)
-    names = ("steps", "temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "holes_eos_inf")
-    make_request({name: options[name] for name in names if name in options})
+    Request(num_return_sequences=answers, **{name: value for name, value in options.items() if name in FIELDS})
     low = 1 if function == "generate" else 0
     check_int("max_new_tokens", options["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
-    check_int("block_length", options["block_length"], low=1, high=LONGEST_BLOCK, none=True)
-    check_int("seed", options["seed"], low=0, high=2**63 - 1, none=True)
-    if options.get("blocks") is not None:
-        check_choice("blocks", options["blocks"], POLICIES)
-    check_stop_strings(options.get("stop_strings"))
     check_placeholder(options.get("mask"))
 
 

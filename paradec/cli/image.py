@@ -15,7 +15,7 @@ from paradec.images import ImageOutput, contact_sheet, step_pictures
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
 from paradec.pictures import MOST_IMAGES
-from paradec.samplers.request import LARGEST_GUIDANCE
+from paradec.request import LARGEST_GUIDANCE
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""

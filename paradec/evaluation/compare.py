@@ -35,7 +35,8 @@ from paradec.models.loading import load
 from paradec.prompts import encode
 from paradec.protocol import Interrupted, Sampler, plain
 from paradec.registry import unknown
-from paradec.samplers.request import Request, attention_of, block_policy
+from paradec.request import Request
+from paradec.samplers.masked.start import attention_of, block_policy
 
 SCHEMA = "paradec-compare/1"
 BASELINE = "threshold"
@@ -485,7 +486,7 @@ def compare(
     if not questions:
         raise ValueError("questions is empty; give at least one")
     model = load() if model is None else model
-    attention_of(attention, Configuration(BASELINE).make(), model, shares=False)
+    attention_of(Request(attention=attention), Configuration(BASELINE).make(), model)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     if names is None:
         asked = {"cache": cache, "attention": attention, "max_new_tokens": new, "block_length": block_length}

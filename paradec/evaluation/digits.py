@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
+from paradec.models.checkpoint import CheckpointError
 from paradec.models.weights import read_weights
 
 FEATURES = 64
@@ -52,11 +53,21 @@ class DigitClassifier(nn.Module):
 
 
 def load_classifier(path: str | os.PathLike[str] | None = None) -> DigitClassifier:
-    """The packaged classifier, or one from a file."""
+    """The packaged classifier, or one from a file.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or does not hold this network's weights.
+    """
     if path is None:
         path = Path(str(importlib.resources.files("paradec") / "assets" / "digits" / "classifier.safetensors"))
     model = DigitClassifier()
-    model.load_state_dict({name: tensor.float() for name, tensor in read_weights(path)[0].items()})
+    weights = {name: tensor.float() for name, tensor in read_weights(path)[0].items()}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights of {os.fspath(path)!r} do not fit: {' '.join(str(error).split())}"
+        ) from None
     return model.eval().requires_grad_(False)
 
 

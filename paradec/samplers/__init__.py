@@ -35,6 +35,13 @@ class SamplerRegistry(Registry):
             return parse(name)
         return super().create(name, preset=preset, **settings)
 
+    def check(self, name: str) -> None:
+        """Raise ValueError unless `create` knows the name, or can join what it names."""
+        if name not in self and any(sign in name for sign in JOINING):
+            self.create(name)
+        else:
+            super().check(name)
+
 
 registry = SamplerRegistry(
     "sampler",

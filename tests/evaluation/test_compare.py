@@ -21,9 +21,9 @@ from paradec.evaluation import Comparison, Configuration
 from paradec.evaluation.compare import COMBINATIONS, Result
 from paradec.evaluation.metrics import aup, bootstrap, wilson
 from paradec.models.adapter import Model
+from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.threshold import Threshold
-from paradec.samplers.request import Request
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_length": 12}

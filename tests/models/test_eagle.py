@@ -28,12 +28,12 @@ from paradec.models.checkpoint import CheckpointError
 from paradec.models.eagle import EagleDrafter
 from paradec.prompts import Prompts
 from paradec.protocol import Query, decode
+from paradec.request import Request
 from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import TREES, DynamicTree, Tree, normalized, walk
 from paradec.samplers.causal.verification import probability, token_distribution
-from paradec.samplers.request import Request
 
 PROMPTS = [[3, 1, 4, 1, 0], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2]]
 NEGATIVE = [[1, 2, 3], [4], [0, 1], [2, 3, 4, 0]]

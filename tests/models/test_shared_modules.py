@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from every_model import EVERY, decoded, expected, shared
+from side_by_side import together
 from test_wrap import IDS, ROWS, Opaque, decoder, encoder, random_ids
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
@@ -52,23 +52,10 @@ def logits(model: Model, ids: Tensor = IDS9) -> Tensor:
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
     """What each work returns, all begun at once, each in a thread of its own that gives way all the time."""
-    barrier, found = threading.Barrier(len(works)), [None] * len(works)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        try:
-            found[index] = works[index]()
-        except BaseException as error:
-            found[index] = error
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found = together(*works)
     finally:
         sys.setswitchinterval(before)
     for error in found:

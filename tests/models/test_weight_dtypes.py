@@ -1,8 +1,10 @@
-"""Weights that are stored as something else than floating-point numbers are refused, by every loader and by name."""
+"""Weights that are missing or stored as something else than floating-point numbers are refused, by every loader and by
+name."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from image_models import TINY_VQ, tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_adaptive_blocks import tokenizer_of
 from test_checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
 from test_eagle import checkpoint as eagle_checkpoint
 from test_eagle import tiny_base
@@ -18,6 +22,7 @@ from test_eagle import write as write_eagle
 from test_families import CONFIGS, write_antiberty
 from test_families import write as write_family
 from torch import Tensor
+from transformers import T5Config, T5EncoderModel
 
 import paradec
 from paradec.evaluation.antiberty import load_antiberty
@@ -65,6 +70,12 @@ def recode(file: Path, name: str, code: str) -> None:
         header["__metadata__"] = metadata
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def told(file: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    with safe_open(file, "pt") as opened:
+        return opened.metadata() or {}
 
 
 def floats(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -170,6 +181,19 @@ def transformers_format(make_model: Callable[[], Any], load: Callable[[Path], An
     return make
 
 
+def text_encoder(folder: Path) -> Case:
+    """Of captions for LlamaGen, which is good itself."""
+    store(folder / "t2i_XL_256.pt", floats(tiny_llamagen("t2i", grid=16, vq=False).module))
+    config = T5Config(vocab_size=8, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
+    T5EncoderModel(config).save_pretrained(folder / "t5")
+    tokenizer_of([*"abcdefg", "<mask>"]).save_pretrained(folder / "t5")
+    return (
+        folder / "t5" / "model.safetensors",
+        "encoder.final_layer_norm.weight",
+        lambda: paradec.load(folder / "t2i_XL_256.pt", n_head=4, text_encoder=str(folder / "t5")),
+    )
+
+
 def store(file: Path, weights: dict[str, Tensor]) -> None:
     if file.suffix == ".safetensors":
         save_file(weights, file)
@@ -198,6 +222,7 @@ SAFETENSORS: dict[str, Callable[[Path], Case]] = {
     "emu3": transformers_format(tiny_emu3, load_emu3),
     "chameleon": transformers_format(lambda: tiny_chameleon(LAYOUTS["anole"], vq=False), load_chameleon),
     "janus": transformers_format(tiny_janus, load_janus),
+    "text encoder": text_encoder,
 }
 PICKLES: dict[str, Callable[[Path], Case]] = {
     "llamagen": lambda folder: llamagen(folder, ".pt"),
@@ -237,6 +262,37 @@ def test_pickles(loader: str, tmp_path: Path) -> None:
     for dtype in TORCH:
         torch.save(weights | {name: weights[name].to(dtype)}, file)
         refused(case, f"{name} is {str(dtype).removeprefix('torch.')}")
+
+
+@pytest.mark.parametrize("loader", SAFETENSORS)
+def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
+    """It was made up at random by some."""
+    case = file, name, _ = SAFETENSORS[loader](tmp_path)
+    weights = load_file(file)
+    save_file({other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | told(file))
+    refused(case, "missing weights: |" + re.escape(name))
+
+
+def test_weights_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
+    """An Anole needs no encoder of pictures, and no codebook beside that of a VQ decoder."""
+    file, _, load = SAFETENSORS["chameleon"](tmp_path)
+    weights, own = load_file(file), "model.vqmodel."
+    expected = load().codebook()
+    save_file({k: v for k, v in weights.items() if not k.startswith(own) or ".quantize." in k}, file, {"format": "pt"})
+    assert torch.equal(load().codebook().nan_to_num(), expected.nan_to_num())
+    save_file({name: value for name, value in weights.items() if not name.startswith(own)}, file, {"format": "pt"})
+    with pytest.raises(paradec.CheckpointError, match=r"missing weights: model\.vqmodel\.quantize\.embedding\.weight$"):
+        load()
+    decoder = tiny_vq(l2_norm=False, channel_mult=[1, 1, 1, 1])
+    load_chameleon(tmp_path, layout=LAYOUTS["anole"], vq=decoder)
+
+
+def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
+    file, _, load = text_encoder(tmp_path)
+    assert len(load().text_encoder) == 2
+    (file.parent / "tokenizer.json").unlink()
+    with pytest.raises(paradec.CheckpointError, match="t5' has no tokenizer that can be read"):
+        load()
 
 
 def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

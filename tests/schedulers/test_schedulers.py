@@ -26,6 +26,7 @@ from diffusers import (
     UVit2DModel,
     VQModel,
 )
+from side_by_side import together
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
@@ -368,25 +369,6 @@ def after(step: int, function: Any) -> Any:
         return {"block_x": found["block_x"]}
 
     return callback
-
-
-def together(*functions: Any) -> list[Any]:
-    """What functions give in threads of their own: results, or exceptions."""
-    found: list[Any] = [None] * len(functions)
-
-    def start(i: int) -> None:
-        try:
-            found[i] = functions[i]()
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=start, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return found
 
 
 @pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)

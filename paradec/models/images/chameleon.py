@@ -198,7 +198,9 @@ def load_chameleon(
         layout = LAYOUTS[layout]
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq, "chameleon")
-    module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision)
+    # the encoder of pictures takes no part, and the codebook none beside that of `vq`
+    unread = r"model\.vqmodel\.(?!quantize\.)" if vq is None else r"model\.vqmodel\."
+    module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision, unread)
     if device is not None:
         module, vq = module.to(device), None if vq is None else vq.to(device)
     return ChameleonModel(module, layout, vq, tokenizer)

@@ -452,7 +452,8 @@ def load_llamagen(
             (`LlamaGenConfig`'s fields; "vq", where the VQ is another file; "defaults" of requests), `model.safetensors`
             and, if it decodes, `vq.safetensors`.
         vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
-        text_encoder: for t2i: a folder or hub id of the T5 encoder (flan-t5-xl), or (tokenizer, encoder).
+        text_encoder: for t2i: a folder or hub id of the T5 encoder (flan-t5-xl) with safetensors, or (tokenizer,
+            encoder).
         grid: codes along one side (16 for 256 pixels); read from the file's name (c2i_B_256.pt) when left out.
         n_head: heads; known from the width for the published sizes.
 
@@ -498,9 +499,12 @@ def load_llamagen(
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq)
     if isinstance(text_encoder, str):
-        from transformers import AutoTokenizer, T5EncoderModel
+        from paradec.models.images.text_to_image import pretrained
 
-        text_encoder = (AutoTokenizer.from_pretrained(text_encoder), T5EncoderModel.from_pretrained(text_encoder))
+        encoder, tokenizer = pretrained(text_encoder, "T5EncoderModel", None, None)
+        if tokenizer is None:
+            raise CheckpointError(f"{text_encoder!r} has no tokenizer that can be read, and its T5 encoder needs one")
+        text_encoder = (tokenizer, encoder)
     if device is not None:
         module = module.to(device)
         vq = None if vq is None else vq.to(device)

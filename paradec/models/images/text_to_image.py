@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from paradec.models.images.adapter import ImageModel, ImageRequest
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Query
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+"""Files that a tokenizer's words are in."""
 
 
 class TextToImageModel(ImageModel):
@@ -135,26 +139,37 @@ def in_order(codes: dict[int, int], size: int, what: str) -> tuple[int, ...]:
     return tuple(codes[code] for code in range(size))
 
 
-def pretrained(source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None) -> tuple[Any, Any]:
+def pretrained(
+    source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unread: str | None = None
+) -> tuple[Any, Any]:
     """(module, tokenizer) of a folder or hub repository by transformers' own class; safetensors alone are read.
 
+    Args:
+        unread: a pattern of the weights that may be missing, since nothing reads them.
+
     Raises:
-        CheckpointError: a checkpoint that the class cannot read, or weights of a wrong dtype.
+        CheckpointError: a checkpoint that the class cannot read, or weights that are missing or of a wrong dtype.
     """
     import transformers
 
-    from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, read_json
+    from paradec.models.checkpoint import COUNTERS, CheckpointError, check_foreign_dtypes, fetch, listed, read_json
 
     name = os.fspath(source)
     check_foreign_dtypes(name, read_json(name, "config.json", revision), revision)
     options = {} if revision is None else {"revision": revision}
     try:
-        module = getattr(transformers, architecture).from_pretrained(
-            source, dtype=dtype or "auto", use_safetensors=True, **options
+        module, info = getattr(transformers, architecture).from_pretrained(
+            source, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(f"{os.fspath(source)!r} cannot be read as a {architecture}: {reason}") from error
+    # transformers makes up what is missing
+    missing = [key for key in info["missing_keys"] if not (key.endswith(COUNTERS) or unread and re.match(unread, key))]
+    if missing:
+        raise CheckpointError(f"the weights of {name!r} do not fit config.json: {listed({'missing': missing})}")
+    if not any(fetch(name, file, revision) for file in VOCABULARIES):
+        return module, None  # transformers makes up a tokenizer of no words for some
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError):

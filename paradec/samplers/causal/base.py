@@ -8,8 +8,8 @@ are independent: each commits its own count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,8 +22,8 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Cost, Memory, MemorySpec, Proposal, Query, Sampler
+from paradec.request import Request, randomness, request_for
 from paradec.samplers.causal.state import CausalState, JacobiState
-from paradec.samplers.request import Request, make_request, randomness
 from paradec.samplers.statistics import guided
 from paradec.trace import Trace
 
@@ -33,11 +33,6 @@ __getattr__ = moved.names_of(__name__)
 DRAFT_STREAM, NOISE_STREAM = 2, 3
 """Draws that make drafts, and noise that belongs to a position; streams 0 and 1 are named in `paradec.rng`.
 Verification draws from TOKEN_STREAM."""
-MASKED_ONLY = (
-    *("blocks", "block_length", "steps", "stop", "stop_strings"),
-    *("cache", "attention", "prefix", "keep_prefix", "share_prefix"),
-)
-"""Arguments of `generate` that are for the masked family."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,11 @@ class CausalSampler(Sampler):
 
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
+    unserved: ClassVar[tuple[str, ...]] = (
+        *("blocks", "block_length", "steps", "stop", "stop_strings", "confidence_eos_eot_inf", "rng"),
+        *("cache", "attention", "prefix", "keep_prefix", "share_prefix"),
+    )
+    request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     uses_steps: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
     """Whether the output has the distribution of token-by-token decoding."""
@@ -65,60 +65,35 @@ class CausalSampler(Sampler):
         self,
         model: Any,
         prompt: Any,
+        request: Request | None = None,
         *,
         attention_mask: Any = None,
-        chat: bool | None = None,
-        max_new_tokens: int | None = None,
         grid: Grid | None = None,
         negative_prompt: Any = None,
-        seed: int | Sequence[int] | None = None,
-        generator: torch.Generator | None = None,
-        trace: bool = False,
-        **request: Any,
+        **arguments: Any,
     ) -> CausalState:
         """Make the state of one request.
 
         Args:
             model: from `paradec.wrap(..., topology="causal", prediction="shifted")`, or an image model.
-            prompt, attention_mask, chat: as in `paradec.generate`; rows may differ in length.
-            max_new_tokens: for text; an image has as many as its grid.
+            prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
+            request: a `paradec.Request`; or its fields by name instead, where `temperature` is 1 by default. At
+                temperature 0 the result is that of greedy decoding.
             grid: what follows the prompt, for image models.
             negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by
                 default the last id of the prompt.
-            seed, generator: one seed for all rows or one per row. Equal prompts draw different numbers.
-            request: `temperature` (1 by default; 0 takes the best token: then the result is that of greedy decoding),
-                `top_p`, `top_k`, `guidance_scale`, `eos_early_stop`, `logits_eos_inf`, `suppress_tokens`, as in
-                `paradec.generate`.
 
         Raises:
             TypeError: a model of another kind. ValueError: one that is not causal, or an argument out of its range; the
                 message names it.
         """
-        return self._begin(
-            model, prompt, attention_mask, chat, max_new_tokens, grid, negative_prompt, seed, generator, trace, request
-        )
-
-    def _begin(
-        self,
-        model: Any,
-        prompt: Any,
-        attention_mask: Any,
-        chat: bool | None,
-        max_new_tokens: int | None,
-        grid: Grid | None,
-        negative_prompt: Any,
-        seed: Any,
-        generator: torch.Generator | None,
-        trace: bool,
-        given: dict[str, Any],
-    ) -> CausalState:
         self.check_model(model)
-        request = self._request(given)
+        request = request_for(self, request, arguments)
         facts, device = model.facts, model.device
-        encoded = encode(model, prompt, attention_mask, chat)
+        encoded = encode(model, prompt, attention_mask, request.chat)
         prompts = encoded.rows
         lengths = np.array([len(row) for row in prompts], np.int64)
-        new = self._new_tokens(model, grid, max_new_tokens)
+        new = self._new_tokens(model, grid, request.max_new_tokens)
         contexts, shift = prompts, np.zeros((1, len(prompts)), np.int64)
         if request.guidance_scale != 1:
             negative = negative_rows(model, prompts, negative_prompt)
@@ -134,7 +109,7 @@ class CausalSampler(Sampler):
                 f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {facts.name} "
                 f"takes ({facts.max_length})"
             )
-        _, seeds = randomness(request, seed, generator, prompts)
+        _, seeds = randomness(request, prompts)
         allowed, guess = self._allowed(facts, request, grid, device)
 
         batch, width = len(prompts), self._width(new)
@@ -145,7 +120,7 @@ class CausalSampler(Sampler):
             batch=batch,
             memory=Memory(self._memory(width, dtype), batch, {"vocab": facts.vocab_size, "position": longest}, device),
             facts=facts,
-            request=request,
+            request=request.without_objects(),
             pads=model.pads,
             context=torch.as_tensor(context, device=device),
             shift=shift,
@@ -161,23 +136,11 @@ class CausalSampler(Sampler):
             layout=None if grid is None else grid.layout.to(device),
             store=model.make_store(len(contexts), longest) if model.supports_store else None,
         )
-        if trace:
+        if request.trace:
             rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
-            state.trace = Trace(canvas=rows, settings=self.to_dict() | asdict(request))
+            state.trace = Trace(canvas=rows, settings=self.to_dict() | request.sampling())
         self._open(state, model)
         return state
-
-    def _request(self, given: dict[str, Any]) -> Request:
-        for name in MASKED_ONLY:
-            if given.get(name) not in (None, False, "dense"):
-                raise ValueError(f"{name}={shown(given[name])} has no meaning for sampler {self.name!r}: leave it out")
-        given = {name: value for name, value in given.items() if name not in MASKED_ONLY}
-        request = make_request({"temperature": 1.0} | given)
-        if request.rng != "counter":
-            raise ValueError(f"rng={request.rng!r} is not available for sampler {self.name!r}; use rng='counter'")
-        if request.confidence_eos_eot_inf:
-            raise ValueError(f"confidence_eos_eot_inf=True has no meaning for sampler {self.name!r}: leave it out")
-        return request
 
     def _new_tokens(self, model: Any, grid: Grid | None, new: int | None) -> int:
         if grid is not None:

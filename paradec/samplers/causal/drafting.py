@@ -20,6 +20,7 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_model, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
+from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState, Drafting
@@ -93,7 +94,7 @@ class DraftingSampler(ChainSampler):
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
-    def start(self, model: Any, prompt: Any, **request: Any) -> CausalState:
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
         """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
 
         Raises:
@@ -116,7 +117,7 @@ class DraftingSampler(ChainSampler):
             for each in (model, self.drafter) if self.tree is not None else ():
                 if not (each.supports_store and each.supports_visibility):
                     raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
-        return super().start(model, prompt, **request)
+        return super().start(model, prompt, request, **arguments)
 
     def _bound(self, model: Any) -> Any:
         """The drafter, over this request's model where it reads that one's features."""

@@ -55,8 +55,8 @@ class Lantern(DraftingSampler, JacobiSampler):
 
     Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
     variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD (with a drafter:
-    speculative decoding). At temperature 0 it is greedy decoding: one-hot distributions have no neighbours to add. (The
-    public code relaxes untempered distributions there.)
+    speculative decoding), delta=1 no bound at all. At temperature 0 it is greedy decoding for every delta: one-hot
+    distributions have no neighbours to add. (The public code relaxes untempered distributions there.)
 
     Without a drafter it drafts for itself, as SJD does. The public code has a trained drafter (`paradec.load_drafter`),
     which draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes
@@ -110,7 +110,9 @@ class Lantern(DraftingSampler, JacobiSampler):
         """min(1, m(x) / q(x))."""
         assert window.embeddings is not None  # `reads` has seen to it
         x = window.drafts.tokens
-        mass, _ = relaxed(window.p, x, neighbours(window.embeddings, x, self.k), *self.bound)
+        # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
+        near = neighbours(window.embeddings, x, self.k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
+        mass, _ = relaxed(window.p, x, near, *self.bound)
         return (mass / window.drafts.of_drafts()).clamp(max=1)
 
     def node_rule(self, state: CausalState) -> NodeRule:

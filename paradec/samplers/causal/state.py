@@ -17,8 +17,8 @@ from paradec import rng
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, State
+from paradec.request import Request
 from paradec.samplers.causal.verification import token_distribution
-from paradec.samplers.request import Request
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

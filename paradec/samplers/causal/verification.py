@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.samplers.request import Request
+from paradec.request import Request
 from paradec.samplers.statistics import argmax, filter_logits, tempered
 
 UNIFORM, ONE_HOT = -1, -2

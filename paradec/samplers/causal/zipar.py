@@ -17,6 +17,7 @@ from paradec import rng
 from paradec.checks import check_int
 from paradec.models.images.grid import Grid
 from paradec.protocol import Commit, Proposal, Query
+from paradec.request import Request
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import draw, probability
@@ -104,20 +105,20 @@ class ZipAR(CausalSampler):
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
-    def start(self, model: Any, prompt: Any, **request: Any) -> CausalState:
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
         """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
 
         Raises:
             ValueError: no grid, or a model without a store.
         """
         self.check_model(model)
-        if request.get("grid") is None:
+        if arguments.get("grid") is None:
             raise ValueError(f"sampler {self.name!r} decodes the rows of an image: it needs a grid")
         if not model.supports_store:
             raise ValueError(
                 f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
             )
-        return super().start(model, prompt, **request)
+        return super().start(model, prompt, request, **arguments)
 
     def _open(self, state: CausalState, model: Any) -> None:
         assert isinstance(state, ZipARState) and state.grid is not None and state.layout is not None  # see `start`

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,8 +23,11 @@ from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.kernels.token_stats import Draws, read_stats
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.request import Request, request_for
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.state import MaskedState, part_query, put_rows, rows_of, start_state
+from paradec.samplers.masked.queries import part_query
+from paradec.samplers.masked.start import start_state
+from paradec.samplers.masked.state import MaskedState, put_rows, rows_of
 from paradec.samplers.masked.stopping import NEVER, WATCHED, first_end
 from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics, top_by_rank
 
@@ -228,45 +231,18 @@ class MaskedSampler(Sampler):
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
     def start(
-        self,
-        model: Any,
-        prompt: Any,
-        *,
-        attention_mask: Any = None,
-        chat: bool | None = None,
-        max_new_tokens: int | None = None,
-        blocks: str | BlockPolicy | None = None,
-        block_length: int | None = None,
-        cache: str | Cache | None = None,
-        seed: int | Sequence[int] | None = None,
-        generator: torch.Generator | None = None,
-        trace: bool = False,
-        stop_strings: str | Sequence[str] | None = None,
-        stop: Any = None,
-        **request: Any,
+        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> MaskedState:
-        """Make the state of one request. Arguments as in `paradec.generate`; all are checked before any work.
+        """Make the state of one request.
+
+        Args:
+            prompt, attention_mask: as in `paradec.generate`.
+            request: a `paradec.Request`; or its fields by name instead.
 
         Raises:
-            ValueError, TypeError: an argument out of its range; the message names it.
+            ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
         """
-        return start_state(
-            self,
-            model,
-            prompt,
-            attention_mask,
-            chat,
-            max_new_tokens,
-            blocks,
-            block_length,
-            cache,
-            seed,
-            generator,
-            trace,
-            stop_strings,
-            stop,
-            request,
-        )
+        return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     # ---- step -----------------------------------------------------------------------------------------------------
 

@@ -35,12 +35,12 @@ from paradec.caches.base import Cache
 from paradec.checks import check_bool, check_int
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query
+from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.dream import DreamSampler
 from paradec.samplers.masked.schedules import time_share
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import EndOfText
-from paradec.samplers.request import Request
 from paradec.samplers.statistics import top_by_rank
 
 SAMPLERS = frozenset(
@@ -105,7 +105,7 @@ class Layout:
                 columns = max(exact, min(columns, state.facts.max_length))
         return cls(
             sampler=sampler,
-            request=state.request,
+            request=Request(**state.request.sampling()),
             cache=state.cache,
             facts=state.facts,
             batch=state.batch,

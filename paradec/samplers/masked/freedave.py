@@ -21,9 +21,11 @@ from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.request import Request, request_for
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage, _to_host
 from paradec.samplers.masked.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
-from paradec.samplers.masked.state import part_query, put_rows, rows_of
+from paradec.samplers.masked.queries import part_query
+from paradec.samplers.masked.state import put_rows, rows_of
 from paradec.samplers.masked.stopping import NEVER, first_end
 
 CARRIED = "carried_"
@@ -179,14 +181,17 @@ class FreeDave(MaskedSampler):
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         self.base.check(facts, blocks, cache, longest)
 
-    def start(self, model: Any, prompt: Any, **request: Any) -> MaskedState:
-        """Make the state of one request. Arguments as in `paradec.generate`; all are checked before any work.
+    def start(
+        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
+    ) -> MaskedState:
+        """Make the state of one request: see `MaskedSampler.start`.
 
         Raises:
             ValueError, TypeError: an argument out of its range, `rng="reference"`, or draft_mode="tree" with a model
                 that has no use for a mask per position; the message names it.
         """
-        if request.get("rng") == "reference":
+        request = request_for(self, request, arguments)
+        if request.rng == "reference":
             raise ValueError(
                 "rng='reference' does not work with sampler 'freedave': it draws from one stream in the order of the "
                 "steps, and drafts of later steps draw beside each other; use rng='counter'"
@@ -196,7 +201,7 @@ class FreeDave(MaskedSampler):
                 f"draft_mode='tree' of sampler 'freedave' needs a model that takes an attention mask per position; "
                 f"{model.facts.name} does not: use draft_mode='batch'"
             )
-        return super().start(model, prompt, **request)
+        return super().start(model, prompt, request, attention_mask=attention_mask)
 
     # ---- step -----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
-"""The state of a masked decoding: canvas, blocks per row, and the model calls that a plan asks for."""
+"""What changes while a masked sampler decodes: the canvas, each row's open block, the method's memory, the counters."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,27 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
 from paradec.blocks import BlockPolicy, Opening
-from paradec.caches.base import Cache, Part, StoredCache, outward
+from paradec.caches.base import Cache, StoredCache, outward
 from paradec.caches.cost import advice
-from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix, plan_reuse
-from paradec.checks import check_int, shown
+from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
+from paradec.checks import shown
 from paradec.models.facts import ModelFacts
-from paradec.prompts import encode
-from paradec.protocol import Call, Memory, Query, State
-from paradec.samplers.masked.stopping import EarlyRule, EndOfText, StopRule, StopStrings, check_stop, check_stop_strings
-from paradec.samplers.request import (
-    Request,
-    attention_of,
-    block_counts,
-    block_policy,
-    cache_of,
-    check_steps,
-    make_request,
-    randomness,
-)
-from paradec.trace import Trace, TraceStep
+from paradec.protocol import Call, Memory, State
+from paradec.request import Request
+from paradec.samplers.masked.stopping import EarlyRule, StopRule
+from paradec.trace import TraceStep
 
 
 @dataclass
@@ -402,283 +390,15 @@ class MaskedState(State):
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
 
-PREFIX_ARGUMENTS = {"prefix": None, "share_prefix": False, "keep_prefix": False}
-"""Arguments of a request that say what outlives it, with their defaults."""
-
-
-def start_state(
-    sampler: Any,
-    model: Any,
-    prompt: Any,
-    attention_mask: Any,
-    chat: bool | None,
-    max_new_tokens: int | None,
-    blocks: str | BlockPolicy | None,
-    block_length: int | None,
-    cache: str | Cache | None,
-    seed: Any,
-    generator: torch.Generator | None,
-    trace: bool,
-    stop_strings: Any,
-    stop: Any,
-    request: dict[str, Any],
-) -> MaskedState:
-    """Check every argument, then lay out the canvas: each row's prompt from position 0 (masks in it are holes to fill),
-    masks after it."""
-    sampler.check_model(model)
-    prefix, share, keep = (request.pop(name, no) for name, no in PREFIX_ARGUMENTS.items())
-    attention = request.pop("attention", None)
-    settings = make_request(request)
-    facts = model.facts
-    if facts.mask_token_id is None or facts.topology == "causal":
-        raise ValueError(f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive")
-    if sampler.shadows and not (model.supports_visibility and facts.prediction == "same"):
+def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B] int64: how many blocks each row will have, to spread `steps` over. starts, lengths: [B] positions."""
+    counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
+    if None in counts:
         raise ValueError(
-            f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
-            f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
+            f"steps={steps} cannot be spread over {shown(policy)}: only decoding shows how many blocks there are; "
+            "leave steps out"
         )
-    prompts = encode(model, prompt, attention_mask, chat)
-    rows = prompts.rows
-    mask = facts.mask_id
-    holes = any(mask in row for row in rows)
-    new = max_new_tokens
-    if new is None:
-        new = 0 if holes else model.default_max_new_tokens
-    check_int("max_new_tokens", new, low=0 if holes else 1)
-    for index, row in enumerate(rows):
-        if not new and mask not in row:
-            raise ValueError(f"the prompt of row {index} has no mask to fill; give it one, or max_new_tokens above 0")
-    longest = max(map(len, rows)) + new
-    if facts.max_length is not None and longest > facts.max_length:
-        raise ValueError(
-            f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {facts.name} takes "
-            f"({facts.max_length})"
-        )
-    policy = block_policy(sampler, model, blocks, block_length, holes)
-    # where decoding starts, and where text begins that nothing given follows
-    starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
-    answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != mask), 0) for r in rows], np.int64)
-    lengths = np.array([len(row) for row in rows], np.int64)
-    check_steps(settings, policy, starts, lengths + new)
-    for token in settings.suppress_tokens:
-        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
-    cache = cache_of(cache, sampler, model, settings, policy)
-    sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
-    generator, seeds = randomness(settings, seed, generator, rows)
-    stop_rules, early_rules = check_stop(stop, sampler)
-    texts = check_stop_strings(stop_strings)
-    if texts and model.tokenizer is None:
-        raise ValueError(f"stop_strings={shown(stop_strings)} needs a tokenizer; {facts.name} has none")
-
-    branches = 1 if settings.guidance_scale == 1.0 else 2
-    reuse = plan_reuse(prefix, share, keep, model, cache, branches, rows, starts)
-    attention = attention_of(attention, sampler, model, prefix is not None or share)
-
-    ends = lengths + new
-    if facts.topology == "block_causal" and new:
-        # such models were trained on whole blocks: the last one is decoded whole, and cut afterwards
-        ends += -ends % facts.block_length
-        if facts.max_length is not None:
-            ends = np.minimum(ends, facts.max_length)
-        longest = int(ends.max())
-    canvas = np.full((len(rows), longest), facts.fill_token_id, np.int64)
-    column = np.arange(longest)
-    undecided = (column >= lengths[:, None]) & (column < ends[:, None])
-    canvas[undecided] = mask
-    canvas[column < lengths[:, None]] = np.concatenate(rows)
-    device = model.device
-    end_tokens = list(facts.eos_token_ids)
-    suppressed = {*settings.suppress_tokens, *(end_tokens if settings.logits_eos_inf else ())}
-    if len(suppressed | {facts.mask_id}) >= facts.vocab_size:
-        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} words of the vocabulary")
-    if settings.holes_eos_inf and (answers > starts).any():
-        if len(suppressed | {facts.mask_id, *end_tokens}) >= facts.vocab_size:
-            raise ValueError("holes_eos_inf=True leaves no word for holes beside those of suppress_tokens")
-    rules: list[StopRule] = [*stop_rules]
-    if settings.eos_early_stop and end_tokens:
-        rules.append(EndOfText(end_tokens, mask, answers if holes else None))
-    if texts:
-        rules.append(StopStrings(texts, model.tokenizer, mask, canvas, answers))
-    sizes = {"position": longest, "vocab": facts.vocab_size, "window": 0}
-    state = MaskedState(
-        batch=len(rows),
-        memory=Memory(sampler.memory(), len(rows), sizes, device),
-        facts=facts,
-        request=settings,
-        cache=cache,
-        blocks=policy,
-        pads=model.pads,
-        canvas=torch.as_tensor(canvas, device=device),
-        given=torch.as_tensor((column < lengths[:, None]) & (canvas != mask), device=device),
-        prompt_length=starts,
-        answer_start=answers,
-        length=ends,
-        asked=lengths + new,
-        max_new_tokens=new,
-        keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
-        generator=generator,
-        suppressed=torch.tensor(sorted(suppressed), device=device) if suppressed else None,
-        ends=torch.tensor(end_tokens, dtype=torch.int64, device=device),
-        revises=sampler.revises,
-        shadows=sampler.shadows,
-        stop_rules=tuple(rules),
-        early_rules=early_rules,
-    )
-    if isinstance(cache, StoredCache):
-        state.store = model.make_store(
-            branches * state.batch,
-            longest,
-            cache.store_dtype,
-            cache.max_memory,
-            start=0 if reuse is None else reuse.start,
-        )
-    state.cache_state = cache.begin(state)
-    if attention is not None:
-        state.attention_state = attention.begin(state, sampler.uses_steps)
-    if trace:
-        start = [canvas[r, : ends[r]].tolist() for r in range(len(rows))]
-        state.trace = Trace(canvas=start, settings=sampler.to_dict() | dataclasses.asdict(settings))
-    if keep:
-        state.settled = np.zeros(state.batch, np.int64)
-    if reuse is not None:
-        state.take_over(reuse, model)
-    return state
-
-
-def part_query(state: MaskedState, part: Part) -> Query:
-    """The model call of one part of the plan. What does not change from step to step is made once."""
-    if part.lasts:
-        key = ("query", part.kind, part.index.tobytes(), part.positions.tobytes())
-        query, row_index, whole = state.while_blocks_stand(key, lambda: _query_of_blocks(state, part, key))
-    else:
-        query, row_index, whole = _fixed_query(state, part)
-        query.wanted, query.available = _wanted(state, part)
-    if state.store is not None:
-        query = query.but(step=state.commits)
-    if state.attention_state is not None:
-        query = query.but(attention=state.attention_state.plan(state, part))
-    if whole and query.branches == 1 and not state.shadows:
-        return query  # its tokens are the canvas itself
-    tokens = _tokens_of(state.canvas, query, row_index)
-    if query.branches == 2:
-        given = _tokens_of(state.given, query, row_index)
-        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
-    if not state.shadows:
-        return query.but(tokens=tokens)
-    if part.lasts:
-        shadow = state.while_blocks_stand(("shadow", key), lambda: _shadow(state, query))
-    else:
-        shadow = _shadow(state, query)
-    width = shadow["positions"].shape[1] - tokens.shape[1]
-    return query.but(tokens=torch.nn.functional.pad(tokens, (0, width), value=state.facts.mask_id), **shadow)
-
-
-def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
-    """The fields of a query that change when the window stands behind its columns once more, as masks.
-
-    Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
-    see each other and all columns but the one of their own position; columns do not see shadows.
-    """
-    assert query.wanted is not None and query.index is not None and query.forwarded is not None
-    window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
-    at = window.host_positions[query.index]
-    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
-    shadow = _per_branch(state, at)  # [R, W]
-    rows, width = shadow.shape
-    positions = torch.cat((query.positions, shadow), 1)
-    valid = None
-    if query.valid is not None or window.host_valid is not None:
-        real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
-        valid = torch.cat((real, _per_branch(state, there)), 1)
-    visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
-    visible[:, :columns, columns:] = False
-    visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
-    if state.facts.topology == "block_causal":
-        block = positions // state.facts.block_unit
-        visible &= block.unsqueeze(2) >= block.unsqueeze(1)
-    own = torch.arange(columns, columns + width, device=device).expand(rows, width)
-    return {
-        "positions": positions,
-        "valid": valid,
-        "visible": visible,
-        "wanted": torch.cat((query.wanted, own), 1),
-        "slots": None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1),
-        "forwarded": query.forwarded + there.sum(1),
-    }
-
-
-def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
-    """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]. row_index: [N] int64."""
-    rows = tensor.index_select(0, row_index)
-    own = query.positions[: len(query.rows)]
-    return rows.narrow(1, 0, own.shape[1]) if query.kind == "full" else rows.gather(1, own)
-
-
-def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
-    """The query as it stands while the blocks do: everything but its tokens."""
-    # whole rows stay what they are while blocks move
-    keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
-    fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
-    wanted, available = _wanted(state, part)
-    return fixed.but(wanted=wanted, available=available), row_index, whole
-
-
-def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
-    """The query without its tokens and wanted columns, the rows' index [N], and whether it is the canvas itself."""
-    device, rows = state.canvas.device, state.window.rows[part.index]
-    row_index = torch.as_tensor(rows, device=device)
-    query = Query(
-        rows=rows,
-        tokens=state.canvas,
-        positions=_per_branch(state, part.positions),
-        valid=None if part.valid is None else _per_branch(state, part.valid),
-        branches=state.branches,
-        forwarded=part.sizes,
-        index=part.index,
-        kind=part.kind,
-    )
-    if state.store is not None:
-        query.store_index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
-        query.store_rows = torch.as_tensor(query.store_index, device=device)
-        slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
-        query.slots = _per_branch(state, slots)
-        # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-        reach = int(state.length[rows].max())
-        if state.facts.topology == "block_causal":
-            block = state.facts.block_unit
-            reach = min(reach, int(part.positions.max()) // block * block + block)
-        query.reach = reach + -reach % state.stored_cache.shape_multiple
-    whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
-    return query, row_index, whole
-
-
-def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Columns of the call [R, W] that hold the window's logits, and which of them are there [N, W] (None: all)."""
-    source = state.window.host_positions
-    if len(part.index) < len(source):
-        source = source[part.index]
-    if state.facts.shift:  # logits stand to the left; position 0 has no left neighbour and uses its own
-        source = np.maximum(source - state.facts.shift, 0)
-    if part.kind == "full":
-        if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
-            return state.window.positions, None
-        if state.window.host_valid is not None:  # padding of the window may ask beyond the row
-            source = np.minimum(source, part.positions.shape[1] - 1)
-        return _per_branch(state, source), None
-    # the column of each position in this call, -1 where it is not evaluated
-    column = np.full((len(part.index), state.canvas.shape[1]), -1)
-    row, at = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
-    column[row, part.positions[row, at]] = at
-    source = np.take_along_axis(column, source, axis=1)
-    there = source >= 0
-    available = None if there.all() else torch.as_tensor(there, device=state.canvas.device)
-    return _per_branch(state, np.maximum(source, 0)), available
-
-
-def _per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
-    """[N, ...] on the host -> [branches * N, ...] on the device."""
-    tensor = torch.as_tensor(array, device=state.canvas.device)
-    return torch.cat((tensor, tensor)) if state.branches == 2 else tensor
+    return np.array(counts, np.int64)
 
 
 def rows_of(memory: Memory, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:

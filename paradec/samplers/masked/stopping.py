@@ -136,16 +136,6 @@ class StopStrings:
         return any(wanted in text for wanted in self.texts)
 
 
-def check_stop_strings(value: Any) -> tuple[str, ...]:
-    """A text or a sequence of texts as a tuple; None is empty. Raises ValueError for anything else."""
-    if value is None:
-        return ()
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"stop_strings={shown(value)} must be a text or a sequence of texts, none of them empty")
-    return tuple(texts)
-
-
 def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[EarlyRule, ...]]:
     """A rule or several, told apart. Raises TypeError for anything else, ValueError for an early rule with drafts."""
     rules = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -145,9 +145,12 @@ def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
     model = wrapped()
     model.codebook = model.token_embeddings
     expected = [greedy(model.module, prompt, 9) for prompt in PROMPTS]
-    for name, settings in (("gsd", {"d_threshold": 1e-9}), ("lantern", {"delta": 0}), ("lantern++", {"lam": 1})):
+    lossy = [("gsd", {"d_threshold": 1e-9}), ("gsd", {"p_threshold": 1, "d_threshold": None})]
+    lossy += [("lantern", {"delta": delta}) for delta in (0, 0.5, 1)] + [("lantern++", {"lam": lam}) for lam in (1, 9)]
+    for name, settings in lossy:
         sampler = paradec.samplers.create(name, window=4, **settings)
-        assert answers(sampler, model, PROMPTS, max_new_tokens=9, temperature=0, seed=3)[0] == expected
+        for certain in ({"temperature": 0}, {"temperature": 1e-6}, {"temperature": 0.7, "top_k": 1}):
+            assert answers(sampler, model, PROMPTS, max_new_tokens=9, seed=3, **certain)[0] == expected, settings
 
 
 def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
@@ -463,7 +466,7 @@ def test_requests_are_checked() -> None:
         "temprature": 1,
     }
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises((ValueError, TypeError), match=name):
             made("sjd").start(model, [1, 2], **{"max_new_tokens": 8, "guidance_scale": 2.0, name: value})
     with pytest.raises(ValueError, match="negative_prompt"):
         made("sjd").start(model, [1, 2], max_new_tokens=8, negative_prompt=[1])

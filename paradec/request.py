@@ -1,0 +1,504 @@
+"""A request: everything that a caller may set beside the model and the prompt, as one frozen value.
+
+Every door makes one: `generate`, `infill`, `generate_images`, `hf_generate`, the command line. A sampler's `start`
+takes it. What is data in it can be saved, and given back as a preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import attention as attentions
+from paradec import caches
+from paradec.attention.sparsed import SparseD
+from paradec.blocks import LONGEST_BLOCK, POLICIES, BlockPolicy
+from paradec.caches.base import Cache
+from paradec.caches.kept import KeptPrefix
+from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.protocol import Commit, Sampler, State, plain
+from paradec.registry import Registry, unknown
+
+MOST_STEPS = 1_000_000
+LARGEST_GUIDANCE = 1e6
+MOST_ANSWERS = 1_000_000
+"""Rows that one prompt can become."""
+LIVE = ("prefix", "generator", "streamer", "callback")
+"""Fields that hold objects of this process: they are never saved, and a state does not keep them."""
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "logits_eos_inf", "holes_eos_inf"),
+    *("confidence_eos_eot_inf", "suppress_tokens", "steps", "rng"),
+)
+"""Fields that say how tokens are drawn and rows end: all that a step reads of a request."""
+ELSEWHERE = {
+    "gen_length": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "diffusion_steps": "steps",
+    "num_inference_steps": "steps",
+    "alg": "sampler",
+    "algorithm": "sampler",
+    "remasking": "sampler",
+    "num_samples": "num_return_sequences",
+    "n": "num_return_sequences",
+    "negative_prompt_ids": "guidance_scale",
+}
+"""Names of other libraries, and what they are called here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a caller may set for one request, whatever the sampler. Checked when made, as far as no model is needed.
+
+    Args:
+        sampler: a name (`paradec.samplers.names()`), several that are joined ("credit+localleap", see
+            `paradec.samplers.create`), or a sampler made with settings.
+        cache: a name (`paradec.caches.names()`) or a cache; None recomputes everything at every step.
+        prefix: the `prefix` of an earlier output, made with `keep_prefix`: what a row has in common with it is not
+            evaluated again. Exact for block-causal models, approximate for others; `out.cost.reused_tokens` counts.
+        keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
+        share_prefix: evaluate what all rows begin with once, and store it once; exact as for `prefix`.
+        attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
+            themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
+            `Output.attention` says what was computed.
+        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive"; the
+            length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for Dream, the model's
+            own blocks for block-causal models.
+        steps: forwards planned per row, for samplers with a schedule, spread evenly over its blocks; None plans one
+            token a step.
+        max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold
+            masks.
+        temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
+        top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
+        guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
+            cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
+            (`paradec.samplers.statistics.guided`).
+        seed: an int, or one per prompt or row. A row's numbers depend on its seed, prompt and positions, not on its
+            neighbours.
+        generator: a torch.Generator instead of a seed.
+        rng: "counter" (reproducible per row), or "reference" to draw from the generator as the public code does.
+        eos_early_stop: end a row at its end token, once everything before it is decided.
+        logits_eos_inf: never propose an end token.
+        holes_eos_inf: never propose an end token in a hole, which is a mask that something given follows.
+        confidence_eos_eot_inf: commit end tokens after everything else. LLaDA's generate.py means this but, at
+            temperature > 0, loses the effect for one of the two ids.
+        suppress_tokens: ids that are never proposed. The mask id never is.
+        stop_strings: a text or several; a row ends at the token that completes one of them in its answer, once
+            everything before is decided. The token is kept, as in transformers, so that the answer ends with the text
+            (or with a token that holds its end). Needs a tokenizer.
+        stop: a stop rule or several, e.g. `paradec.Prophet()`; see `paradec.samplers.masked.stopping`.
+        num_return_sequences: answers per prompt, in neighbouring rows; each draws its own random numbers.
+        race: decode so many copies of one prompt side by side, each with its own random numbers, and return the one
+            that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). `row_forwards` and
+            `forwarded_tokens` count all copies, and `cost` and `trace` have them all.
+        chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
+        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.streaming`.
+        callback: `callback(state, commit)` after every step; returning True ends the decoding.
+        trace: record every step in `Output.trace`.
+        compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
+            (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
+            for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
+            so is decoded as usual, with one warning.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range; the message names it.
+    """
+
+    sampler: str | Sampler = "threshold"
+    cache: str | Cache | None = None
+    prefix: KeptPrefix | None = None
+    keep_prefix: bool = False
+    share_prefix: bool = False
+    attention: str | SparseD | None = None
+    blocks: str | BlockPolicy | None = None
+    block_length: int | None = None
+    steps: int | None = None
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    guidance_scale: float = 1.0
+    seed: int | Sequence[int] | None = None
+    generator: torch.Generator | None = None
+    rng: str = "counter"
+    eos_early_stop: bool = True
+    logits_eos_inf: bool = False
+    holes_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    suppress_tokens: Sequence[int] = ()
+    stop_strings: str | Sequence[str] | None = None
+    stop: Any = None
+    num_return_sequences: int = 1
+    race: int | None = None
+    chat: bool | None = None
+    streamer: Any = None
+    callback: Callable[[State, Commit], bool | None] | None = None
+    trace: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        samplers = Registry.by_kind["sampler"]
+        if isinstance(self.sampler, str):
+            samplers.check(self.sampler)
+        elif not isinstance(self.sampler, Sampler):
+            raise TypeError(f"sampler={shown(self.sampler)} must be a name or made by paradec.samplers.create")
+        if isinstance(self.cache, str):
+            caches.registry.check(self.cache)
+        elif self.cache is not None and not isinstance(self.cache, Cache):
+            raise ValueError(
+                f"cache={shown(self.cache)} must be one of {caches.names()} or made by paradec.caches.create"
+            )
+        if isinstance(self.attention, str):
+            check_choice("attention", self.attention, ["dense", *attentions.names()])
+        if isinstance(self.blocks, str):
+            check_choice("blocks", self.blocks, POLICIES)
+        check_int("block_length", self.block_length, low=1, high=LONGEST_BLOCK, none=True)
+        check_int("steps", self.steps, low=1, high=MOST_STEPS, none=True)
+        check_int("max_new_tokens", self.max_new_tokens, low=0, none=True)
+        check_temperature("temperature", self.temperature)
+        check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
+        check_int("top_k", self.top_k, low=1, none=True)
+        check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST_GUIDANCE)
+        for name in BOOLEANS:
+            check_bool(name, getattr(self, name))
+        if self.chat is not None:
+            check_bool("chat", self.chat)
+        check_choice("rng", self.rng, ("counter", "reference"))
+        check_int("num_return_sequences", self.num_return_sequences, low=1, high=MOST_ANSWERS)
+        check_int("race", self.race, low=1, high=MOST_ANSWERS, none=True)
+        if self.callback is not None and not callable(self.callback):
+            raise TypeError(f"callback={shown(self.callback)} must be callable")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise ValueError(f"generator={shown(self.generator)} must be a torch.Generator")
+        if self.seed is not None and self.generator is not None:
+            raise ValueError("give seed or generator, not both")
+        frozen = {
+            "seed": _seeds(self.seed),
+            "suppress_tokens": _ids("suppress_tokens", self.suppress_tokens),
+            "stop_strings": _kept(self.stop_strings),
+        }
+        for name, value in frozen.items():
+            object.__setattr__(self, name, value)
+
+    # ---- making one ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(
+        cls,
+        arguments: Mapping[str, Any],
+        preset: Request | str | Path | Mapping[str, Any] | None = None,
+        **defaults: Any,
+    ) -> Request:
+        """A request of named arguments, which win over a preset, which wins over `defaults`.
+
+        Args:
+            preset: a request, or what `save` wrote: a file of it, or the mapping in it.
+
+        Raises:
+            TypeError: a name that is no argument. Otherwise as for the class, and for `load`.
+        """
+        check_names(arguments)
+        if preset is None:
+            changes: Mapping[str, Any] = {}
+        elif isinstance(preset, Request):
+            changes = preset.changes()
+        else:
+            changes = cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)
+        return cls(**{**defaults, **changes, **arguments})
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        return {name: getattr(self, name) for name in FIELDS if not _same(getattr(self, name), DEFAULTS[name])}
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SAMPLING`."""
+        return {name: getattr(self, name) for name in SAMPLING}
+
+    def without_objects(self) -> Request:
+        """The same without what belongs to this process alone (`LIVE`): what a state keeps."""
+        return dataclasses.replace(self, prefix=None, generator=None, streamer=None, callback=None)
+
+    # ---- data ---------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as plain data.
+
+        Raises:
+            ValueError: a field that holds an object which no file can hold; the message names it.
+        """
+        return {name: _as_data(name, value) for name, value in self.changes().items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments from plain data, as `to_dict` makes it.
+
+        Raises:
+            ValueError: no mapping, a name that is no field, or a value that no field can have.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
+        for name in data:
+            if name not in FIELDS or name in LIVE:
+                raise ValueError(
+                    unknown("argument in a preset", name, [field for field in FIELDS if field not in LIVE])
+                )
+        return {name: _from_data(name, value) for name, value in data.items()}
+
+    def save(self, path: str | Path) -> None:
+        """Write what differs from the defaults as JSON, for `load` and `preset=`.
+
+        Raises:
+            ValueError: as for `to_dict`; nothing is written then.
+        """
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Request:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: no such file. ValueError: a file of another kind; the message says what is wrong.
+        """
+        return cls(**cls._read(path))
+
+    @classmethod
+    def _read(cls, path: str | Path) -> dict[str, Any]:
+        if not isinstance(path, (str, Path)):
+            raise ValueError(f"preset={shown(path)} must be a Request, or the path of a file that Request.save wrote")
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"preset={str(path)!r} is no file; Request.save writes one") from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"preset={str(path)!r} is no JSON: {error}") from None
+        try:
+            return cls.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"preset={str(path)!r}: {error}") from None
+
+
+Preset = Request | str | Path | Mapping[str, Any]
+"""What a request can start from."""
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Request)}
+"""Every field with its default."""
+FIELDS = tuple(DEFAULTS)
+BOOLEANS = tuple(name for name, value in DEFAULTS.items() if isinstance(value, bool))
+
+
+class Arguments(TypedDict, total=False):
+    """The fields of `Request`, for type checkers: what a door takes by name."""
+
+    sampler: str | Sampler
+    cache: str | Cache | None
+    prefix: KeptPrefix | None
+    keep_prefix: bool
+    share_prefix: bool
+    attention: str | SparseD | None
+    blocks: str | BlockPolicy | None
+    block_length: int | None
+    steps: int | None
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    guidance_scale: float
+    seed: int | Sequence[int] | None
+    generator: torch.Generator | None
+    rng: str
+    eos_early_stop: bool
+    logits_eos_inf: bool
+    holes_eos_inf: bool
+    confidence_eos_eot_inf: bool
+    suppress_tokens: Sequence[int]
+    stop_strings: str | Sequence[str] | None
+    stop: Any
+    num_return_sequences: int
+    race: int | None
+    chat: bool | None
+    streamer: Any
+    callback: Callable[[State, Commit], bool | None] | None
+    trace: bool
+    compile: bool
+
+
+def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:
+    """Raise TypeError for a name that is no argument, with what was probably meant."""
+    for name in given:
+        if name in allowed:
+            continue
+        if name in ELSEWHERE:
+            raise TypeError(f"unknown argument: {name!r}; it is called {ELSEWHERE[name]!r} here")
+        if name == "do_sample":
+            raise TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
+        owner = _sampler_with(name)
+        if owner is not None:
+            raise TypeError(
+                f"unknown argument: {name!r}; it is a setting of a sampler: sampler=paradec.samplers.create({owner!r}, "
+                f"{name}=...)"
+            )
+        raise TypeError(unknown("argument", name, allowed))
+
+
+def _sampler_with(setting: str) -> str | None:
+    """A sampler that has a setting of this name; the one that is called so, if there is one."""
+    samplers = Registry.by_kind["sampler"]
+    for name in [setting, *samplers.names()]:
+        if name in samplers and setting in samplers.get(name).settings():
+            return name
+    return None
+
+
+def takes_arguments(*names: str) -> Callable[[Any], Any]:
+    """A decorator that lists a request's arguments in a function's signature, in the place of its `**arguments`; all of
+    them by default. `help` and notebooks show them then, and transformers looks there."""
+
+    def decorate(function: Any) -> Any:
+        own = inspect.signature(function)
+        kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        there = {parameter.name for parameter in kept}
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hints[name])
+            for hints in [Arguments.__annotations__]
+            for name in names or FIELDS
+            if name not in there
+        ]
+        function.__signature__ = own.replace(parameters=[*kept, *added])
+        return function
+
+    return decorate
+
+
+def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str, Any]) -> Request:
+    """The request of a sampler's `start`: the one that was given, or one of arguments over the family's defaults.
+
+    Raises:
+        TypeError: both, or an unknown name. ValueError: an argument out of its range, or one that the family does not
+            serve (`Sampler.unserved`) and that is not at its default.
+    """
+    if given is None:
+        given = Request.of(arguments, **sampler.request_defaults)
+    elif not isinstance(given, Request):
+        raise TypeError(f"request={shown(given)} must be a paradec.Request; other arguments go by name")
+    elif arguments:
+        raise TypeError(f"give a request or arguments, not both: {', '.join(arguments)}")
+    for name in sampler.unserved:
+        value = getattr(given, name)
+        if not _same(value, DEFAULTS[name]) and not (name == "attention" and value == "dense"):
+            raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}: leave it out")
+    return given
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and not isinstance(value, Tensor) and value == default)
+
+
+# ---- single arguments -----------------------------------------------------------------------------------------------
+
+
+def _ids(name: str, value: Any) -> tuple[Any, ...]:
+    """A sequence of ids as a tuple; None is empty. Whether they are in the vocabulary is checked with the model."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, Set)):
+        raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
+    for entry in value:
+        check_int(name, entry, low=0)
+    return tuple(value)
+
+
+def _seeds(value: Any) -> Any:
+    """An int, a tuple of them, or None. How many there must be is checked with the prompts."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    for entry in value if several else [value]:
+        check_int("seed", entry, low=0, high=2**63 - 1, none=not several)
+    return tuple(value) if several else value
+
+
+def _kept(value: Any) -> Any:
+    """Stop strings as they were given, but a list as a tuple."""
+    texts = stop_texts(value)
+    return value if value is None or isinstance(value, str) else texts
+
+
+def stop_texts(value: Any) -> tuple[str, ...]:
+    """A text or a sequence of texts as a tuple; None is empty. Raises ValueError for anything else."""
+    if value is None:
+        return ()
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop_strings={shown(value)} must be a text or a sequence of texts, none of them empty")
+    return tuple(texts)
+
+
+def _as_data(name: str, value: Any) -> Any:
+    """A field as JSON can hold it."""
+    if name in LIVE:
+        raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
+    if name == "sampler" and (drafter := getattr(value, "drafter", None)) is not None:
+        raise ValueError(f"sampler={value.name!r} has a drafter, {shown(drafter)}, which cannot be saved: leave it out")
+    if name == "blocks" and type(value) in POLICIES.values():
+        policy = next(key for key, kind in POLICIES.items() if kind is type(value))
+        return {"blocks": policy} | {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    data = plain(value)
+    try:
+        json.dumps(data)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={shown(value)} is no data and cannot be saved: leave it out") from None
+    return data
+
+
+def _from_data(name: str, value: Any) -> Any:
+    """Inverse of `_as_data`."""
+    registries = {"sampler": Registry.by_kind["sampler"], "cache": caches.registry, "attention": attentions.registry}
+    if name in registries and isinstance(value, Mapping):
+        return registries[name].from_dict(value)
+    if name == "blocks" and isinstance(value, Mapping):
+        settings = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if key != "blocks"}
+        check_choice("blocks", value.get("blocks"), POLICIES)
+        try:
+            return POLICIES[value["blocks"]](**settings)
+        except TypeError as error:
+            raise ValueError(f"blocks={shown(dict(value))}: {error}") from None
+    return value
+
+
+def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
+    """The generator of `rng="reference"`, and one seed per row.
+
+    Raises:
+        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
+    """
+    seed, generator = request.seed, request.generator
+    seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
+    if len(seeds) != len(rows):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
+    if request.rng == "reference":
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
+        if generator is None:
+            if len(set(seeds)) != 1:
+                raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
+            generator = torch.Generator()
+            generator.manual_seed(torch.initial_seed() if seeds[0] is None else int(seeds[0]))
+        return generator, [0] * len(rows)
+    if seeds[0] is None:
+        device = None if generator is None else generator.device
+        drawn = torch.randint(2**63 - 1, (1,), generator=generator, device=device)
+        seeds = [int(drawn)] * len(rows)
+    return None, [int(entry) for entry in seeds]

@@ -1,0 +1,149 @@
+"""The model calls of a step: one query for each part of the cache's plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Part
+from paradec.protocol import Query
+from paradec.samplers.masked.state import MaskedState
+
+
+def part_query(state: MaskedState, part: Part) -> Query:
+    """The model call of one part of the plan. What does not change from step to step is made once."""
+    if part.lasts:
+        key = ("query", part.kind, part.index.tobytes(), part.positions.tobytes())
+        query, row_index, whole = state.while_blocks_stand(key, lambda: _query_of_blocks(state, part, key))
+    else:
+        query, row_index, whole = _fixed_query(state, part)
+        query.wanted, query.available = _wanted(state, part)
+    if state.store is not None:
+        query = query.but(step=state.commits)
+    if state.attention_state is not None:
+        query = query.but(attention=state.attention_state.plan(state, part))
+    if whole and query.branches == 1 and not state.shadows:
+        return query  # its tokens are the canvas itself
+    tokens = _tokens_of(state.canvas, query, row_index)
+    if query.branches == 2:
+        given = _tokens_of(state.given, query, row_index)
+        tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
+    if not state.shadows:
+        return query.but(tokens=tokens)
+    if part.lasts:
+        shadow = state.while_blocks_stand(("shadow", key), lambda: _shadow(state, query))
+    else:
+        shadow = _shadow(state, query)
+    width = shadow["positions"].shape[1] - tokens.shape[1]
+    return query.but(tokens=torch.nn.functional.pad(tokens, (0, width), value=state.facts.mask_id), **shadow)
+
+
+def _shadow(state: MaskedState, query: Query) -> dict[str, Any]:
+    """The fields of a query that change when the window stands behind its columns once more, as masks.
+
+    Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
+    see each other and all columns but the one of their own position; columns do not see shadows.
+    """
+    assert query.wanted is not None and query.index is not None and query.forwarded is not None
+    window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
+    at = window.host_positions[query.index]
+    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
+    shadow = _per_branch(state, at)  # [R, W]
+    rows, width = shadow.shape
+    positions = torch.cat((query.positions, shadow), 1)
+    valid = None
+    if query.valid is not None or window.host_valid is not None:
+        real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
+        valid = torch.cat((real, _per_branch(state, there)), 1)
+    visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
+    visible[:, :columns, columns:] = False
+    visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
+    if state.facts.topology == "block_causal":
+        block = positions // state.facts.block_unit
+        visible &= block.unsqueeze(2) >= block.unsqueeze(1)
+    own = torch.arange(columns, columns + width, device=device).expand(rows, width)
+    return {
+        "positions": positions,
+        "valid": valid,
+        "visible": visible,
+        "wanted": torch.cat((query.wanted, own), 1),
+        "slots": None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1),
+        "forwarded": query.forwarded + there.sum(1),
+    }
+
+
+def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:
+    """What a canvas-shaped tensor [B, L] holds at a query's positions: [N, Q]. row_index: [N] int64."""
+    rows = tensor.index_select(0, row_index)
+    own = query.positions[: len(query.rows)]
+    return rows.narrow(1, 0, own.shape[1]) if query.kind == "full" else rows.gather(1, own)
+
+
+def _query_of_blocks(state: MaskedState, part: Part, key: Any) -> tuple[Query, Tensor, bool]:
+    """The query as it stands while the blocks do: everything but its tokens."""
+    # whole rows stay what they are while blocks move
+    keep = state.while_rows_stand if part.kind == "full" else state.while_blocks_stand
+    fixed, row_index, whole = keep(("fixed", key), lambda: _fixed_query(state, part))
+    wanted, available = _wanted(state, part)
+    return fixed.but(wanted=wanted, available=available), row_index, whole
+
+
+def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
+    """The query without its tokens and wanted columns, the rows' index [N], and whether it is the canvas itself."""
+    device, rows = state.canvas.device, state.window.rows[part.index]
+    row_index = torch.as_tensor(rows, device=device)
+    query = Query(
+        rows=rows,
+        tokens=state.canvas,
+        positions=_per_branch(state, part.positions),
+        valid=None if part.valid is None else _per_branch(state, part.valid),
+        branches=state.branches,
+        forwarded=part.sizes,
+        index=part.index,
+        kind=part.kind,
+    )
+    if state.store is not None:
+        query.store_index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+        query.store_rows = torch.as_tensor(query.store_index, device=device)
+        slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
+        query.slots = _per_branch(state, slots)
+        # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
+        reach = int(state.length[rows].max())
+        if state.facts.topology == "block_causal":
+            block = state.facts.block_unit
+            reach = min(reach, int(part.positions.max()) // block * block + block)
+        query.reach = reach + -reach % state.stored_cache.shape_multiple
+    whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
+    return query, row_index, whole
+
+
+def _wanted(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
+    """Columns of the call [R, W] that hold the window's logits, and which of them are there [N, W] (None: all)."""
+    source = state.window.host_positions
+    if len(part.index) < len(source):
+        source = source[part.index]
+    if state.facts.shift:  # logits stand to the left; position 0 has no left neighbour and uses its own
+        source = np.maximum(source - state.facts.shift, 0)
+    if part.kind == "full":
+        if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
+            return state.window.positions, None
+        if state.window.host_valid is not None:  # padding of the window may ask beyond the row
+            source = np.minimum(source, part.positions.shape[1] - 1)
+        return _per_branch(state, source), None
+    # the column of each position in this call, -1 where it is not evaluated
+    column = np.full((len(part.index), state.canvas.shape[1]), -1)
+    row, at = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
+    column[row, part.positions[row, at]] = at
+    source = np.take_along_axis(column, source, axis=1)
+    there = source >= 0
+    available = None if there.all() else torch.as_tensor(there, device=state.canvas.device)
+    return _per_branch(state, np.maximum(source, 0)), available
+
+
+def _per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
+    """[N, ...] on the host -> [branches * N, ...] on the device."""
+    tensor = torch.as_tensor(array, device=state.canvas.device)
+    return torch.cat((tensor, tensor)) if state.branches == 2 else tensor

@@ -1,0 +1,232 @@
+"""The request: one value that every door builds, that refuses what it does not know, and that a file can keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.blocks import AdaptiveBlocks, FixedBlocks
+from paradec.models.adapter import Model
+from paradec.request import DEFAULTS, ELSEWHERE, FIELDS, LIVE, Arguments, Request
+
+OTHER_VALUES: dict[str, Any] = {
+    "sampler": samplers.create("localleap", radius=2),
+    "cache": caches.create("dual", shape_multiple=4),
+    "keep_prefix": True,
+    "share_prefix": True,
+    "attention": paradec.SparseD(select=0.4),
+    "blocks": FixedBlocks(4, align="absolute"),
+    "block_length": 8,
+    "steps": 6,
+    "max_new_tokens": 7,
+    "temperature": 0.3,
+    "top_p": 0.9,
+    "top_k": 5,
+    "guidance_scale": 1.5,
+    "seed": (1, 2),
+    "rng": "reference",
+    "eos_early_stop": False,
+    "logits_eos_inf": True,
+    "holes_eos_inf": True,
+    "confidence_eos_eot_inf": True,
+    "suppress_tokens": (3, 4),
+    "stop_strings": ("a", "b"),
+    "num_return_sequences": 2,
+    "race": 3,
+    "chat": False,
+    "trace": True,
+    "compile": True,
+}
+
+
+def test_every_field_has_another_value_here() -> None:
+    assert {*OTHER_VALUES} == {*FIELDS} - {*LIVE, "stop"}
+
+
+def test_the_typed_arguments_are_the_fields() -> None:
+    annotations = {field.name: field.type for field in dataclasses.fields(Request)}
+    assert {name: kind.__forward_arg__ for name, kind in Arguments.__annotations__.items()} == annotations
+
+
+@pytest.mark.parametrize("door", [paradec.generate, paradec.infill])
+def test_the_signatures_of_doors_list_every_field(door: Any) -> None:
+    listed = inspect.signature(door).parameters
+    assert {*FIELDS} <= {*listed}
+    for name in FIELDS:
+        assert listed[name].default == DEFAULTS[name] and listed[name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_what_is_saved_comes_back(name: str, tmp_path: Path) -> None:
+    request = Request(**{name: OTHER_VALUES[name]})
+    request.save(tmp_path / "mine.json")
+    assert [*json.loads((tmp_path / "mine.json").read_text())] == [name]
+    loaded = Request.load(tmp_path / "mine.json")
+    assert loaded == request and getattr(loaded, name) == OTHER_VALUES[name]
+
+
+def test_all_at_once_comes_back(tmp_path: Path) -> None:
+    request = Request(**OTHER_VALUES)
+    request.save(tmp_path / "mine.json")
+    assert Request.load(tmp_path / "mine.json") == request
+    assert Request.of({}, json.loads((tmp_path / "mine.json").read_text())) == request
+
+
+@pytest.mark.parametrize("blocks", ["whole", AdaptiveBlocks(length=8, delimiters=(";", 3)), FixedBlocks(2)])
+def test_block_policies_come_back(blocks: Any, tmp_path: Path) -> None:
+    Request(blocks=blocks).save(tmp_path / "mine.json")
+    assert Request.load(tmp_path / "mine.json").blocks == blocks
+
+
+def test_combinations_come_back(tmp_path: Path) -> None:
+    joined = samplers.create("credit(threshold=0.95)+localleap")
+    Request(sampler=joined).save(tmp_path / "mine.json")
+    assert Request.load(tmp_path / "mine.json").sampler == joined
+
+
+class Mine:
+    reads_logits = False
+
+    def open(self, start: Any, prompt_length: Any, length: Any) -> Any: ...
+
+    def count(self, prompt_length: int, length: int) -> int: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("generator", torch.Generator()),
+        ("callback", print),
+        ("streamer", object()),
+        ("prefix", object()),
+        ("stop", paradec.Prophet()),
+        ("blocks", Mine()),
+        ("sampler", samplers.create("speculative", drafter=tiny(1, topology="causal", prediction="shifted"))),
+    ],
+)
+def test_objects_are_refused_by_name_and_nothing_is_written(name: str, value: Any, tmp_path: Path) -> None:
+    request = Request(**{name: value}, temperature=0.5)
+    with pytest.raises(ValueError, match=rf"{name}=.*cannot be saved"):
+        request.save(tmp_path / "mine.json")
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    with pytest.raises(FileNotFoundError, match="mine.json.* is no file"):
+        Request.load(path)
+    for text, message in {
+        "{": "is no JSON",
+        "[1]": "must be a mapping",
+        '{"temprature": 1}': "temprature.*did you mean 'temperature'",
+        '{"callback": 1}': "unknown argument in a preset: 'callback'",
+        '{"sampler": {"sampler": "threshold", "tau": 1}}': "unknown setting of sampler 'threshold': 'tau'",
+        '{"blocks": {"blocks": "fixed"}}': "blocks=.*length",
+        '{"blocks": {"blocks": "other"}}': "unknown blocks: 'other'",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Request.load(path)
+    path.write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match="temperature=-1"):
+        Request.load(path)
+    with pytest.raises(ValueError, match="preset=3 must be a Request"):
+        Request.of({}, 3)  # type: ignore[arg-type]
+
+
+def test_arguments_win_over_a_preset_which_wins_over_the_doors_defaults(llada: Model, tmp_path: Path) -> None:
+    request = Request(temperature=0.7, seed=3, max_new_tokens=6, block_length=3)
+    request.save(tmp_path / "mine.json")
+    asked = {"input_ids": [5, 6], "seed": 4}
+    written_out = paradec.generate(llada, **asked, temperature=0.7, max_new_tokens=6, block_length=3)
+    for preset in (tmp_path / "mine.json", str(tmp_path / "mine.json"), request, request.to_dict()):
+        found = paradec.generate(llada, **asked, preset=preset)
+        assert torch.equal(found.sequences, written_out.sequences)
+    holes = [5, llada.facts.mask_id, 6]
+    assert paradec.infill(llada, input_ids=holes, seed=0).new_tokens.shape[1] == 0
+    assert paradec.infill(llada, input_ids=holes, preset=request).new_tokens.shape[1] == 6
+
+
+def test_a_request_starts_a_sampler(llada: Model) -> None:
+    method = samplers.create("threshold")
+    by_name = method.start(llada, [[5, 6]], max_new_tokens=4, temperature=0.5, seed=1)
+    by_value = method.start(llada, [[5, 6]], Request(max_new_tokens=4, temperature=0.5, seed=1))
+    assert torch.equal(by_name.keys, by_value.keys) and by_name.request == by_value.request
+    with pytest.raises(TypeError, match="not both: seed"):
+        method.start(llada, [[5, 6]], Request(), seed=1)
+    with pytest.raises(TypeError, match="must be a paradec.Request"):
+        method.start(llada, [[5, 6]], {"seed": 1})
+
+
+@pytest.mark.parametrize("name", samplers.names())
+def test_families_refuse_what_they_do_not_serve(name: str) -> None:
+    """Every field that a family declares: at its default it is let through, at another value it is named."""
+    cls = samplers.get(name)
+    if not cls.unserved:
+        return
+    from paradec.request import request_for
+
+    method = cls(drafter=tiny(1, topology="causal", prediction="shifted")) if cls.__name__ == "Speculative" else cls()
+    request_for(method, Request(), {})
+    for field in cls.unserved:
+        value = paradec.Prophet() if field == "stop" else object() if field == "prefix" else OTHER_VALUES[field]
+        with pytest.raises(
+            ValueError, match=f"{field}=.* has no meaning for sampler '{method.name}'".replace("+", r"\+")
+        ):
+            request_for(method, Request(**{field: value}), {})
+
+
+@pytest.mark.parametrize("door", ["generate", "infill", "start"])
+def test_unknown_names_are_type_errors_that_say_what_was_meant(door: str, llada: Model) -> None:
+    def call(**arguments: Any) -> Any:
+        if door == "start":
+            return samplers.create("threshold").start(llada, [[5, 6]], **arguments)
+        return getattr(paradec, door)(llada, input_ids=[5, llada.facts.mask_id], **arguments)
+
+    with pytest.raises(TypeError, match="'temprature' .did you mean 'temperature'"):
+        call(temprature=1)
+    for name, here in ELSEWHERE.items():
+        with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
+            call(**{name: 1})
+    with pytest.raises(TypeError, match="do_sample.*temperature"):
+        call(do_sample=True)
+    with pytest.raises(TypeError, match=r"'threshold'; it is a setting of a sampler: .*create\('threshold', thresh"):
+        call(threshold=0.9)
+    with pytest.raises(TypeError, match="alg_temp"):
+        call(alg_temp=0.1)
+
+
+def test_a_state_keeps_no_object_of_the_caller(llada: Model) -> None:
+    generator = torch.Generator()
+    state = samplers.create("threshold").start(llada, [[5, 6]], Request(callback=print, generator=generator))
+    assert all(getattr(state.request, name) is None for name in LIVE)
+
+
+def test_a_request_is_checked_when_it_is_made() -> None:
+    for arguments, message in [
+        ({"sampler": "thresold"}, "did you mean 'threshold'"),
+        ({"sampler": "credit(threshold=2)+localleap"}, "threshold=2"),
+        ({"cache": "daul"}, "did you mean 'dual'"),
+        ({"attention": "sparse"}, "attention"),
+        ({"blocks": "fixd"}, "blocks"),
+        ({"seed": [1, -1]}, "seed=-1"),
+        ({"seed": 1, "generator": torch.Generator()}, "seed or generator, not both"),
+        ({"stop_strings": ["a", ""]}, "stop_strings"),
+        ({"suppress_tokens": "ab"}, "suppress_tokens"),
+        ({"chat": 1}, "chat=1"),
+        ({"race": 0}, "race=0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Request(**arguments)  # type: ignore[arg-type]
+    for name, value in {"sampler": 3, "callback": 3}.items():
+        with pytest.raises(TypeError, match=f"{name}=3"):
+            Request(**{name: value})  # type: ignore[arg-type]
