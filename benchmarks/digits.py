@@ -9,9 +9,9 @@
 Class accuracy is how often the packaged classifier (98 % right on held-out digits) sees the class that was asked for;
 the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:
 Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance. Each setting is held
-against token-by-token decoding at the same law: the difference in accuracy, and how often a random split of both sets
-of pictures, class by class, lies further apart than they do (a permutation test; for lossless samplers uniform in
-[0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
+against token-by-token decoding under the same distribution: the difference in accuracy, and how often a random split of
+both sets of pictures, class by class, lies further apart than they do (a permutation test; for lossless samplers
+uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def main() -> None:
             print(f"{label}: no sampler {name!r}")
             continue
         sampler, begin = create(name, settings), time.time()
-        # other numbers for every setting: lossless ones must agree in law, not number by number
+        # other numbers for every setting: lossless ones must agree in distribution, not number by number
         found = run(model, sampler, args.images, args.seed + 1_000_000 * index, args.guidance_scale)
         lossless = bool(getattr(sampler, "lossless", False))
         results[label] = judged(found, classifier) | {

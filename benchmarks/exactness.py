@@ -2,8 +2,8 @@
 
     python benchmarks/exactness.py [--rows 100000] [--resume] [--only TEXT] [--out benchmarks/results/exactness.json]
 
-The model looks up the logits of the next word by the two words before it, through the same key/value store, masks and
-queries as any other model, so that all answers of a few words can be enumerated and rows are cheap: every row of a
+The model looks up the logits of the next token by the two tokens before it, through the same key/value store, masks and
+queries as any other model, so that all answers of a few tokens can be enumerated and rows are cheap: every row of a
 batch is one answer. Batches are ragged: prompts of two lengths alternate, each tested by itself. Lossy methods (GSD,
 LANTERN) get
 their total variation distance instead, beside an upper bound: the share of rows in which any draft was verified
@@ -45,11 +45,11 @@ FEWEST = 8
 
 
 class TableModel:
-    """A causal model of order two: the logits of the next word depend on the last two words alone.
+    """A causal model of order two: the logits of the next token depend on the last two tokens alone.
 
     Args:
-        table: [V + 1, V, V]: by the word before the last (V: none), the last, the next.
-        embedding: [V, d], for methods that compare words.
+        table: [V + 1, V, V]: by the token before the last (V: none), the last, the next.
+        embedding: [V, d], for methods that compare tokens.
     """
 
     tokenizer, default_max_new_tokens, default_block_length = None, 4, None
@@ -75,33 +75,33 @@ class TableModel:
     codebook = token_embeddings
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """A store that keeps words; nothing else is read of it."""
+        """A store that keeps tokens; nothing else is read of it."""
         return KeyValueStore(rows, length, self.device)
 
     def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
         """Logits [R, W, V] of the wanted columns."""
         if store is None:
-            words, keys = query.tokens, query.positions
-            mask = torch.ones(1, 1, 1, words.shape[1], dtype=torch.bool) if query.valid is None else query.valid
+            tokens, keys = query.tokens, query.positions
+            mask = torch.ones(1, 1, 1, tokens.shape[1], dtype=torch.bool) if query.valid is None else query.valid
             mask = mask.view(len(mask), 1, 1, -1)
         else:
             mask, keys = store.bind(query).visible(query)
-            words = store.token_at_write[query.store_rows, : min(query.reach, store.length)]
+            tokens = store.token_at_write[query.store_rows, : min(query.reach, store.length)]
             if query.visible is not None:
-                words = torch.cat((words, query.tokens), 1)
-        sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - 1).expand(-1, -1, words.shape[1])
+                tokens = torch.cat((tokens, query.tokens), 1)
+        sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - 1).expand(-1, -1, tokens.shape[1])
         if mask is not None:
             sees = sees & mask.squeeze(1)
         if query.valid is not None:
             sees = sees & query.valid.unsqueeze(-1)
         if (sees.sum(-1) > 1).any():
-            raise RuntimeError("a column sees two words before it")
-        before = torch.where(sees, words.unsqueeze(1), -1).amax(-1)
+            raise RuntimeError("a column sees two tokens before it")
+        before = torch.where(sees, tokens.unsqueeze(1), -1).amax(-1)
         logits = self.table[torch.where(before < 0, len(self.table) - 1, before), query.tokens]
         return logits.take_along_dim(query.wanted.unsqueeze(-1), 1)
 
 
-def exact_law(
+def exact_distribution(
     model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
     """All answers [N, L] int64 and their probabilities [N]."""
@@ -109,25 +109,25 @@ def exact_law(
     layout = [-1] * new if grid is None else grid.layout.tolist()
     cells = range(vocab) if grid is None else grid.cells
     every = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
-    laws = torch.ones(len(every), dtype=torch.float64)
+    probabilities = torch.ones(len(every), dtype=torch.float64)
     branches = [prompt] if request.guidance_scale == 1 else [prompt, negative]
     for at in (i for i, forced in enumerate(layout) if forced < 0):
         logits = []
         for start in branches:
-            words = torch.cat((torch.tensor(start).expand(len(every), -1), every), 1)[:, : len(start) + at]
-            before = words[:, -2] if words.shape[1] > 1 else torch.full((len(every),), vocab)
-            logits.append(model.table[before, words[:, -1]])
+            tokens = torch.cat((torch.tensor(start).expand(len(every), -1), every), 1)[:, : len(start) + at]
+            before = tokens[:, -2] if tokens.shape[1] > 1 else torch.full((len(every),), vocab)
+            logits.append(model.table[before, tokens[:, -1]])
         mixed = logits[0]
         if len(branches) == 2:
             mixed = logits[1] + request.guidance_scale * (logits[0] - logits[1])
         allowed = None if grid is None else grid.allowed(vocab)
-        laws *= probability(token_distribution(mixed, request, allowed), every[:, at])
-    return every, laws
+        probabilities *= probability(token_distribution(mixed, request, allowed), every[:, at])
+    return every, probabilities
 
 
 def within(prompt: list[int], model: TableModel) -> list[int]:
-    """A prompt in the words of a model that may have few."""
-    return [word % model.facts.vocab_size for word in prompt]
+    """A prompt in the tokens of a model that may have few."""
+    return [token % model.facts.vocab_size for token in prompt]
 
 
 def sample(
@@ -152,14 +152,14 @@ def counted(answers: Tensor, every: Tensor, base: int) -> np.ndarray:
     found = (answers * digits).sum(1)
     at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
     if (known[at] != found).any():
-        raise AssertionError("an answer that no law allows")
+        raise AssertionError("an answer that has no probability")
     return np.bincount(order[at].numpy(), minlength=len(every))
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     """Chi-square test; cells that expect fewer than `FEWEST` are pooled, and those of no probability must be empty."""
-    expected = law * counts.sum()
-    if counts[law == 0].any():
+    expected = distribution * counts.sum()
+    if counts[distribution == 0].any():
         return 0.0
     small = expected < FEWEST
     cells = [np.append(values[~small], values[small].sum()) for values in (counts, expected)]
@@ -178,7 +178,7 @@ def test_case(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0
     grid, settings = request.get("grid"), {key: value for key, value in request.items() if key != "grid"}
     found: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
     for first in range(2):
-        every, law = exact_law(
+        every, distribution = exact_distribution(
             model,
             within(PROMPTS[first], model),
             new,
@@ -187,8 +187,8 @@ def test_case(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0
             grid,
         )
         counts = counted(answers[first::2], every, model.facts.vocab_size)
-        found["p_values"].append(p_value(counts, law.numpy()))
-        found["total_variation"].append(float(np.abs(counts / counts.sum() - law.numpy()).sum() / 2))
+        found["p_values"].append(p_value(counts, distribution.numpy()))
+        found["total_variation"].append(float(np.abs(counts / counts.sum() - distribution.numpy()).sum() / 2))
     return found
 
 
@@ -281,13 +281,13 @@ def lossy() -> Iterator[tuple[str, ChainSampler, TableModel]]:
         create("gsd", window=4, group_half_width=2, guess_distribution="uniform"),
         model,
     )
-    for law in ("one_hot", "uniform"):
+    for distribution in ("one_hot", "uniform"):
         for delta in (0.0, 0.02, 0.1):
-            sampler = create("lantern", window=4, k=2, delta=delta, guess_distribution=law)
-            yield f"lantern, {law} q, delta {delta}", sampler, model
+            sampler = create("lantern", window=4, k=2, delta=delta, guess_distribution=distribution)
+            yield f"lantern, {distribution} q, delta {delta}", sampler, model
         for lam in (1.0, 1.5, 5.0):
-            sampler = create("lantern++", window=4, k=2, lam=lam, guess_distribution=law)
-            yield f"lantern++, {law} q, lambda {lam}", sampler, model
+            sampler = create("lantern++", window=4, k=2, lam=lam, guess_distribution=distribution)
+            yield f"lantern++, {distribution} q, lambda {lam}", sampler, model
 
 
 def bias(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def test_the_law_of_short_answers_is_the_model_s(shape: str, new: int, models: d
     count = 3000
     state = made("speculative", small, shape).start(model, [PROMPTS[0]] * count, max_new_tokens=new, seed=new)
     decode(made("speculative", small, shape), model, state)
-    every, law = exactness.exact_law(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
+    every, law = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
     counts = exactness.counted(state.canvas[:, 1:], every, 5)
     assert exactness.p_value(counts, law.numpy()) > 0.01 / (2 * len(TREES))
 

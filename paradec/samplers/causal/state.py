@@ -28,8 +28,11 @@ class DraftModel(Protocol):
     """A model that drafts: `paradec.models.adapter.Model`, or an EAGLE drafter, which reads hidden states too."""
 
     facts: ModelFacts
-    pads: Any
-    supports_store: Any
+
+    @property
+    def pads(self) -> bool:
+        """Whether its calls may hold rows of several lengths."""
+        ...
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
         """A store of its own."""

@@ -123,12 +123,12 @@ def test_reference_tree_verification(path: Path) -> None:
     accepted = int(found.accepted)
     assert used == case["n_u_used"] and accepted == expected["accept_length"]
     assert [int(drafts[0, 0]), *found.tokens[0, :accepted].tolist()] == expected["accepted"]
-    law = torch.tensor(expected["final_law"], dtype=torch.float64)
-    torch.testing.assert_close(normalized(found.weights)[0], law, rtol=0, atol=1e-7)
+    distribution = torch.tensor(expected["final_law"], dtype=torch.float64)
+    torch.testing.assert_close(normalized(found.weights)[0], distribution, rtol=0, atol=1e-7)
     assert int(found.tokens[0, accepted]) == expected["final_token"]
 
 
-def test_the_draw_is_the_inverse_of_the_cumulative_law() -> None:
+def test_the_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64).expand(4, 5)
     noise = torch.tensor([2.0**-54, 0.2999, 0.3001, 1.0], dtype=torch.float64)
     assert draw(weights, noise).tolist() == [1, 1, 3, 3]
@@ -178,7 +178,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("name", "request_name"), EXACT)
-def test_the_law_of_the_answers_is_the_model_s(name: str, request_name: str) -> None:
+def test_answers_have_the_model_s_distribution(name: str, request_name: str) -> None:
     """Ragged batches against full enumeration; `benchmarks/exactness.py` has the whole grid and more answers."""
     sampler, request = exactness.samplers(DRAFTER)[name], exactness.REQUESTS[request_name]
     found = exactness.test_case(sampler, MODEL, ROWS, seed=EXACT.index((name, request_name)), **request)
@@ -191,7 +191,7 @@ LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.e
 
 
 @pytest.mark.parametrize(("refresh", "init"), LONGER)
-def test_the_law_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
+def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
     """Seven words in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
     sampler = SJD(window=3, refresh=refresh, init=init)
     found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
@@ -200,7 +200,7 @@ def test_the_law_of_answers_longer_than_the_window(refresh: str, init: str) -> N
 
 
 @pytest.mark.parametrize("init", INITS)
-def test_the_law_of_images_is_the_model_s(init: str) -> None:
+def test_images_have_the_model_s_distribution(init: str) -> None:
     image = TableModel.random(6, seed=2)
     found = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
     assert min(found["p_values"]) > 0.01 / (2 * len(INITS))
@@ -208,7 +208,7 @@ def test_the_law_of_images_is_the_model_s(init: str) -> None:
 
 
 @dataclass(frozen=True)
-class OldLaw(SCD):
+class OldDistribution(SCD):
     """Leaves the old q with the drafts that it keeps, as the public code of the maximal coupling does."""
 
     refresh: str = "maximal"
@@ -225,14 +225,14 @@ class OldLaw(SCD):
         rows = torch.as_tensor(proposal.rows)
         source = state.memory["draft_source"][rows]
         for i in range(state.width):  # slot i of the next window is slot i + count of this one
-            law = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
-            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, law, whole[rows, 0])
+            distribution = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
+            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, distribution, whole[rows, 0])
         state.memory["draft_distribution"] = whole
         return commit
 
 
 @dataclass(frozen=True)
-class WrongGuessLaw(SJD):
+class WrongGuessDistribution(SJD):
     """Draws its guesses otherwise than it says."""
 
     def _guess(self, state: CausalState, rows: Any, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,8 +252,8 @@ class FilteredResidual(SJD):
 
 
 @dataclass(frozen=True)
-class NewLaw(SJD):
-    """Gives the drafts that it keeps this step's law, which they were not drawn from."""
+class NewDistribution(SJD):
+    """Gives the drafts that it keeps this step's distribution, which they were not drawn from."""
 
     refresh: str = "keep"
 
@@ -272,7 +272,12 @@ class AllOfQ(WithoutReplacement):
 
 
 @pytest.mark.parametrize(
-    "sampler", [OldLaw(window=4), WrongGuessLaw(window=4), FilteredResidual(window=4, guess_distribution="one_hot")]
+    "sampler",
+    [
+        OldDistribution(window=4),
+        WrongGuessDistribution(window=4),
+        FilteredResidual(window=4, guess_distribution="one_hot"),
+    ],
 )
 def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
     found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
@@ -280,13 +285,13 @@ def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
 
 
 @pytest.mark.parametrize("init", ["random", "sample_horizontal"])
-def test_long_answers_have_power_over_laws_of_kept_drafts(init: str) -> None:
-    found = exactness.test_case(NewLaw(window=3, init=init), LONG, 8000, seed=1, new=7)
+def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
+    found = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
     assert max(found["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
-def test_a_node_s_output_has_the_law_p(name: str) -> None:
+def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
     """One node with three children, for several p and q; the last q has fewer words than there are children."""
     rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
@@ -294,12 +299,12 @@ def test_a_node_s_output_has_the_law_p(name: str) -> None:
     for size, words in ((4, 4), (7, 7), (5, 2)):
         p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
         q[q.topk(size - words, largest=False).indices] = 0
-        p, q = (normalized(law).expand(rows, -1) for law in (p, q))
+        p, q = (normalized(distribution).expand(rows, -1) for distribution in (p, q))
         noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
         uniform = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
-        laws = [law.unsqueeze(1).expand(-1, 4, -1) for law in (p, q)]
-        found = walk(tree, drafts, *laws, rule, uniform)
+        distributions = [distribution.unsqueeze(1).expand(-1, 4, -1) for distribution in (p, q)]
+        found = walk(tree, drafts, *distributions, rule, uniform)
         counts = np.bincount(found.tokens[:, 0].numpy(), minlength=size)
         p_values.append(exactness.p_value(counts, p[0].numpy()))
         # a hit goes on below the child that it equals
@@ -345,30 +350,30 @@ def test_lossy_methods_stay_below_their_bound() -> None:
 # ---- what acceptance reads ------------------------------------------------------------------------------------------
 
 
-def test_the_laws_of_guesses_are_not_written_out() -> None:
+def test_the_distributions_of_guesses_are_not_written_out() -> None:
     tokens = torch.tensor([[1, 3, 2]])
     dense = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
     support = torch.tensor([0.5, 0.0, 0.5, 0.0])
-    laws = DraftDistributions(tokens, dense, torch.tensor([[0, UNIFORM, ONE_HOT]]), support)
-    whole = laws.at(torch.arange(3).unsqueeze(0))
+    distributions = DraftDistributions(tokens, dense, torch.tensor([[0, UNIFORM, ONE_HOT]]), support)
+    whole = distributions.at(torch.arange(3).unsqueeze(0))
     assert torch.equal(whole[0], torch.stack((dense[0, 0], support, torch.tensor([0.0, 0.0, 1.0, 0.0]))))
     every = torch.arange(4).expand(1, 3, 4)
-    assert torch.equal(laws.of(every), whole)
-    torch.testing.assert_close(laws.of_drafts(), torch.tensor([[0.2, 0.0, 1.0]]))
+    assert torch.equal(distributions.of(every), whole)
+    torch.testing.assert_close(distributions.of_drafts(), torch.tensor([[0.2, 0.0, 1.0]]))
 
 
 def test_neighbours_and_their_share() -> None:
     latents = torch.tensor([[0.0], [1.0], [3.0], [torch.nan], [3.5]])
     near = neighbours(latents, torch.tensor([0, 2]), 4)
     assert near.tolist() == [[1, 2, 4, -1], [4, 1, 0, -1]]
-    law = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15]]).expand(2, -1)
+    distribution = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15]]).expand(2, -1)
     words = torch.tensor([0, 2])
     for additive, bound, expected in (
         (True, 0.4, [0.3, 0.65]),
         (True, 0.1, [0.1, 0.3]),
         (False, 3.0, [0.3, 0.9 - 0.15]),
     ):
-        mass, any_near = relaxed(law, words, near, additive, bound)
+        mass, any_near = relaxed(distribution, words, near, additive, bound)
         expected[1] = expected[1] if additive else 0.75
         torch.testing.assert_close(mass, torch.tensor(expected))
         assert any_near.tolist() == [mass[0] > 0.15, mass[1] > 0.35]
@@ -376,19 +381,19 @@ def test_neighbours_and_their_share() -> None:
 
 def test_drafts_and_draws_at_their_bounds() -> None:
     """A draft stands when its number is below its chance; a draw takes the first word whose sum exceeds its number."""
-    law = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
+    distribution = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     drafts = DraftDistributions(
-        torch.tensor([[0, 0]]), law, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])
+        torch.tensor([[0, 0]]), distribution, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])
     )
     for number, accepted in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
         uniform = torch.tensor([[[number, 0.9], [0.9, 0.9]]], dtype=torch.float64)
         chance, drafted = torch.tensor([[0.25, 0.5]], dtype=torch.float64), torch.tensor([[True, False]])
-        found = verify(Window(law, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
+        found = verify(Window(distribution, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
         assert int(found.accepted) == accepted
         for rule, q in (("recursive", [1.0, 0.0]), ("naive", [0.5, 0.5])):
             numbers = torch.tensor([[number]], dtype=torch.float64)
-            q_law = torch.tensor([q], dtype=torch.float64)
-            chosen, _ = RULES[rule].verify(law[:, 0], q_law, torch.tensor([[0]]), numbers)
+            every_q = torch.tensor([q], dtype=torch.float64)
+            chosen, _ = RULES[rule].verify(distribution[:, 0], every_q, torch.tensor([[0]]), numbers)
             assert int(chosen) == accepted - 1, rule
     weights = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64).expand(4, 3)
     assert draw(weights, torch.tensor([0.2, 0.25, 0.5, 0.75], dtype=torch.float64)).tolist() == [0, 1, 2, 2]
@@ -397,21 +402,21 @@ def test_drafts_and_draws_at_their_bounds() -> None:
 def test_groups_and_neighbours_at_their_bounds() -> None:
     """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` words below it. LANTERN:
     neighbours that reach the limit do not exceed it."""
-    law = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
+    distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
     drafts = DraftDistributions(
-        torch.tensor([[2]]), law, torch.tensor([[ONE_HOT]]), law[0, 0]
+        torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0]
     )  # 1 and the draft are alike
     latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)
     above = float(np.nextafter(0.25, 1))
     for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
         sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
-        assert float(sampler.accept(Window(law, drafts, drafts.tokens, latents))) == expected
+        assert float(sampler.accept(Window(distribution, drafts, drafts.tokens, latents))) == expected
     for half, expected in ((3, 1.0), (4, 0.5)):
         sampler = GSD(group_half_width=half, p_threshold=1, d_threshold=None)
-        assert float(sampler.accept(Window(law, drafts, drafts.tokens))) == expected
-    law, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
+        assert float(sampler.accept(Window(distribution, drafts, drafts.tokens))) == expected
+    distribution, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
     for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
-        assert float(relaxed(law, torch.tensor([0]), near, additive, bound)[0]) == expected
+        assert float(relaxed(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
 
 
 def test_presets_have_the_published_settings() -> None:
@@ -516,8 +521,8 @@ def test_images_are_greedy_at_temperature_0() -> None:
 
 
 def test_sample_inits_copy_the_likeliest_word() -> None:
-    """With a law that does not depend on what stands before, the likeliest word of the neighbour is that of the
-    slot."""
+    """With a distribution that does not depend on what comes before, the likeliest token of the neighbour is that of
+    the slot."""
     table = (
         torch.randn(6, generator=torch.Generator().manual_seed(5), dtype=torch.float64).expand(7, 6, -1).contiguous()
     )
