@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paradec import FixedBlocks, caches, samplers
 from paradec.blocks import WholeCanvas
 from paradec.caches.base import buckets
-from paradec.cli import _settings
+from paradec.cli import options
 from paradec.cli.image import sampler_for
 from paradec.protocol import Memory, MemorySpec, Sampler
 from paradec.registry import Registry
@@ -159,7 +159,7 @@ def test_old_names_of_settings_are_read_everywhere(name: str, old: str, new: str
     with pytest.warns(FutureWarning, match=new):
         assert kind.from_dict(saved) == expected
     with pytest.warns(FutureWarning, match=new):
-        assert sampler_for("digits-ar", name, _settings([f"{old}={others[value]}"])) == expected
+        assert sampler_for("digits-ar", name, options.settings([f"{old}={others[value]}"])) == expected
     with pytest.warns(FutureWarning, match=new):
         older = object.__new__(kind)
         older.__setstate__({old if key == new else key: entry for key, entry in vars(expected).items()})
