@@ -132,14 +132,14 @@ def verify(
     """
     p, drafts, fresh = window.p, window.drafts, window.fresh
     slot = torch.arange(p.shape[1], device=p.device)
-    accept = drafted & (uniform[..., 0] < chance)
-    accepted = accept.long().cumprod(1).sum(1, keepdim=True)
+    accept = drafted & (uniform[..., 0] < chance)  # u < min(1, p(x) / q(x))
+    accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # those before the first rejection
     rejected = drafted & (slot == accepted)
     tokens = resampled = fresh
     if refresh == "maximal":
         tokens, resampled = coupled(window, drafted, uniform)
     elif resample:
-        left = residual(at_slots(p, accepted), drafts.at(accepted))
+        left = residual(at_slots(p, accepted), drafts.at(accepted))  # max(0, p - q) of that slot
         resampled = draw(left, uniform[..., 1].gather(1, accepted))
     tokens = torch.where(rejected, resampled if resample else fresh, tokens)
     kept = drafted & (slot > accepted) if refresh == "keep" else None
