@@ -9,9 +9,9 @@
 Class accuracy is how often the packaged classifier (98 % right on held-out digits) sees the class that was asked for;
 the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:
 Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance. Each setting is held
-against token-by-token decoding at the same law: the difference in accuracy, and how often a random split of both sets
-of pictures, class by class, lies further apart than they do (a permutation test; for lossless samplers uniform in
-[0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
+against token-by-token decoding under the same distribution: the difference in accuracy, and how often a random split of
+both sets of pictures, class by class, lies further apart than they do (a permutation test; for lossless samplers
+uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("sjd", "sjd", {}),
     ("scd", "scd", {}),
     ("gsd", "gsd", {}),
-    ("lantern", "lantern", {"random_law": "one_hot"}),
+    ("lantern", "lantern", {"guess_distribution": "one_hot"}),
     ("lantern++", "lantern++", {}),
     ("speculative", "speculative", {"drafter": DRAFTER}),
     ("zipar, window 3", "zipar", {"window": 3}),
@@ -57,10 +57,10 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     *((f"jacobi, window {window}", "jacobi", {"window": window}) for window in WINDOWS),
     *((f"speculative, window {window}", "speculative", {"drafter": DRAFTER, "window": window}) for window in (8, 16)),
     ("scd, maximal", "scd", {"refresh": "maximal"}),
-    ("sjd, one-hot q", "sjd", {"random_law": "one_hot"}),
+    ("sjd, one-hot q", "sjd", {"guess_distribution": "one_hot"}),
     ("sjd, repeat_vertical", "sjd", {"init": "repeat_vertical"}),
     ("sjd, keep", "sjd", {"refresh": "keep"}),
-    ("lantern, uniform q", "lantern", {"random_law": "uniform"}),
+    ("lantern, uniform q", "lantern", {"guess_distribution": "uniform"}),
 ]
 """(label, sampler, settings); what is left out is the sampler's default: a window of 16, 5 with a drafter."""
 PICTURED = 7
@@ -228,7 +228,7 @@ def main() -> None:
             print(f"{label}: no sampler {name!r}")
             continue
         sampler, begin = create(name, settings), time.time()
-        # other numbers for every setting: lossless ones must agree in law, not number by number
+        # other numbers for every setting: lossless ones must agree in distribution, not number by number
         found = run(model, sampler, args.images, args.seed + 1_000_000 * index, args.guidance_scale)
         lossless = bool(getattr(sampler, "lossless", False))
         results[label] = judged(found, classifier) | {

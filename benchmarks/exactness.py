@@ -1,12 +1,12 @@
-"""Do the samplers that judge drafts keep the model's law? Chi-square tests against full enumeration.
+"""Do the samplers that verify drafts keep the model's distribution? Chi-square tests against full enumeration.
 
     python benchmarks/exactness.py [--rows 100000] [--resume] [--only TEXT] [--out benchmarks/results/exactness.json]
 
-The model looks up the logits of the next word by the two words before it, through the same key/value store, masks and
-queries as any other model, so that all answers of a few words can be enumerated and rows are cheap: every row of a
+The model looks up the logits of the next token by the two tokens before it, through the same key/value store, masks and
+queries as any other model, so that all answers of a few tokens can be enumerated and rows are cheap: every row of a
 batch is one answer. Batches are ragged: prompts of two lengths alternate, each tested by itself. Lossy methods (GSD,
 LANTERN) get
-their total variation distance instead, beside an upper bound: the share of rows in which any draft was judged
+their total variation distance instead, beside an upper bound: the share of rows in which any draft was verified
 otherwise than the exact rule would have with the same random number.
 """
 
@@ -32,9 +32,11 @@ from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Proposal, Query, decode
 from paradec.request import Request
-from paradec.samplers.causal.base import INITS, REFRESHES, JacobiSampler, JacobiState
+from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.causal.verification import probability, token_law
+from paradec.samplers.causal.verification import probability, token_distribution
+from paradec.samplers.causal.window import INITS, REFRESHES
 
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])
@@ -43,11 +45,11 @@ FEWEST = 8
 
 
 class TableModel:
-    """A causal model of order two: the logits of the next word depend on the last two words alone.
+    """A causal model of order two: the logits of the next token depend on the last two tokens alone.
 
     Args:
-        table: [V + 1, V, V]: by the word before the last (V: none), the last, the next.
-        embedding: [V, d], for methods that compare words.
+        table: [V + 1, V, V]: by the token before the last (V: none), the last, the next.
+        embedding: [V, d], for methods that compare tokens.
     """
 
     tokenizer, default_max_new_tokens, default_block_length = None, 4, None
@@ -73,33 +75,33 @@ class TableModel:
     codebook = token_embeddings
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """A store that keeps words; nothing else is read of it."""
+        """A store that keeps tokens; nothing else is read of it."""
         return KeyValueStore(rows, length, self.device)
 
     def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
         """Logits [R, W, V] of the wanted columns."""
         if store is None:
-            words, keys = query.tokens, query.positions
-            mask = torch.ones(1, 1, 1, words.shape[1], dtype=torch.bool) if query.valid is None else query.valid
+            tokens, keys = query.tokens, query.positions
+            mask = torch.ones(1, 1, 1, tokens.shape[1], dtype=torch.bool) if query.valid is None else query.valid
             mask = mask.view(len(mask), 1, 1, -1)
         else:
             mask, keys = store.bind(query).visible(query)
-            words = store.token_at_write[query.store_rows, : min(query.reach, store.length)]
+            tokens = store.token_at_write[query.store_rows, : min(query.reach, store.length)]
             if query.visible is not None:
-                words = torch.cat((words, query.tokens), 1)
-        sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - 1).expand(-1, -1, words.shape[1])
+                tokens = torch.cat((tokens, query.tokens), 1)
+        sees = (keys.unsqueeze(-2) == query.positions.unsqueeze(-1) - 1).expand(-1, -1, tokens.shape[1])
         if mask is not None:
             sees = sees & mask.squeeze(1)
         if query.valid is not None:
             sees = sees & query.valid.unsqueeze(-1)
         if (sees.sum(-1) > 1).any():
-            raise RuntimeError("a column sees two words before it")
-        before = torch.where(sees, words.unsqueeze(1), -1).amax(-1)
+            raise RuntimeError("a column sees two tokens before it")
+        before = torch.where(sees, tokens.unsqueeze(1), -1).amax(-1)
         logits = self.table[torch.where(before < 0, len(self.table) - 1, before), query.tokens]
         return logits.take_along_dim(query.wanted.unsqueeze(-1), 1)
 
 
-def exact_law(
+def exact_distribution(
     model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
     """All answers [N, L] int64 and their probabilities [N]."""
@@ -107,30 +109,30 @@ def exact_law(
     layout = [-1] * new if grid is None else grid.layout.tolist()
     cells = range(vocab) if grid is None else grid.cells
     every = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
-    laws = torch.ones(len(every), dtype=torch.float64)
+    probabilities = torch.ones(len(every), dtype=torch.float64)
     branches = [prompt] if request.guidance_scale == 1 else [prompt, negative]
     for at in (i for i, forced in enumerate(layout) if forced < 0):
         logits = []
         for start in branches:
-            words = torch.cat((torch.tensor(start).expand(len(every), -1), every), 1)[:, : len(start) + at]
-            before = words[:, -2] if words.shape[1] > 1 else torch.full((len(every),), vocab)
-            logits.append(model.table[before, words[:, -1]])
+            tokens = torch.cat((torch.tensor(start).expand(len(every), -1), every), 1)[:, : len(start) + at]
+            before = tokens[:, -2] if tokens.shape[1] > 1 else torch.full((len(every),), vocab)
+            logits.append(model.table[before, tokens[:, -1]])
         mixed = logits[0]
         if len(branches) == 2:
             mixed = logits[1] + request.guidance_scale * (logits[0] - logits[1])
         allowed = None if grid is None else grid.allowed(vocab)
-        laws *= probability(token_law(mixed, request, allowed), every[:, at])
-    return every, laws
+        probabilities *= probability(token_distribution(mixed, request, allowed), every[:, at])
+    return every, probabilities
 
 
 def within(prompt: list[int], model: TableModel) -> list[int]:
-    """A prompt in the words of a model that may have few."""
-    return [word % model.facts.vocab_size for word in prompt]
+    """A prompt in the tokens of a model that may have few."""
+    return [token % model.facts.vocab_size for token in prompt]
 
 
 def sample(
-    sampler: JacobiSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
-) -> tuple[Tensor, JacobiState]:
+    sampler: ChainSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
+) -> tuple[Tensor, CausalState]:
     """Answers of rows whose prompts alternate: [rows, L] int64, and the final state."""
     prompts = [within(PROMPTS[i % 2], model) for i in range(rows)]
     if request.get("guidance_scale", 1) != 1:
@@ -150,14 +152,14 @@ def counted(answers: Tensor, every: Tensor, base: int) -> np.ndarray:
     found = (answers * digits).sum(1)
     at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
     if (known[at] != found).any():
-        raise AssertionError("an answer that no law allows")
+        raise AssertionError("an answer that has no probability")
     return np.bincount(order[at].numpy(), minlength=len(every))
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     """Chi-square test; cells that expect fewer than `FEWEST` are pooled, and those of no probability must be empty."""
-    expected = law * counts.sum()
-    if counts[law == 0].any():
+    expected = distribution * counts.sum()
+    if counts[distribution == 0].any():
         return 0.0
     small = expected < FEWEST
     cells = [np.append(values[~small], values[small].sum()) for values in (counts, expected)]
@@ -169,14 +171,14 @@ def p_value(counts: np.ndarray, law: np.ndarray) -> float:
     return float(stats.chisquare(*cells).pvalue) if len(cells[0]) > 1 else 1.0
 
 
-def test_case(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 0, **request: Any) -> dict[str, Any]:
+def test_case(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0, **request: Any) -> dict[str, Any]:
     """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer."""
     new = request.pop("new", 4)
     answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
     grid, settings = request.get("grid"), {key: value for key, value in request.items() if key != "grid"}
     found: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
     for first in range(2):
-        every, law = exact_law(
+        every, distribution = exact_distribution(
             model,
             within(PROMPTS[first], model),
             new,
@@ -185,8 +187,8 @@ def test_case(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 
             grid,
         )
         counts = counted(answers[first::2], every, model.facts.vocab_size)
-        found["p_values"].append(p_value(counts, law.numpy()))
-        found["total_variation"].append(float(np.abs(counts / counts.sum() - law.numpy()).sum() / 2))
+        found["p_values"].append(p_value(counts, distribution.numpy()))
+        found["total_variation"].append(float(np.abs(counts / counts.sum() - distribution.numpy()).sum() / 2))
     return found
 
 
@@ -208,13 +210,13 @@ TREES: dict[str, Any] = {
 }
 
 
-def samplers(drafter: TableModel) -> dict[str, JacobiSampler]:
+def samplers(drafter: TableModel) -> dict[str, ChainSampler]:
     """Every exact method with the settings that change its steps."""
     create = paradec.samplers.create
     found = {"token by token": create("sjd", window=1)}
     for window in (2, 4):
         found[f"sjd, window {window}"] = create("sjd", window=window)
-    found["sjd, one-hot q"] = create("sjd", window=4, random_law="one_hot")
+    found["sjd, one-hot q"] = create("sjd", window=4, guess_distribution="one_hot")
     found["sjd, keep"] = create("sjd", window=4, refresh="keep")
     found["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
     found["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
@@ -230,7 +232,7 @@ def samplers(drafter: TableModel) -> dict[str, JacobiSampler]:
     return found
 
 
-def cases() -> Iterator[tuple[str, JacobiSampler, TableModel, dict[str, Any]]]:
+def cases() -> Iterator[tuple[str, ChainSampler, TableModel, dict[str, Any]]]:
     """(name, sampler, model, request) of the whole grid."""
     model = TableModel.random(5, seed=0)
     drafter = TableModel.random(5, seed=1, near=model)
@@ -250,42 +252,45 @@ def cases() -> Iterator[tuple[str, JacobiSampler, TableModel, dict[str, Any]]]:
         yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
 
 
-def watched(sampler: JacobiSampler) -> tuple[JacobiSampler, list[np.ndarray]]:
-    """The sampler, and a list that gets the rows of every step in which a draft was judged otherwise than by p / q."""
+def watched(sampler: ChainSampler) -> tuple[ChainSampler, list[np.ndarray]]:
+    """The sampler, and a list that gets the rows of every step in which a draft was not verified by p / q."""
     deviating: list[np.ndarray] = []
 
     class Watched(type(sampler)):  # type: ignore[misc]
-        def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
-            law, drafts = proposal.quantities["law"], self._drafts(state, proposal.rows)
+        def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+            window = self._window(state, proposal)
             drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
             noise = proposal.quantities["uniform"][..., 0]
-            own = noise < self.accept(law, drafts, proposal.values, state.latents)
-            exact = noise < JacobiSampler.accept(self, law, drafts, proposal.values, None)
-            judged = (own & drafted).long().cumprod(1).roll(1, 1)
-            judged[:, 0] = 1  # a draft is judged when all before it stood
-            deviating.append(proposal.rows[((own != exact) & drafted & judged.bool()).any(1).numpy()])
+            own, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
+            verified = (own & drafted).long().cumprod(1).roll(1, 1)
+            verified[:, 0] = 1  # a draft is verified when all before it were accepted
+            deviating.append(proposal.rows[((own != exact) & drafted & verified.bool()).any(1).numpy()])
             return super().commit(state, proposal)
 
     return Watched(**{key: getattr(sampler, key) for key in sampler.settings()}), deviating
 
 
-def lossy() -> Iterator[tuple[str, JacobiSampler, TableModel]]:
+def lossy() -> Iterator[tuple[str, ChainSampler, TableModel]]:
     """(name, sampler, model) of the methods that trade exactness for steps."""
     model = TableModel.random(5, seed=0)
     create = paradec.samplers.create
     yield "gsd, half width 1", create("gsd", window=4, group_half_width=1), model
     yield "gsd, half width 2", create("gsd", window=4, group_half_width=2), model
-    yield "gsd, half width 2, uniform q", create("gsd", window=4, group_half_width=2, random_law="uniform"), model
-    for law in ("one_hot", "uniform"):
+    yield (
+        "gsd, half width 2, uniform q",
+        create("gsd", window=4, group_half_width=2, guess_distribution="uniform"),
+        model,
+    )
+    for distribution in ("one_hot", "uniform"):
         for delta in (0.0, 0.02, 0.1):
-            sampler = create("lantern", window=4, k=2, delta=delta, random_law=law)
-            yield f"lantern, {law} q, delta {delta}", sampler, model
+            sampler = create("lantern", window=4, k=2, delta=delta, guess_distribution=distribution)
+            yield f"lantern, {distribution} q, delta {delta}", sampler, model
         for lam in (1.0, 1.5, 5.0):
-            sampler = create("lantern++", window=4, k=2, lam=lam, random_law=law)
-            yield f"lantern++, {law} q, lambda {lam}", sampler, model
+            sampler = create("lantern++", window=4, k=2, lam=lam, guess_distribution=distribution)
+            yield f"lantern++, {distribution} q, lambda {lam}", sampler, model
 
 
-def bias(sampler: JacobiSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
+def bias(sampler: ChainSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
     """Total variation of a lossy method's answers, and the bound."""
     method, deviating = watched(sampler)
     found = test_case(method, model, rows, seed)

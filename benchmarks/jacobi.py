@@ -3,10 +3,10 @@
     python benchmarks/jacobi.py [--out benchmarks/results/jacobi.json]
 
 One thread, window 16, a vocabulary of 16384 (LlamaGen's), one row. The model is a random Llama of LlamaGen-B's shape
-(110M parameters) in float32; its law is nearly flat and moves little with what stands before. That is the hard case for
-noise that is drawn once per position: coupled drafts stand, and half of a window is new at every step. Overhead is
-everything of a step but the model's call; the loop does for one slot after the other what verification does for all:
-the draws of the refreshed window, the judgement with its wait for the device, the redraw.
+(110M parameters) in float32; its distribution is nearly flat and moves little with what comes before. That is the hard
+case for noise that is drawn once per position: coupled drafts are accepted, and half of a window is new at every step.
+Overhead is everything of a step but the model's call; the loop does for one slot after the other what verification does
+for all: the draws of the refreshed window, the acceptance with its wait for the device, the resampling.
 
 Times are the process's own (`time.process_time`), which other work on the machine touches little; `wall_ratio` is by
 the clock on the wall. Everything is measured in turns, one step or call of each, and ratios are medians of ratios
@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
 from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import DraftLaws, draw, judge
+from paradec.samplers.causal.verification import DraftDistributions, Window, draw, verify
 
 WINDOW, VOCAB = 16, 16384
 MOST_TOKENS = 400
@@ -119,7 +119,7 @@ def overhead(model: Any, steps: int) -> dict[str, dict[str, float]]:
     return {name: run.found(warm_up) for name, run in runs.items()}
 
 
-def laws(rows: int, seed: int) -> tuple[Tensor, DraftLaws, Tensor]:
+def distributions(rows: int, seed: int) -> tuple[Tensor, DraftDistributions, Tensor]:
     """p, the drafts with dense q near it, and which slots hold one."""
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, WINDOW, VOCAB, generator=generator)
@@ -127,47 +127,47 @@ def laws(rows: int, seed: int) -> tuple[Tensor, DraftLaws, Tensor]:
     tokens = draw(q, torch.rand(rows, WINDOW, generator=generator, dtype=torch.float64))
     source = torch.arange(WINDOW).expand(rows, -1)
     drafted = (torch.arange(WINDOW) < WINDOW - 1).expand(rows, -1)
-    return p, DraftLaws(tokens, q, source, torch.full((VOCAB,), 1 / VOCAB)), drafted
+    return p, DraftDistributions(tokens, q, source, torch.full((VOCAB,), 1 / VOCAB)), drafted
 
 
-def vectorised(p: Tensor, drafts: DraftLaws, drafted: Tensor) -> list[int]:
+def vectorised(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[int]:
     """Verification of all slots and rows; how many tokens each row commits."""
     noise = torch.rand(len(p), WINDOW, 3, dtype=torch.float64)
     fresh = draw(p, noise[..., 0])
-    chance = SJD().accept(p, drafts, fresh, None)
-    return (judge(p, drafts, drafted, chance, fresh, noise[..., 1:]).standing + 1).flatten().tolist()
+    window = Window(p, drafts, fresh)
+    return (verify(window, drafted, SJD().accept(window), noise[..., 1:]).accepted + 1).flatten().tolist()
 
 
-def looped(p: Tensor, drafts: DraftLaws, drafted: Tensor) -> list[int]:
+def looped(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[int]:
     """The same, slot by slot and row by row."""
     counts = []
     for row in range(len(p)):
-        tokens, fell = [], False
+        tokens, rejected = [], False
         for slot in range(WINDOW):
-            law, token = p[row, slot], drafts.tokens[row, slot]
-            if fell or slot == WINDOW - 1:
-                tokens.append(torch.multinomial(law, 1))
+            target, token = p[row, slot], drafts.tokens[row, slot]
+            if rejected or slot == WINDOW - 1:
+                tokens.append(torch.multinomial(target, 1))
                 continue
             q = drafts.dense[row, slot]
-            if torch.rand(()) < (law[token] / q[token]).clamp(max=1):
+            if torch.rand(()) < (target[token] / q[token]).clamp(max=1):
                 tokens.append(token)
             else:
-                tokens.append(torch.multinomial((law - q).clamp(min=0), 1))
-                fell = True
+                tokens.append(torch.multinomial((target - q).clamp(min=0), 1))
+                rejected = True
                 counts.append(slot + 1)
-        if not fell:
+        if not rejected:
             counts.append(WINDOW)
     return counts
 
 
 def verification(rows: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of both, and their ratio. Each goes first in turn, and finds the law in the caches: in a step the
-    softmax has just written it."""
+    """Milliseconds of both, and their ratio. Each goes first in turn, and finds the distributions in the caches: in a
+    step the softmax has just written them."""
     functions = {"vectorised": vectorised, "looped": looped}
     times: dict[str, list[np.ndarray]] = {"vectorised": [], "looped": []}
     counts: dict[str, list[int]] = {"vectorised": [], "looped": []}
     for seed in range(repeats + 1):
-        given = laws(rows, seed)
+        given = distributions(rows, seed)
         for name in sorted(functions, reverse=bool(seed % 2)):
             given[0].sum()
             watch = Stopwatch()

@@ -109,7 +109,7 @@ def digits_table(data: dict[str, Any], short: bool) -> str:
     else:
         lines = [
             "| setting | lossless | forwards | drafter's forwards | tokens per forward | right class, % | "
-            "Frechet distance | same law, p |"
+            "Frechet distance | same distribution, p |"
         ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     for label in [name for name in README_DIGITS if name in settings] if short else settings:

@@ -1,7 +1,7 @@
 """Modules that moved into rooms: their old names work for one version, with a warning that says the new one.
 
 Imports, pickles and pipelines' config files name modules; a finder answers for the old names with the module itself,
-so that there is one of each.
+so that there is one of each. Names that moved alone are found by the module that had them (`names_of`).
 
 Methods that subclasses override and that have another name now: of `ForecastSampler`, `refreshes(state)` is
 `evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which adds
@@ -16,6 +16,11 @@ benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_qu
 
 Two modules were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked in
 `paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`.
+
+In `paradec.samplers.causal` methods were renamed in the field's words. `accept(law, drafts, fresh, latents)` is
+`accept(window)`: `window.p`, `window.drafts`, `window.fresh`, `window.embeddings`. `DraftLaws` is `DraftDistributions`,
+`judge` `verify`, `leftover` `residual`, `token_law` `token_distribution`, `laws_at` `at_slots`, a rule's `judge` its
+`verify`, `redraws` `resamples`, and `JacobiState.laws` is `CausalState.distribution`.
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MOVED = {
     "paradec.cli.decode": "paradec.cli.batches",
@@ -78,7 +84,7 @@ MOVED = {
     "paradec.samplers.gsd": "paradec.samplers.causal.gsd",
     "paradec.samplers.halton": "paradec.samplers.masked.halton",
     "paradec.samplers.hierarchy": "paradec.samplers.masked.hierarchy",
-    "paradec.samplers.jacobi": "paradec.samplers.causal.base",
+    "paradec.samplers.jacobi": "paradec.samplers.causal.window",
     "paradec.samplers.jacobi_state": "paradec.samplers.causal.state",
     "paradec.samplers.klass": "paradec.samplers.masked.klass",
     "paradec.samplers.lantern": "paradec.samplers.causal.lantern",
@@ -114,6 +120,24 @@ MOVED = {
 }
 """Old name to new name. `paradec.samplers.masked` and `paradec.samplers.forecast` were modules; the packages of these
 names give what their base modules hold."""
+
+MOVED_NAMES = {
+    "paradec.samplers.causal.base": dict.fromkeys(
+        ("INITS", "REFRESHES", "Jacobi", "JacobiSampler"), "paradec.samplers.causal.window"
+    ),
+}
+"""By module: names that it had, and where they are now."""
+
+
+def names_of(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module of `MOVED_NAMES`."""
+
+    def find(name: str) -> Any:
+        if name not in MOVED_NAMES[module]:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(MOVED_NAMES[module][name]), name)
+
+    return find
 
 
 class _Forward(Loader):

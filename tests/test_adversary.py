@@ -26,7 +26,7 @@ from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.trees import Tree, normalized, walk
-from paradec.samplers.causal.verification import DraftLaws, draw, judge
+from paradec.samplers.causal.verification import DraftDistributions, Window, draw, verify
 
 Calls = list[tuple[int, list[int]]]
 """Per model call: positions evaluated, and what was committed after it."""
@@ -428,13 +428,13 @@ def test_windows_of_drafts(kind: str) -> None:
         sampler = sampler or GSD(group_half_width=half, p_threshold=near, d_threshold=far)
         law, tokens = torch.tensor(p).unsqueeze(0), torch.tensor(drafts).unsqueeze(0)
         support = torch.full((size,), 1 / size, dtype=torch.float64)
-        laws = DraftLaws(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
+        laws = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
         drafted = (torch.arange(width) < width - 1).unsqueeze(0)
         drawn = draw(law, torch.tensor(fresh).unsqueeze(0))
-        chances = sampler.accept(law, laws, drawn, torch.tensor(embed))
+        window = Window(law, laws, drawn, torch.tensor(embed))
         numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
-        found = judge(law, laws, drafted, chances, drawn, numbers, sampler.refresh, sampler.redraws)
-        assert found.tokens[0].tolist() == expected and int(found.standing) == first
+        found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
+        assert found.tokens[0].tolist() == expected and int(found.accepted) == first
     assert best_drafts > 20
 
 

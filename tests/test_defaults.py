@@ -15,8 +15,9 @@ import paradec
 from paradec import caches, samplers
 from paradec.models.adapter import Model
 
-WINDOW = {"window": 16, "init": "random", "refresh": "resample"}
+JACOBI = {"window": 16, "init": "random", "refresh": "resample"}
 """SJD's window of 16 is in all of its scripts, for those that build on it too."""
+LANTERN: dict[str, Any] = {"guess_distribution": "one_hot", "drafter": None, "tree": None, "delta": 0.1}
 SCHEDULED = {"alg_temp": None, "eps": 0.001}
 STORE = {"store_dtype": None, "max_memory": None, "shape_multiple": 1}
 
@@ -81,22 +82,14 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "height": None,
         "width": None,
     },
-    "sjd": WINDOW | {"random_law": "uniform"},
-    "scd": {"window": 16, "init": "random", "refresh": "gumbel", "random_law": "uniform"},
-    "gsd": WINDOW | {"random_law": "one_hot", "group_half_width": 7, "p_threshold": 0.15, "d_threshold": 0.5},
-    "lantern": WINDOW | {"random_law": "one_hot", "drafter": None, "tree": None, "k": 1000, "delta": 0.1},
-    "lantern++": WINDOW | {"random_law": "one_hot", "drafter": None, "tree": None, "k": 10, "delta": 0.1, "lam": 5.0},
-    "jacobi": {"window": 16, "init": "random", "refresh": "gumbel", "random_law": "uniform"},
-    "speculative": {
-        "window": 5,
-        "init": "random",
-        "refresh": "resample",
-        "random_law": "uniform",
-        "drafter": None,
-        "tree": None,
-        "rule": "without_replacement",
-    },
-    "zipar": WINDOW | {"random_law": "uniform"},
+    "sjd": JACOBI | {"guess_distribution": "uniform"},
+    "scd": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform"},
+    "gsd": JACOBI | {"guess_distribution": "one_hot", "group_half_width": 7, "p_threshold": 0.15, "d_threshold": 0.5},
+    "lantern": JACOBI | LANTERN | {"k": 1000},
+    "lantern++": JACOBI | LANTERN | {"k": 10, "lam": 5.0},
+    "jacobi": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform"},
+    "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement"},
+    "zipar": {"window": 16},
     "taylorseer": {
         "interval": 6,
         "order": 1,

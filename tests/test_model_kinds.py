@@ -215,15 +215,16 @@ def test_samplers_on_modules_without_parts(name: str, embeddings: Any) -> None:
     model = paradec.wrap(module, topology="causal", prediction="shifted")
     settings = {"drafter": model} if name == "speculative" else {}
     sampler, calls = samplers.create(name, **settings), calls_of(module)
-    if not sampler.reads and name != "zipar":  # which needs a grid
+    reads = getattr(sampler, "reads", "")
+    if not reads and name != "zipar":  # which needs a grid
         assert paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3, seed=0).tokens == [3]
         return
     with pytest.raises(ValueError) as raised:
         paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=3)
     assert not calls
     assert repr(name) in str(raised.value)
-    if sampler.reads:
-        assert str(raised.value) == f"sampler {name!r} needs a model with {sampler.reads}; Bare has none"
+    if reads:
+        assert str(raised.value) == f"sampler {name!r} needs a model with {reads}; Bare has none"
 
 
 def test_gsd_without_distances_needs_no_embeddings() -> None:

@@ -48,7 +48,7 @@ OWN: dict[str, Any] = {
     "resample": {"refresh": "resample", "init": "repeat_horizontal"},
     "maximal": {"refresh": "maximal", "init": "sample_horizontal"},
     "gumbel": {"refresh": "gumbel", "init": "repeat_horizontal", "window": 3},
-    "keep": {"refresh": "keep", "init": "sample_horizontal", "random_law": "one_hot"},
+    "keep": {"refresh": "keep", "init": "sample_horizontal", "guess_distribution": "one_hot"},
 }
 """Settings of samplers that draft by themselves, as far as a sampler takes them."""
 SHAPES = OWN | TREES
@@ -235,7 +235,7 @@ def test_the_law_of_short_answers_is_the_model_s(shape: str, new: int, models: d
     count = 3000
     state = made("speculative", small, shape).start(model, [PROMPTS[0]] * count, max_new_tokens=new, seed=new)
     decode(made("speculative", small, shape), model, state)
-    every, law = exactness.exact_law(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
+    every, law = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
     counts = exactness.counted(state.canvas[:, 1:], every, 5)
     assert exactness.p_value(counts, law.numpy()) > 0.01 / (2 * len(TREES))
 

@@ -28,7 +28,7 @@ from paradec.models.images.mar import MAR, MARModel
 from paradec.protocol import Query, decode
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
-from paradec.samplers.causal.verification import draw, token_law
+from paradec.samplers.causal.verification import draw, token_distribution
 from paradec.samplers.masked.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -284,7 +284,7 @@ def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
     for temperature, filters in itertools.product(temperatures, FILTERS):
         request = Request(**{"temperature": temperature} | filters)
         for words_allowed in (None, allowed):
-            law = token_law(logits, request, words_allowed)
+            law = token_distribution(logits, request, words_allowed)
             for row, found in zip(logits.double().flatten(0, 1), law.flatten(0, 1), strict=True):
                 z = row if words_allowed is None else row.masked_fill(~words_allowed, -torch.inf)
                 z = (z - z.max()) / temperature
@@ -309,9 +309,9 @@ def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
 def test_laws_of_extreme_logits(dtype: torch.dtype, scale: float) -> None:
     logits = table(50, torch.float64, scale).table.to(dtype)
     for temperature, filters in itertools.product((COLD, 0.2, 1.0, 2.0), FILTERS):
-        law = token_law(logits, Request(**{"temperature": temperature} | filters))
+        law = token_distribution(logits, Request(**{"temperature": temperature} | filters))
         if scale > 1e5:
-            assert torch.equal(law, token_law(logits, Request(temperature=0.0)))
+            assert torch.equal(law, token_distribution(logits, Request(temperature=0.0)))
         torch.testing.assert_close(law.sum(-1), torch.ones(len(law), dtype=law.dtype))
 
 

@@ -80,7 +80,7 @@ registry = SamplerRegistry(
         "gsd": "paradec.samplers.causal.gsd:GSD",
         "lantern": "paradec.samplers.causal.lantern:Lantern",
         "lantern++": "paradec.samplers.causal.lantern:LanternPlusPlus",
-        "jacobi": "paradec.samplers.causal.base:Jacobi",
+        "jacobi": "paradec.samplers.causal.window:Jacobi",
         "speculative": "paradec.samplers.causal.speculative:Speculative",
         "zipar": "paradec.samplers.causal.zipar:ZipAR",
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",

@@ -1,7 +1,7 @@
-"""Drafts of another model: how a chain or a tree of them is made, evaluated and committed.
+"""Drafts of another model: how a chain or a tree of them is made, verified and committed.
 
-The base of the methods that can take a drafter (`speculative.py`, `lantern.py`) over the loop of `base.py`. The model
-evaluates all drafts in one forward; a chain is judged by the method's `accept`, a tree by its `node_rule` and the walk
+The base of the methods that can take a drafter (`speculative.py`, `lantern.py`). The model evaluates all drafts in one
+forward; a chain is verified by the loop of `chain.py` and the method's `accept`, a tree by its `node_rule` and the walk
 of `trees.py`.
 """
 
@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,50 +19,47 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.checks import check_model, shown
-from paradec.protocol import Commit, Cost, Proposal, Query, plain
+from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
 from paradec.request import Request
-from paradec.samplers.causal.base import DRAFT_STREAM, JacobiSampler, JacobiState, check_causal, read_logits
+from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
+from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.state import CausalState, Drafting
 from paradec.samplers.causal.trees import RULES, DynamicTree, Layout, Naive, Rule, Tree, tree_of, walk
-from paradec.samplers.causal.verification import draw, probability
+from paradec.samplers.causal.verification import Verified, Window, draw, probability
 from paradec.samplers.masked.state import put_rows, rows_of
+
+if TYPE_CHECKING:
+    from paradec.caches.store import KeyValueStore
 
 
 @dataclass(frozen=True)
-class DraftingSampler(JacobiSampler):
+class DraftingSampler(ChainSampler):
     """Base of the methods whose drafts another model can make: a chain of `window - 1`, or a `tree`. A subclass says
-    how the nodes of a tree are judged (`node_rule`); a chain is judged by `accept`.
+    how the nodes of a tree are verified (`node_rule`); a chain is verified by `accept`.
 
     The drafter keeps a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
     (`reads_features`, EAGLE's) drafts from what the model's last forward left in `Query.hidden`: the final tokens and
-    the drafts that stood. Before the first forward there is nothing to draft from, so the first step makes one token.
+    the accepted drafts. Before the first forward there is nothing to draft from, so the first step makes one token.
 
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.wrap` or of the same image family; or an EAGLE
             drafter of this very model, from `paradec.load_drafter`. `to_dict` names it only.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
             (`paradec.samplers.causal.trees.TREES`), or a `DynamicTree`; None is a chain.
-        window, init, refresh, random_law: see `JacobiSampler` in `base.py`; where a model drafts, the last three
-            take no part and must be left alone.
+        window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
     """
 
     drafter: Any = None
     tree: Any = None
 
     needs_drafter: ClassVar[bool] = False
-    """Whether there are no drafts without one; else they are the window's own."""
+    """Whether nothing is drafted without one; else the sampler drafts for itself."""
     hits: ClassVar[bool] = True
     """Whether a drawn token that equals a node leads on to it: see `paradec.samplers.causal.trees.walk`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.drafter is not None or self.needs_drafter:
-            defaults = {field.name: field.default for field in dataclasses.fields(self)}
-            for name in ("init", "refresh", "random_law"):
-                if getattr(self, name) != defaults[name]:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no meaning where a model drafts; leave it out"
-                    )
-        elif self.tree is not None:
+        if self.tree is not None and self.drafter is None and not self.needs_drafter:
             raise ValueError(f"tree={shown(self.tree)} needs a drafter")
         if isinstance(self.tree, Mapping):  # as `to_dict` writes a dynamic one
             object.__setattr__(self, "tree", DynamicTree(**self.tree))
@@ -80,8 +77,8 @@ class DraftingSampler(JacobiSampler):
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
 
-    def node_rule(self, state: JacobiState) -> Rule:
-        """How the nodes of a tree are drawn and judged."""
+    def node_rule(self, state: CausalState) -> Rule:
+        """How the nodes of a tree are drawn and verified."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,64 +94,88 @@ class DraftingSampler(JacobiSampler):
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
-    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> JacobiState:
-        """Make the state of one request: see `paradec.samplers.causal.base.JacobiSampler.start`.
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
+        """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
 
         Raises:
             TypeError: a model of another kind. ValueError: no drafter, one with another vocabulary, an EAGLE drafter of
                 another model, or a tree over a model without a store.
         """
-        if self.drafter is None:
-            if self.needs_drafter:
-                raise ValueError(
-                    f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
-                )
-            return super().start(model, prompt, request, **arguments)
-        self.check_model(model)
-        own, small = model.facts, self.drafter.facts
-        if small.vocab_size != own.vocab_size:
+        if self.drafter is None and self.needs_drafter:
             raise ValueError(
-                f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
-                "a drafter must have the same"
+                f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
             )
-        drafter = self.drafter.bound(model) if self._reads_features else self.drafter
-        for each in (model, self.drafter) if self.tree is not None else ():
-            if not (each.supports_store and each.supports_visibility):
-                raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
-        state = super().start(model, prompt, request, **arguments)
-        state.drafter = drafter
-        return state
+        if self.drafter is not None:
+            self.check_model(model)
+            own, small = model.facts, self.drafter.facts
+            if small.vocab_size != own.vocab_size:
+                raise ValueError(
+                    f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
+                    "a drafter must have the same"
+                )
+            self._bound(model)
+            for each in (model, self.drafter) if self.tree is not None else ():
+                if not (each.supports_store and each.supports_visibility):
+                    raise ValueError(f"tree={self.tree} needs models that run over a store; {each.facts.name} does not")
+        return super().start(model, prompt, request, **arguments)
+
+    def _bound(self, model: Any) -> Any:
+        """The drafter, over this request's model where it reads that one's features."""
+        return self.drafter.bound(model) if self._reads_features else self.drafter
 
     def _width(self, new: int) -> int:
         if self.tree is None:
             return super()._width(new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
-    def _layout(self, state: JacobiState) -> Layout:
+    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        specs = super()._memory(width, dtype)
+        return specs if self.tree is None else {name: specs[name] for name in ("drafts", "draft_distribution")}
+
+    def _layout(self, state: CausalState) -> Layout:
         """Of the running rows' trees."""
         if isinstance(self.tree, DynamicTree):
             widest = min(self.tree.top_k, state.facts.vocab_size)
-            return Layout(state.parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
+            parents = _drafting(state).parents
+            assert parents is not None
+            return Layout(parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
         return tree_of(self.tree).layout
 
     # ---- drafts ---------------------------------------------------------------------------------------------------
 
-    def _draft(
-        self, state: JacobiState, rows: np.ndarray, count: Tensor, tokens: Tensor, source: Tensor, law: Tensor | None
-    ) -> None:
+    def _first_drafts(self, state: CausalState, model: Any) -> None:
         if self.drafter is None:
-            super()._draft(state, rows, count, tokens, source, law)
+            super()._first_drafts(state, model)
             return
-        if law is None:
-            self._open(state)
+        limit = self.drafter.facts.max_length
+        if limit is not None and limit < state.context.shape[1]:
+            raise ValueError(f"drafter {self.drafter.facts.name} takes {limit} positions of {state.context.shape[1]}")
+        own = state.drafting = Drafting(self._bound(model), *np.zeros((3, state.batch), np.int64))
+        if self.drafter.supports_store:
+            own.store = self.drafter.make_store(*state.context.shape)
+        if self.tree is not None:
+            state.memory["drafts"] = torch.full_like(state.memory["drafts"], -1)
+        if isinstance(self.tree, DynamicTree):
+            own.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
+        if not self._reads_features:
+            self._draft_next(state, state.rows, None)
+
+    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+        if self.drafter is None:
+            super()._draft(state, proposal, window, found, count)
+        else:
+            self._draft_next(state, proposal.rows, proposal.quantities.get("features"))
+
+    def _draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
+        """Draft for rows. features: [branches * R, F, D], hidden states for a drafter that reads them: of the tokens
+        before those that became final, from the first that it has not read."""
         going = np.flatnonzero(_room(state, rows) > 0)
-        rows = rows[going]
-        if not len(rows) or state.width == 1 or (self._reads_features and law is None):
+        if not len(going) or state.width == 1:
             return
-        features = None
-        if self._reads_features:
-            every = torch.arange(state.branches, device=tokens.device).unsqueeze(1) * len(count)
-            features = state.features[(every + torch.as_tensor(going, device=tokens.device)).flatten()]
+        if features is not None:
+            every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
+            features = features[(every + torch.as_tensor(going, device=features.device)).flatten()]
+        rows = rows[going]
         if isinstance(self.tree, DynamicTree):
             self._grow_tree(state, rows, self.tree, features)
         elif self.tree is not None:
@@ -164,60 +185,40 @@ class DraftingSampler(JacobiSampler):
         else:
             self._draft_chain(state, rows)
 
-    def _open(self, state: JacobiState) -> None:
-        limit = self.drafter.facts.max_length
-        if limit is not None and limit < state.context.shape[1]:
-            raise ValueError(f"drafter {self.drafter.facts.name} takes {limit} positions of {state.context.shape[1]}")
-        if self.drafter.supports_store:
-            state.draft_store = self.drafter.make_store(*state.context.shape)
-        if self.tree is not None:
-            state.memory["drafts"] = torch.full_like(state.memory["drafts"], -1)
-        if isinstance(self.tree, DynamicTree):
-            state.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
-
-    def _draft_chain(self, state: JacobiState, rows: np.ndarray) -> None:
+    def _draft_chain(self, state: CausalState, rows: np.ndarray) -> None:
         """One token after the other, each row as many as it has slots for."""
-        # what the store holds beyond the final tokens before the last belongs to drafts that fell
-        fed = state.draft_fed[rows] = np.minimum(state.draft_fed[rows], state.committed[rows] - 1)
-        if state.draft_store is not None:
+        own = _drafting(state)
+        # what the store holds beyond the final tokens before the last belongs to rejected drafts
+        fed = own.fed[rows] = np.minimum(own.fed[rows], state.committed[rows] - 1)
+        if own.store is not None:
             for branch in range(state.branches):
                 shift = np.where(fed > 0, state.shift[branch, rows], 0)
-                state.draft_store.forget(rows + branch * state.batch, fed + shift)
-        drafts, laws = state.memory["drafts"].clone(), state.memory["draft_law"].clone()
+                own.store.forget(rows + branch * state.batch, fed + shift)
+        drafts, every_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
         for slot in range(state.width - 1):
             rows = rows[state.slots(rows) - 1 > slot]
             if not len(rows):
                 break
             index = torch.as_tensor(rows, device=drafts.device)
             stop = state.committed[rows] + slot
-            calls = state.calls(
-                state.draft_store, self.drafter.pads, rows, drafts[index], state.draft_fed[rows], stop, stop - 1, 1
-            )
+            calls = state.calls(own.store, own.model.pads, rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
-            law = self._sound(state, state.laws(self._read(state, calls), rows, positions))
-            drafts[index, slot] = draw(law, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
-            laws[index, slot] = law.squeeze(1).to(laws.dtype)
-            state.draft_fed[rows] = stop
-        state.memory["drafts"], state.memory["draft_law"] = drafts, laws
+            q = _checked(own, state.distribution(self._read(state, calls), rows, positions))
+            drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
+            every_q[index, slot] = q.squeeze(1).to(every_q.dtype)
+            own.fed[rows] = stop
+        state.memory["drafts"], state.memory["draft_distribution"] = drafts, every_q
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
 
-    def _sound(self, state: JacobiState, law: Tensor) -> Tensor:
-        """A law of the drafter, [..., V]; whether one was NaN is found out with the next commit's transfer."""
-        broken = law[..., 0].isnan().any()
-        state.draft_broken = broken if state.draft_broken is None else state.draft_broken | broken
-        return law
-
-    def _read(self, state: JacobiState, calls: list[Query]) -> Tensor:
+    def _read(self, state: CausalState, calls: list[Query]) -> Tensor:
         """The drafter's guided logits for the calls."""
+        own = _drafting(state)
         with torch.no_grad():
-            outputs = [
-                self.drafter(call) if state.draft_store is None else self.drafter(call, state.draft_store)
-                for call in calls
-            ]
-        state.draft_nfe += Cost(calls, state.batch).nfe
+            outputs = [own.model(call) if own.store is None else own.model(call, own.store) for call in calls]
+        own.nfe += Cost(calls, state.batch).nfe
         return read_logits(state, outputs, calls)
 
-    def _draft_chain_from(self, state: JacobiState, rows: np.ndarray, features: Tensor) -> None:
+    def _draft_chain_from(self, state: CausalState, rows: np.ndarray, features: Tensor) -> None:
         """A chain from hidden states: a tree with one child everywhere, whose node i is slot i - 1."""
         chain = tree_of((1,) * (state.width - 1))
         self._draft_tree(state, rows, chain, RULES["recursive"], features)
@@ -225,7 +226,7 @@ class DraftingSampler(JacobiSampler):
         state.memory["draft_source"] = torch.arange(state.width, device=features.device).expand(state.batch, -1)
 
     def _draft_tree(
-        self, state: JacobiState, rows: np.ndarray, tree: Tree, rule: Rule, features: Tensor | None
+        self, state: CausalState, rows: np.ndarray, tree: Tree, rule: Rule, features: Tensor | None
     ) -> None:
         """All children of one depth after the other.
 
@@ -233,88 +234,90 @@ class DraftingSampler(JacobiSampler):
             features: [branches * R, F, D]: the model's hidden states from the first final token on that the drafter has
                 not read, less one position; None for drafters that read none.
         """
-        device = state.context.device
+        own, device = _drafting(state), state.context.device
         index = torch.as_tensor(rows, device=device)
         depths, children = np.array(tree.depths), tree.children
         drawn_from = _softened(state) if isinstance(rule, Naive) else state
         drafts = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
-        laws = state.memory["draft_law"][index]
+        every_q = state.memory["draft_distribution"][index]
         begin, last = self._unread(state, rows)
         made = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         for depth in range(min(tree.depth, _room(state, rows).max())):
             nodes = np.flatnonzero(depths == depth)
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
-            query = tree_query(state, state.draft_store, rows, tree.layout, drafts, begin, known, nodes)
+            query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            law = self._sound(state, drawn_from.laws(logits, rows, (committed + depth).expand(-1, len(nodes))))
-            laws[:, nodes] = law.to(laws.dtype)
+            q = _checked(own, drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes))))
+            every_q[:, nodes] = q.to(every_q.dtype)
             counts = (children[nodes] >= 0).sum(1)
             most = int(counts.max())
             noise = state.uniform(rows, committed + depth, len(nodes) * most, DRAFT_STREAM).reshape(-1, most)
-            drawn = rule.children(law.flatten(0, 1), most, noise).unflatten(0, (len(rows), len(nodes)))
+            drawn = rule.children(q.flatten(0, 1), most, noise).unflatten(0, (len(rows), len(nodes)))
             for at, node in enumerate(nodes):
                 below = children[node][: counts[at]].to(device)
                 drafts[:, below] = drawn[:, at, : counts[at]]
                 if made is not None and out is not None:
                     made[:, below] = out[:, at : at + 1]
-            state.draft_fed[rows], begin = state.committed[rows], last
+            own.fed[rows], begin = state.committed[rows], last
         put_rows(state.memory, "drafts", rows, drafts)
-        put_rows(state.memory, "draft_law", rows, laws)
+        put_rows(state.memory, "draft_distribution", rows, every_q)
 
-    def _grow_tree(self, state: JacobiState, rows: np.ndarray, tree: DynamicTree, features: Tensor | None) -> None:
+    def _grow_tree(self, state: CausalState, rows: np.ndarray, tree: DynamicTree, features: Tensor | None) -> None:
         """See `DynamicTree`; `features` as in `_draft_tree`."""
-        device, top = state.context.device, min(tree.top_k, state.facts.vocab_size)
+        own, device, top = _drafting(state), state.context.device, min(tree.top_k, state.facts.vocab_size)
         soft = _softened(state)
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         begin, last = self._unread(state, rows)
         root = torch.full_like(committed, -1)
         # what the drafter reads: the root, then `top` nodes of each level; their places are among all that it named
-        parents, words, place, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
+        parents, tokens, place, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
         made = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
         room = _room(state, rows)
         limit = torch.as_tensor(room, device=device).unsqueeze(1)  # what a row names does not depend on its neighbours
-        wanted, named = np.arange(1), []
+        wanted = np.arange(1)
+        named: list[tuple[Tensor, Tensor, Tensor]] = []
         for level in range(min(tree.depth, room.max())):
-            known = words.shape[1] - 1
+            known = tokens.shape[1] - 1
             layout = Layout(parents, level, top)
-            query = tree_query(state, state.draft_store, rows, layout, words, begin, known, wanted)
+            query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            law = self._sound(state, soft.laws(logits, rows, (committed + level).expand(-1, len(wanted))))
-            best = law.topk(top, -1)
+            q = _checked(own, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
+            best = q.topk(top, -1)
             total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)
             first = 1 + sum(part.shape[1] for part, *_ in named)
             named.append((best.indices.flatten(1), total, place[:, wanted].repeat_interleave(top, 1)))
             score, at = total.topk(top, -1)
             above = torch.as_tensor(wanted, device=device)[at // top]
             parents, place = torch.cat((parents, above), 1), torch.cat((place, first + at), 1)
-            words = torch.cat((words, named[-1][0].gather(1, at)), 1)
+            tokens = torch.cat((tokens, named[-1][0].gather(1, at)), 1)
             if made is not None and out is not None:
                 source = (at // top).repeat(state.branches, 1).unsqueeze(-1)
                 made = torch.cat((made, out.take_along_dim(source, 1)), 1)
             wanted = np.arange(known + 1, known + 1 + top)
-            state.draft_fed[rows], begin = state.committed[rows], last
-        words, score, place = (torch.cat(part, 1) for part in zip(*named, strict=True))
+            own.fed[rows], begin = state.committed[rows], last
+        tokens, score, place = (torch.cat(part, 1) for part in zip(*named, strict=True))
         # a parent is as likely as its child or likelier, and named before it: it is kept too
         kept = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.size - 1].sort(1).values
-        drafts = words.gather(1, kept).masked_fill(score.gather(1, kept).isinf(), -1)
+        drafts = tokens.gather(1, kept).masked_fill(score.gather(1, kept).isinf(), -1)
         above = torch.searchsorted(torch.cat((torch.zeros_like(root), kept + 1), 1), place.gather(1, kept))
         count = 1 + kept.shape[1]
         every = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
         every[:, 1:count] = drafts
         put_rows(state.memory, "drafts", rows, every)
         index = torch.as_tensor(rows, device=device)
-        state.parents = state.parents.clone()
-        state.parents[index, 1:count] = above
+        assert own.parents is not None  # `_first_drafts` has made them
+        own.parents = own.parents.clone()
+        own.parents[index, 1:count] = above
 
-    def _unread(self, state: JacobiState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _unread(self, state: CausalState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[branches, R] int64: the first final token that the drafter has not read, and the one after the last."""
-        fed, shift = state.draft_fed[rows], state.shift[:, rows]
+        fed, shift = _drafting(state).fed[rows], state.shift[:, rows]
         return np.where(fed > 0, fed + shift, int(self._reads_features)), state.committed[rows] + shift
 
     def _read_tree(
         self,
-        state: JacobiState,
+        state: CausalState,
         query: Query,
         known: int,
         fresh: np.ndarray,
@@ -329,118 +332,123 @@ class DraftingSampler(JacobiSampler):
         """
         if features is None or made is None:
             return self._read(state, [query]), None
+        own = _drafting(state)
         beside = _right_aligned(features, fresh.reshape(-1), query.tokens.shape[1] - known)
-        logits, out = state.drafter(query, torch.cat((beside, made[:, 1 : known + 1]), 1), state.draft_store)
-        state.draft_nfe += Cost([query], state.batch).nfe
+        logits, out = own.model(query, torch.cat((beside, made[:, 1 : known + 1]), 1), own.store)
+        own.nfe += Cost([query], state.batch).nfe
         return read_logits(state, [logits], [query]), out
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
-    def _undrafted(self, state: JacobiState) -> bool:
+    def _undrafted(self, state: CausalState) -> bool:
         """Whether there is nothing yet that drafts could come from."""
         return self._reads_features and state.commits == 0
 
-    def query(self, state: JacobiState) -> list[Query]:
+    def query(self, state: CausalState) -> list[Query]:
         """The drafts, and before them the final tokens that the store does not hold."""
-        rows = state.rows
-        drafts, committed = rows_of(state.memory, rows)["drafts"], state.committed[rows]
-        if self.drafter is None or (self.tree is None and not self._undrafted(state)):
-            queries = super().query(state)
-        elif self.tree is None:
-            begin = np.zeros_like(committed)
+        if self.tree is not None:
+            queries = [self._tree_query(state)]
+        elif self._undrafted(state):
+            rows, committed = state.rows, state.committed[state.rows]
+            drafts, begin = rows_of(state.memory, rows)["drafts"], np.zeros_like(committed)
             queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
         else:
-            layout, held = self._layout(state), state.held[rows]
-            begin = np.where(held > 0, held + state.shift[:, rows], 0)
-            wanted = np.arange(state.width) * (not self._undrafted(state))
-            queries = [tree_query(state, state.store, rows, layout, drafts, begin, int(wanted.max()), wanted)]
+            queries = super().query(state)
         return [query.but(keep_hidden=True) for query in queries] if self._reads_features else queries
 
-    def propose(self, state: JacobiState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
-        """As `JacobiSampler.propose`; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of
-        its nodes stand. For drafters that read them, "features" [branches * R, F, D] are the hidden states of the
-        tokens before those that become final, from the first that the drafter has not read."""
+    def _tree_query(self, state: CausalState) -> Query:
+        rows, held = state.rows, _drafting(state).held[state.rows]
+        begin = np.where(held > 0, held + state.shift[:, rows], 0)
+        wanted = np.arange(state.width) * (not self._undrafted(state))
+        drafts = rows_of(state.memory, rows)["drafts"]
+        return tree_query(state, state.store, rows, self._layout(state), drafts, begin, int(wanted.max()), wanted)
+
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+        """As `ChainSampler.propose`; of a tree, `values` are the walk's tokens and "accepted" [R, 1] is how many of its
+        nodes are. For drafters that read them, "features" [branches * R, F, D] are the hidden states of the tokens
+        before those that become final, from the first that the drafter has not read."""
         if self._reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} left no hidden states in its query, which the drafter reads")
-        if self.tree is None:
-            proposal = super().propose(state, outputs, queries)
-            if self._undrafted(state):
-                proposal.available[:, 1:] = False
-            if self._reads_features:  # the columns begin where it goes on
-                proposal.quantities["features"] = queries[0].hidden
-            return proposal
+        if self.tree is not None:
+            return self._propose_tree(state, outputs, queries)
+        proposal = super().propose(state, outputs, queries)
+        if self._undrafted(state):
+            proposal.available[:, 1:] = False
+        if self._reads_features and queries[0].hidden is not None:  # the columns begin where it goes on
+            proposal.quantities["features"] = queries[0].hidden
+        return proposal
+
+    def _propose_tree(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
         tree, rows, logits = self._layout(state), state.rows, read_logits(state, outputs, queries)
         device = logits.device
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
-        law = state.laws(logits, rows, committed + depths)
+        p = state.distribution(logits, rows, committed + depths)
         memory = rows_of(state.memory, rows)
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = memory["drafts"].masked_fill(depths >= left, -1)
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
-        found = walk(tree, drafts, law, memory["draft_law"], self.node_rule(state), uniform, self.hits)
+        found = walk(tree, drafts, p, memory["draft_distribution"], self.node_rule(state), uniform, self.hits)
         node = found.nodes.clamp(min=0)
-        scores = probability(law.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
+        scores = probability(p.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
-        if self._reads_features:
-            quantities["features"] = self._features_of(state, queries[0], node)
-        return Proposal(
-            rows=rows,
-            values=found.tokens,
-            cost=Cost(queries, state.batch),
-            positions=positions,
-            scores=scores,
-            available=torch.arange(tree.depth + 1, device=device) < left,
-            quantities=quantities,
-            made_at=state.commits,
-            kind=queries[0].kind,
-        )
+        if self._reads_features and queries[0].hidden is not None:
+            quantities["features"] = self._features_of(state, queries[0].hidden, node)
+        available = torch.arange(tree.depth + 1, device=device) < left
+        return proposed(state, queries, found.tokens, positions, scores, available, quantities)
 
-    def _features_of(self, state: JacobiState, query: Query, node: Tensor) -> Tensor:
+    def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """[branches * R, F, D]: of a tree's call, the prompts' hidden states at first, then those of the root and the
-        nodes [R, D + 1] that stand."""
+        accepted nodes [R, D + 1]."""
         if state.commits == 0:
             lengths = (state.committed[state.rows] + state.shift[:, state.rows]).reshape(-1, 1)
-            width = query.tokens.shape[1]
+            width = hidden.shape[1]
             column = np.minimum(np.arange(width) + width - lengths, width - 1)
-            at = torch.as_tensor(column, device=query.hidden.device)
+            at = torch.as_tensor(column, device=hidden.device)
         else:
-            root = query.tokens.shape[1] - state.width
+            root = hidden.shape[1] - state.width
             at = (node + root).repeat(state.branches, 1)
-        return query.hidden.take_along_dim(at.unsqueeze(-1), 1)
+        return hidden.take_along_dim(at.unsqueeze(-1), 1)
 
-    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
-        """As `JacobiSampler.commit`."""
-        state.features = proposal.quantities.get("features")
-        try:
-            return super().commit(state, proposal) if self.tree is None else self._commit_tree(state, proposal)
-        finally:
-            state.features = None
-
-    def _commit_tree(self, state: JacobiState, proposal: Proposal) -> Commit:
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        """As `ChainSampler.commit`."""
+        if self.tree is None:
+            return super().commit(state, proposal)
         state.check_current(proposal)
         rows, tokens = proposal.rows, proposal.values
         count, written = self._written(state, proposal, tokens, proposal.quantities["accepted"] + 1)
         selected = torch.arange(tokens.shape[1], device=tokens.device) < count
         self._write(state, proposal.positions, rows, torch.where(selected, tokens, -1))
-        state.count(proposal.cost)
-        state.held[rows] = state.committed[rows]
+        _drafting(state).held[rows] = state.committed[rows]
         state.committed[rows] += written
-        state.row_step[rows] += 1
-        state.commits += 1
-        self._draft(state, rows, count, tokens, tokens, proposal.scores)
+        self._advance(state, proposal)
+        self._draft_next(state, rows, proposal.quantities.get("features"))
         state.rows = np.flatnonzero(state.committed < state.end)
         return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
 
 
-def _room(state: JacobiState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: how many drafts one after the other can become final; a step makes one token more than stand."""
+def _drafting(state: CausalState) -> Drafting:
+    assert state.drafting is not None  # a request of a sampler with a drafter has one
+    return state.drafting
+
+
+def _checked(own: Drafting, q: Tensor) -> Tensor:
+    """A distribution of the drafter, [..., V]; whether one was NaN is found out with the next commit's transfer."""
+    broken = q[..., 0].isnan().any()
+    own.broken = broken if own.broken is None else own.broken | broken
+    return q
+
+
+def _room(state: CausalState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: how many drafts one after the other can become final; a step makes one token more than
+    it accepts."""
     return state.end[rows] - state.committed[rows] - 1
 
 
-def _softened(state: JacobiState) -> JacobiState:
-    """The state with temperature 1 in the place of 0, for drafts that are taken: a law of one word names no second."""
+def _softened(state: CausalState) -> CausalState:
+    """The state with temperature 1 in the place of 0, for drafts that are taken: a one-hot distribution
+    names no second token."""
     if state.request.temperature:
         return state
     soft = copy.copy(state)
@@ -449,14 +457,14 @@ def _softened(state: JacobiState) -> JacobiState:
 
 
 def _right_aligned(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
-    """[R, width, D]: the first `counts` [R] of features [R, F, D], so that the last of them stands at the end."""
+    """[R, width, D]: the first `counts` [R] of features [R, F, D], so that the last of them is at the end."""
     column = np.maximum(np.arange(width) - (width - counts)[:, None], 0)
     return features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
 
 
 def tree_query(
-    state: JacobiState,
-    store: Any,
+    state: CausalState,
+    store: KeyValueStore | None,
     rows: np.ndarray,
     tree: Layout,
     drafts: Tensor,

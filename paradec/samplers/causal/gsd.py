@@ -1,7 +1,7 @@
-"""Grouped speculative decoding: a draft stands if the model could as well have chosen one of the tokens like it.
+"""Grouped speculative decoding: a draft is accepted if the model could as well have chosen one of the tokens like it.
 
 arXiv 2508.07747, section 4. Image tokens are many and alike, so that each has little probability of its own and exact
-verification refuses most drafts; a group of them has more.
+verification rejects most drafts; a group of them has more.
 """
 
 from __future__ import annotations
@@ -12,49 +12,51 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_int, check_number
-from paradec.samplers.causal.base import JacobiSampler
-from paradec.samplers.causal.verification import DraftLaws
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.verification import Window
 from paradec.samplers.statistics import ascending
 
 EMBEDDED = 10_000
 """Ids whose embeddings the public code compares; a group with another id in it is not filtered by distance."""
 
 
-def around(law: Tensor, words: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where words [..., 1] stand in the order of law [..., V] (the lower id first on ties), [..., 1]; the places from
-    `half` before to half - 1 behind, [..., 2 * half]; and the words there, at the ends of the order again and again."""
-    ids = torch.arange(law.shape[-1], device=law.device)
-    if law.dtype == torch.float32:
+def around(p: Tensor, tokens: Tensor, half: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rank of tokens [..., 1] in the order of p [..., V] (the lower id first on ties), [..., 1]; the ranks from
+    `half` before to half - 1 behind, [..., 2 * half]; and the tokens there, at the ends of the order again and
+    again."""
+    ids = torch.arange(p.shape[-1], device=p.device)
+    if p.dtype == torch.float32:
         # the bits of numbers from 0 on grow with them: with the id behind them, one number to sort by
-        keys = law.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
+        keys = p.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
         order = ascending(keys)
-        rank = torch.searchsorted(order, keys.gather(-1, words))
+        rank = torch.searchsorted(order, keys.gather(-1, tokens))
     else:
-        order = law.argsort(dim=-1, stable=True)
-        rank = (order == words).int().argmax(-1, keepdim=True)
-    at = rank + torch.arange(-half, half, device=law.device)
+        order = p.argsort(dim=-1, stable=True)
+        rank = (order == tokens).int().argmax(-1, keepdim=True)
+    at = rank + torch.arange(-half, half, device=p.device)
     return rank, at, order.gather(-1, at.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # of a key the id alone
 
 
 @dataclass(frozen=True)
-class GSD(JacobiSampler):
-    """A draft x stands with probability min(1, p(G) / q(G)) for the group G of x; the token that stands is x itself.
+class GSD(SJD):
+    """A draft x is accepted with probability min(1, p(G) / q(G)) for the group G of x; the token that is accepted is x
+    itself.
 
-    G: of the words ordered by p, the `group_half_width` before x, x, and `group_half_width - 1` after it; of these,
+    G: of the tokens ordered by p, the `group_half_width` before x, x, and `group_half_width - 1` after it; of these,
     those whose probability differs by less than `p_threshold` and whose input embedding lies within `d_threshold`
-    (squared Euclidean distance). With fewer words than that below x it is x alone. Groups follow the model's current
-    law.
+    (squared Euclidean distance). With fewer tokens than that below x it is x alone. Groups follow the model's current
+    distribution.
 
-    Not lossless: the output leans towards the law of the drafts. `benchmarks/exactness.py` measures by how much.
+    Not lossless: the output leans towards the draft distribution. `benchmarks/exactness.py` measures by how much.
 
     Args:
         group_half_width, p_threshold, d_threshold: of the group; d_threshold None compares no embeddings, which ids
             from 10000 on never do (as in the public code).
-        random_law: "one_hot" gives a random guess q(G) = 1, from which most of the gain comes.
-        window, init, refresh: see `paradec.samplers.causal.base.JacobiSampler`.
+        guess_distribution: "one_hot" gives a random guess q(G) = 1, from which most of the gain comes.
+        window, init, refresh: see `JacobiSampler` in `window.py`.
     """
 
-    random_law: str = "one_hot"
+    guess_distribution: str = "one_hot"
     group_half_width: int = 7
     p_threshold: float = 0.15
     d_threshold: float | None = 0.5
@@ -62,7 +64,7 @@ class GSD(JacobiSampler):
     name = "gsd"
     paper = "GSD"
     arxiv = "2508.07747"
-    summary = "SJD that judges groups of tokens that the model finds alike; more drafts stand, not lossless"
+    summary = "SJD that verifies groups of tokens that the model finds alike; more drafts are accepted, not lossless"
     lossless = False
 
     def __post_init__(self) -> None:
@@ -72,21 +74,20 @@ class GSD(JacobiSampler):
         check_number("d_threshold", self.d_threshold, low=0, none=True, open_low=True)
 
     @property
-    def reads(self) -> str:  # type: ignore[override]
+    def reads(self) -> str:
         return "" if self.d_threshold is None else "token_embeddings"
 
-    def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
-        half, size = self.group_half_width, law.shape[-1]
-        x = drafts.tokens.unsqueeze(-1)
-        rank, at, group = around(law, x, half)
-        p = law.gather(-1, group)
-        member = (at < size) & ((p - law.gather(-1, x)).abs() < self.p_threshold)
-        if latents is not None:
-            near = (latents[group] - latents[x]).square().sum(-1) < self.d_threshold
+    def accept(self, window: Window) -> Tensor:
+        """min(1, p(G) / q(G)); for an x with too few tokens below it min(1, p(x) / q(x))."""
+        half, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
+        rank, at, group = around(window.p, x, half)
+        inside, p = at < window.p.shape[-1], window.p.gather(-1, group)
+        member = inside & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
+        if self.d_threshold is not None and embeddings is not None:
+            near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
             # the public code looks at the ids before it drops any by probability
-            far = ((group > EMBEDDED) & (at < size)).any(-1, keepdim=True)
+            far = ((group > EMBEDDED) & inside).any(-1, keepdim=True)
             member &= near | far
         member |= at == rank
-        p, q = (torch.where(member, values, 0).sum(-1) for values in (p, drafts.of(group)))
-        token = super().accept(law, drafts, fresh, latents)
-        return torch.where(rank.squeeze(-1) < half, token, (p / q).clamp(max=1))
+        p_group, q_group = (torch.where(member, each, 0).sum(-1) for each in (p, window.drafts.of(group)))
+        return torch.where(rank.squeeze(-1) < half, super().accept(window), (p_group / q_group).clamp(max=1))

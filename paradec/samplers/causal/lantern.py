@@ -1,4 +1,4 @@
-"""LANTERN: a draft also stands for the image tokens that lie next to it in the codebook.
+"""LANTERN: the image tokens that lie next to a draft in the codebook help it to be accepted.
 
 LANTERN, arXiv 2410.03355, section 4; LANTERN++, arXiv 2502.06352. Tokens whose code vectors are close are exchangeable
 in a picture, so that the model's probability of a draft may count that of its neighbours too.
@@ -6,6 +6,7 @@ in a picture, so that the model's probability of a draft may count that of its n
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,64 +14,67 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_int, check_number
-from paradec.samplers.causal.base import JacobiState
 from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
-from paradec.samplers.causal.verification import DraftLaws, probability
+from paradec.samplers.causal.verification import Window, probability
+from paradec.samplers.causal.window import JacobiSampler
 
 
-def neighbours(latents: Tensor, words: Tensor, count: int) -> Tensor:
-    """The `count` nearest other words of words [...] by Euclidean distance: [..., count] int64, nearest first; -1 where
-    there are no more. latents: [V, d], NaN rows for words that have no code."""
-    distance = torch.cdist(latents[words.reshape(-1)], latents).nan_to_num(nan=torch.inf)
-    distance.scatter_(1, words.reshape(-1, 1), torch.inf)
-    near = distance.topk(min(count, len(latents) - 1), largest=False)
-    return near.indices.masked_fill(near.values.isinf(), -1).unflatten(0, words.shape)
+def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """The `count` nearest other tokens of tokens [...] by Euclidean distance: [..., count] int64, nearest first; -1
+    where there are no more. codes: [V, d], NaN rows for tokens that have no code."""
+    distance = torch.cdist(codes[tokens.reshape(-1)], codes).nan_to_num(nan=torch.inf)
+    distance.scatter_(1, tokens.reshape(-1, 1), torch.inf)
+    near = distance.topk(min(count, len(codes) - 1), largest=False)
+    return near.indices.masked_fill(near.values.isinf(), -1).unflatten(0, tokens.shape)
 
 
-def relaxed(law: Tensor, words: Tensor, near: Tensor, additive: bool, bound: float) -> tuple[Tensor, Tensor]:
-    """A word's probability with that of its neighbours, nearest first, as long as they do not exceed a limit together.
+def relaxed(p: Tensor, x: Tensor, near: Tensor, additive: bool, bound: float) -> tuple[Tensor, Tensor]:
+    """m(x): a token's probability with that of its neighbours, nearest first, as long as they do not exceed a limit
+    together.
 
     Args:
-        law: [..., V]. words: [...]. near: [..., K], -1 where there is none.
-        additive: the limit is `bound`; else (bound - 1) times the word's own probability.
+        p: [..., V]. x: [...]. near: [..., K], -1 where there is none.
+        additive: the limit is `bound`; else (bound - 1) p(x).
 
     Returns:
         [...], and whether any neighbour was taken in [...].
     """
-    own = probability(law, words)
-    share = law.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
+    own = probability(p, x)
+    share = p.gather(-1, near.clamp(min=0)).masked_fill(near < 0, 0).cumsum(-1)
     limit = torch.full_like(own, bound) if additive else (bound - 1) * own
     within = (near >= 0) & (share <= limit.unsqueeze(-1))  # the shares grow, so these come first
     return own + share.masked_fill(~within, 0).amax(-1), within.any(-1)
 
 
 @dataclass(frozen=True)
-class Lantern(DraftingSampler):
-    """A draft x stands with probability min(1, m(x) / q(x)), m(x) = p(x) and that of as many of the `k` codes nearest
-    to x as stay within `delta` together. One that falls is redrawn from norm(max(0, p - q)).
+class Lantern(DraftingSampler, JacobiSampler):
+    """A draft x is accepted with probability min(1, m(x) / q(x)), m(x) = p(x) and that of as many of the `k` codes
+    nearest to x as stay within `delta` together. A rejected one is resampled from norm(max(0, p - q)).
 
     Not lossless. Given a draft, moving its neighbours' probability to it changes p by at most `delta` in total
     variation; `benchmarks/exactness.py` measures what becomes of the output. delta=0 is SJD (with a drafter:
-    speculative decoding), delta=1 no bound at all. At temperature 0 it is greedy decoding for every delta: laws of one
-    word have no neighbours to add. (The public code relaxes untempered laws there.)
+    speculative decoding), delta=1 no bound at all. At temperature 0 it is greedy decoding for every delta: one-hot
+    distributions have no neighbours to add. (The public code relaxes untempered distributions there.)
 
-    Without a drafter the drafts are SJD's own. The public code has a trained drafter (`paradec.load_drafter`), which
-    draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes are
-    judged by `NodeRule`, the rule that its traces replay with. That rule leaves another law than p - q of a node that
-    falls, and is not exact at delta=0 either where words have no probability.
+    Without a drafter it drafts for itself, as SJD does. The public code has a trained drafter (`paradec.load_drafter`),
+    which draws a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`); their nodes
+    are verified by `NodeRule`, the rule that its traces replay with. That rule leaves another residual than p - q
+    behind a rejected node, and is not exact at delta=0 either where tokens have no probability.
 
     Args:
         k: neighbours looked at.
         delta: the most probability that they may add.
         drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
         tree: of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None is a chain of `window - 1`.
-        random_law: "one_hot" lets a random guess stand with m(x). Under the uniform law nearly every guess would, since
-            `delta` is far above one word's share.
-        window, init, refresh: see `JacobiSampler` in `base.py`.
+        guess_distribution: "one_hot" lets a random guess be accepted with m(x). Under the uniform distribution nearly
+            every guess would be, since `delta` is far above one token's share.
+        window, init, refresh: see `JacobiSampler` in `window.py`. Where a model drafts, `init`, `refresh` and
+            `guess_distribution` have no meaning, and must be left alone.
     """
 
-    random_law: str = "one_hot"
+    guess_distribution: str = "one_hot"
     k: int = 1000
     delta: float = 0.1
 
@@ -79,33 +83,45 @@ class Lantern(DraftingSampler):
     arxiv = "2410.03355"
     summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
     lossless = False
-    reads = "codebook"
     hits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("k", self.k, low=1)
         check_number("delta", self.delta, low=0, high=1)
+        if self.drafter is not None:
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            for name in ("init", "refresh", "guess_distribution"):
+                if getattr(self, name) != defaults[name]:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no meaning where a model drafts; leave it out"
+                    )
+
+    @property
+    def reads(self) -> str:
+        return "codebook"
 
     @property
     def bound(self) -> tuple[bool, float]:
         """Whether the limit is additive, and its number."""
         return True, self.delta
 
-    def node_rule(self, state: JacobiState) -> NodeRule:
-        """See `DraftingSampler.node_rule`."""
-        assert state.latents is not None  # `reads` has seen to it
-        drawn = not isinstance(self.tree, DynamicTree)
-        # a law of one word has no neighbours to add, and a draft that falls must not take that word along
-        k = self.k if state.request.temperature else 0
-        return NodeRule(state.latents, k, *self.bound, drawn, state.allowed)
+    def accept(self, window: Window) -> Tensor:
+        """min(1, m(x) / q(x))."""
+        assert window.embeddings is not None  # `reads` has seen to it
+        x = window.drafts.tokens
+        # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
+        near = neighbours(window.embeddings, x, self.k).masked_fill((window.p.amax(-1) == 1).unsqueeze(-1), -1)
+        mass, _ = relaxed(window.p, x, near, *self.bound)
+        return (mass / window.drafts.of_drafts()).clamp(max=1)
 
-    def accept(self, law: Tensor, drafts: DraftLaws, fresh: Tensor, latents: Tensor | None) -> Tensor:
-        assert latents is not None  # likewise
-        near = neighbours(latents, drafts.tokens, self.k)
-        # a law of one word has nothing to move; delta=1 would let its every neighbour stand for it
-        near = near.masked_fill((law.amax(-1) == 1).unsqueeze(-1), -1)
-        return (relaxed(law, drafts.tokens, near, *self.bound)[0] / drafts.of_drafts()).clamp(max=1)
+    def node_rule(self, state: CausalState) -> NodeRule:
+        """See `DraftingSampler.node_rule`."""
+        assert state.embeddings is not None  # likewise
+        drawn = not isinstance(self.tree, DynamicTree)
+        # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
+        k = self.k if state.request.temperature else 0
+        return NodeRule(state.embeddings, k, *self.bound, drawn, state.allowed)
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class LanternPlusPlus(Lantern):
         k: neighbours looked at.
         lam: the paper's lambda.
         delta: takes no part.
-        drafter, tree, random_law: see `Lantern`. window, init, refresh: see `JacobiSampler` in `base.py`.
+        drafter, tree, guess_distribution: see `Lantern`. window, init, refresh: see `JacobiSampler` in `window.py`.
     """
 
     k: int = 10
@@ -140,25 +156,23 @@ class LanternPlusPlus(Lantern):
 class NodeRule(Sequential):
     """The public code's rule for a node of a tree (`paradec.samplers.causal.trees.Rule`). Not exact.
 
-    Drafts that were taken, not drawn (dynamic trees), stand with m(x); those drawn without replacement (static trees)
-    with m(x) / q(x), q being what is left of the drafter's law, and are passed over where that is nothing. A draft that
-    falls takes its neighbours along, one more than `k` of them, and where nothing is left every word is as likely, as
-    that code has it.
+    Drafts that were taken, not drawn (dynamic trees), are accepted with m(x); those drawn without replacement (static
+    trees) with m(x) / q(x), q being what is left of the draft distribution, and are passed over where that is nothing.
+    A rejected draft takes its neighbours along, one more than `k` of them, and where nothing is left every token is as
+    likely, as that code has it.
 
     Args:
-        latents: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed`.
+        codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed`.
         drawn: whether the drafts were drawn.
-        allowed: [V] bool: the words that are likely where nothing is left (that code: all); None is all.
+        allowed: [V] bool: the tokens that are likely where nothing is left (that code: all); None is all.
     """
 
     distinct = True
 
-    def __init__(
-        self, latents: Tensor, k: int, additive: bool, bound: float, drawn: bool, allowed: Tensor | None = None
-    ):
-        self.latents, self.k, self.additive, self.bound, self.drawn = latents, k, additive, bound, drawn
-        floor = torch.ones((), device=latents.device) if allowed is None else allowed
-        self.floor = floor.to(latents.dtype)
+    def __init__(self, codes: Tensor, k: int, additive: bool, bound: float, drawn: bool, allowed: Tensor | None = None):
+        self.codes, self.k, self.additive, self.bound, self.drawn = codes, k, additive, bound, drawn
+        floor = torch.ones((), device=codes.device) if allowed is None else allowed
+        self.floor = floor.to(codes.dtype)
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         """See `Rule.children`."""
@@ -168,7 +182,7 @@ class NodeRule(Sequential):
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mass, gone = probability(p, x), torch.full_like(x, -1).unsqueeze(1)
         if self.k:
-            near = neighbours(self.latents, x, self.k + 1)
+            near = neighbours(self.codes, x, self.k + 1)
             mass, any_near = relaxed(p, x, near[..., : self.k], self.additive, self.bound)
             gone = torch.where(any_near.unsqueeze(1), near, -1)
         if not self.drawn:
@@ -180,5 +194,5 @@ class NodeRule(Sequential):
         return torch.where(own > 0, mass / own, 0), rest, left
 
     def _or_uniform(self, weights: Tensor) -> Tensor:
-        """weights [R, V] of sum 1, all allowed words alike where there are none."""
+        """weights [R, V] of sum 1, all allowed tokens alike where there are none."""
         return normalized(torch.where((weights > 0).any(-1, keepdim=True), weights, self.floor))

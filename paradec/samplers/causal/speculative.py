@@ -1,4 +1,4 @@
-"""Speculative decoding: a smaller model drafts, the model judges its drafts in one forward.
+"""Speculative decoding: a smaller model drafts, the model verifies its drafts in one forward.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192; Chen et al., arXiv
 2302.01318. With trees of drafts: SpecInfer, arXiv 2305.09781, and the rules of `paradec.samplers.causal.trees`. With a
@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paradec.checks import check_choice
-from paradec.samplers.causal.base import JacobiState
 from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
+from paradec.samplers.causal.verification import Window
 
 
 @dataclass(frozen=True)
 class Speculative(DraftingSampler):
-    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules judge them.
+    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules verify them. A draft
+    x of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
 
-    Lossless for any drafter, at any temperature, top-k, top-p, guidance and structure; these shape the drafter's law
-    too. `nfe` counts the model's forwards; the drafter's are in `state.draft_nfe`.
+    Lossless for any drafter, at any temperature, top-k, top-p, guidance and structure; these shape the draft
+    distribution too. `nfe` counts the model's forwards; the drafter's are in `state.draft_nfe`.
 
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.wrap` or of the same image family; or an EAGLE
@@ -30,16 +34,20 @@ class Speculative(DraftingSampler):
             EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
             EAGLE-2's "naive".
-        init, refresh, random_law: take no part, and must be left alone.
     """
 
     window: int = 5
     rule: str = "without_replacement"
 
+    removed = {
+        name: (default, "where a model drafts")
+        for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform"))
+    }
+
     name = "speculative"
     paper = "Speculative decoding"
     arxiv = "2211.17192"
-    summary = "a smaller model drafts a chain or a tree that the model judges in one forward; lossless"
+    summary = "a smaller model drafts a chain or a tree that the model verifies in one forward; lossless"
     needs_drafter = True
 
     def __post_init__(self) -> None:
@@ -55,6 +63,10 @@ class Speculative(DraftingSampler):
                     f"rule='greedy' needs as many children at every node of a depth; tree={self.tree} has not"
                 )
 
-    def node_rule(self, state: JacobiState) -> Rule:
+    def accept(self, window: Window) -> Tensor:
+        """min(1, p(x) / q(x))."""
+        return window.ratio().clamp(max=1)
+
+    def node_rule(self, state: CausalState) -> Rule:
         """See `DraftingSampler.node_rule`."""
         return RULES[self.rule]

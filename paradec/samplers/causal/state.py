@@ -1,13 +1,13 @@
-"""The state of a request whose drafts are verified: what is final, the window of drafts behind it, and the model calls
-that evaluate spans of rows over the key/value store."""
+"""The state of a request over a causal model: what is final, what is drafted behind it, and the model calls that
+evaluate spans of rows over the key/value store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,17 +18,61 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, State
 from paradec.request import Request
-from paradec.samplers.causal.verification import token_law
+from paradec.samplers.causal.verification import token_distribution
+
+if TYPE_CHECKING:
+    from paradec.caches.store import KeyValueStore
+
+
+class DraftModel(Protocol):
+    """A model that drafts: `paradec.models.adapter.Model`, or an EAGLE drafter, which reads hidden states too."""
+
+    facts: ModelFacts
+
+    @property
+    def pads(self) -> bool:
+        """Whether its calls may hold rows of several lengths."""
+        ...
+
+    def make_store(self, rows: int, length: int) -> KeyValueStore:
+        """A store of its own."""
+        ...
+
+    def __call__(self, query: Query, *inputs: Any) -> Any:
+        """Logits [R, W, V]; of an EAGLE drafter also what it made of the columns, [R, W, D]."""
+        ...
 
 
 @dataclass
-class JacobiState(State):
-    """What changes while a window of drafts is verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
-    words.
+class Drafting:
+    """What a request knows of the model that drafts for it. `B` rows."""
 
-    Slot i of a row's window stands for position `committed + i`. What stands in the last slot is never judged.
-    Memory: "drafts" [B, W], "draft_source" [B, W] and "draft_law" [B, W, V], as `DraftLaws` has them; with Gumbel noise
-    "noise" [B, W, V], where position i has place i % W; with inits that look at the likeliest word "best" [B, L].
+    model: DraftModel
+    """Bound to this request's model."""
+    nfe: np.ndarray
+    """[B] int64: its forwards."""
+    fed: np.ndarray
+    """[B] int64: final tokens that it has read."""
+    held: np.ndarray
+    """[B] int64: final tokens that the store of the model that verifies holds, of trees (of chains `committed - 1`)."""
+    store: KeyValueStore | None = None
+    features: Tensor | None = None
+    """[branches * R, F, D]: hidden states of the step that is being committed, for a drafter that reads them."""
+    broken: Tensor | None = None
+    """[] bool: whether it has returned NaN or infinite logits."""
+    parents: Tensor | None = None
+    """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
+
+
+@dataclass
+class CausalState(State):
+    """What changes while tokens are drafted and verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
+    tokens of the vocabulary.
+
+    Slot i of a row's window is position `committed + i`. A draft in the last slot is never verified. Memory:
+    "drafts" [B, W], "draft_source" [B, W] and "draft_distribution" [B, W, V], as `DraftDistributions` has them, of
+    methods that draft; with Gumbel noise "noise" [B, W, V], where position i has place i % W; with inits that look at
+    the likeliest token "best" [B, L].
     """
 
     facts: ModelFacts
@@ -45,34 +89,26 @@ class JacobiState(State):
     """[B, 2] int64 random keys."""
     width: int
     """W: the sampler's window, or the whole answer where that is shorter; of a tree its nodes."""
-    support: Tensor
-    """[V] float: the uniform law of random guesses."""
-    support_ids: Tensor
-    """[S] int64: words that have a share in it."""
+    guess: Tensor
+    """[V] float: the uniform distribution of random guesses."""
+    guess_ids: Tensor
+    """[S] int64: tokens that have a share in it."""
     allowed: Tensor | None
-    """[V] bool: words that may be drawn; None when all may."""
+    """[V] bool: tokens that may be drawn; None when all may."""
     ends: Tensor
     """[E] int64: ids that end a row."""
     grid: Grid | None = None
     layout: Tensor | None = None
-    """[N] int64: what must stand at each offset behind the prompt, -1 where the model chooses."""
-    latents: Tensor | None = None
-    """[V, d] float: what the method's `accept` reads of the model's words."""
-    store: Any = None
-    draft_store: Any = None
-    """Of the model that drafts, if there is one; likewise what follows with that name."""
-    drafter: Any = None
-    """What drafts, where it is bound to this request's model."""
-    features: Tensor | None = None
-    """[branches * R, F, D]: hidden states of the step that is being committed, for a drafter that reads them."""
-    draft_broken: Tensor | None = None
-    """[] bool: whether it has returned NaN or infinite logits."""
-    parents: Tensor | None = None
-    """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
+    """[N] int64: what the grid prescribes at each offset behind the prompt, -1 where the model chooses."""
+    store: KeyValueStore | None = None
+    embeddings: Tensor | None = field(init=False, default=None)
+    """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
+    drafting: Drafting | None = field(init=False, default=None)
+    """Of a request whose drafts another model makes."""
 
     revises: ClassVar[bool] = False
     attention_state: ClassVar[None] = None
-    cache: ClassVar[Any] = SimpleNamespace(name="causal")
+    cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,10 +122,11 @@ class JacobiState(State):
         """[R] int64 on the host: the rows that are not finished."""
         self.accepted: list[np.ndarray] = []
         """[B] int64 per step: how many tokens each row made final."""
-        self.held, self.draft_fed, self.draft_nfe = np.zeros((3, self.batch), np.int64)
-        """[B] int64: positions that the stores hold, where that is not `committed - 1`; and the drafter's forwards."""
-        self.schedule: list[Any] = []
-        """What each step evaluates, for methods that know it beforehand."""
+
+    @property
+    def draft_nfe(self) -> np.ndarray:
+        """[B] int64: forwards of the model that drafts."""
+        return np.zeros(self.batch, np.int64) if self.drafting is None else self.drafting.nfe
 
     @property
     def canvas(self) -> Tensor:
@@ -147,29 +184,32 @@ class JacobiState(State):
         """[R, W] int64: positions of the slots; those past a row's end are counted on."""
         return torch.as_tensor(self.committed[rows, None] + np.arange(self.width), device=self.context.device)
 
-    def uniform(self, rows: np.ndarray, positions: Tensor, words: int, stream: int, ahead: int = 0) -> Tensor:
-        """[R, W, words] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""
+    def uniform(self, rows: np.ndarray, positions: Tensor, count: int, stream: int, ahead: int = 0) -> Tensor:
+        """[R, W, count] float64 draws for `positions` at the rows' steps, or `ahead` steps later."""
         steps = torch.as_tensor(self.row_step[rows] + ahead, device=positions.device)
-        return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, words, stream)
+        return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
     def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """[R, W] int64: what must stand at positions, -1 where the model chooses and behind the end."""
+        """[R, W] int64: what the grid prescribes at positions, -1 where the model chooses and behind the end."""
+        layout = self.layout
+        assert layout is not None  # asked where there is a grid alone
         offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)
-        found = self.layout[offset.clamp(0, len(self.layout) - 1)]
-        return torch.where(offset < len(self.layout), found, -1)
+        found = layout[offset.clamp(0, len(layout) - 1)]
+        return torch.where(offset < len(layout), found, -1)
 
-    def laws(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """What tokens are drawn from at positions [R, W]: logits [R, W, V] -> [R, W, V]."""
-        law = token_law(logits, self.request, self.allowed)
+    def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
+        """What tokens are drawn from at positions [R, W], under the request's filters and the grid: logits [R, W, V] ->
+        [R, W, V]."""
+        found = token_distribution(logits, self.request, self.allowed)
         if self.grid is not None and self.grid.length > self.grid.height * self.grid.width:
             forced = self.forced(rows, positions).unsqueeze(-1)
-            law = law.masked_fill(forced >= 0, 0)
-            law.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(law.dtype))
-        return law
+            found = found.masked_fill(forced >= 0, 0)
+            found.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(found.dtype))
+        return found
 
     def calls(
         self,
-        store: Any,
+        store: KeyValueStore | None,
         pads: bool,
         rows: np.ndarray,
         drafts: Tensor,
@@ -198,7 +238,7 @@ class JacobiState(State):
 
     def _call(
         self,
-        store: Any,
+        store: KeyValueStore | None,
         rows: np.ndarray,
         index: np.ndarray,
         drafts: Tensor,
@@ -246,7 +286,7 @@ class JacobiState(State):
         try:
             yield
         finally:
-            for store in (self.store, self.draft_store):
+            for store in (self.store, None if self.drafting is None else self.drafting.store):
                 if store is not None:
                     store.release()
 
@@ -255,3 +295,7 @@ class JacobiState(State):
 
     def kept_prefix(self, model: Any) -> None:
         """Nothing is kept for the next request."""
+
+
+JacobiState = CausalState
+"""The name that it had when all methods had a Jacobi window."""

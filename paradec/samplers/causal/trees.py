@@ -1,19 +1,21 @@
 """Verification where several drafts compete for one place: rules for a node, and the walk down a tree of drafts.
 
-A rule draws the children of a node from the drafter's law q and judges them against the model's law p. The rules of
-`RULES` are exact: whatever q is, the token that a node puts out has the law p; it is one of the children where that can
-be, and the walk goes on below it. They differ in how often. A rule is a stateless value; shapes: `R` rows, `K` children
-in the order in which they are judged, `V` words.
+A rule draws the children of a node from the draft distribution q and verifies them against the target distribution p.
+The rules of `RULES` are exact: whatever q is, the token that a node puts out has the distribution p; it is one of the
+children where that can be, and the walk goes on below it. They differ in how often. A rule is a stateless value;
+shapes: `R` rows, `K` children in the order in which they are verified, `V` tokens of the vocabulary.
 
-- "recursive": independent children; each is judged against what those before it left. SpecInfer, arXiv 2305.09781.
-- "without_replacement": the same with distinct children, each judged against the law it was drawn from. arXiv
-  2402.14160.
-- "k_seq": independent children against fixed laws, p divided by the best rho in [1, K]. SpecTr, arXiv 2310.15141.
-- "naive": the K likeliest words; a draw from p is a hit when it is one of them.
-- "greedy": the K - 1 likeliest words and one drawn from the rest: of the rules with a such child the one that hits most
-  often. arXiv 2502.18779.
+- "recursive": independent children; each is verified against the residual of those before it. SpecInfer, arXiv
+  2305.09781.
+- "without_replacement": the same with distinct children, each verified against the distribution it was drawn from.
+  arXiv 2402.14160.
+- "k_seq": independent children against fixed distributions, p divided by the best rho in [1, K]. SpecTr, arXiv
+  2310.15141.
+- "naive": the K likeliest tokens; a draw from p is a hit when it is one of them.
+- "greedy": the K - 1 likeliest tokens and one drawn from the rest: of the rules with such a child the one that hits
+  most often. arXiv 2502.18779.
 
-For laws that are spread out (images) "k_seq" is the best of the independent ones; for peaked ones
+For distributions that are spread out (images) "k_seq" is the best of the independent ones; for peaked ones
 "without_replacement" and "greedy" are.
 """
 
@@ -29,24 +31,25 @@ from torch import Tensor
 
 from paradec.checks import check_int, shown
 from paradec.registry import unknown
-from paradec.samplers.causal.verification import draw, leftover, probability
+from paradec.samplers.causal.verification import draw, probability, residual
 
 BISECTIONS = 40
 MOST_NODES = 256
 
 
 class Rule(Protocol):
-    """How one node's children are drawn and judged."""
+    """How one node's children are drawn and verified."""
 
     distinct: ClassVar[bool]
     """Whether a child that repeats an earlier one is passed over."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """Children [R, K] int64 from q [R, V] with uniform [R, K]; -1 where q has no further word."""
+        """Children [R, K] int64 from q [R, V] with uniform [R, K]; -1 where q has no further token."""
         ...
 
-    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Which child stands, [R] int64 (-1: none), and the weights [R, V] that the token is drawn from when none does.
+    def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Which child is accepted, [R] int64 (-1: none), and the weights [R, V] that the token is drawn from when none
+        is.
 
         Args:
             p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K].
@@ -59,51 +62,53 @@ def normalized(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def without(law: Tensor, words: Tensor) -> Tensor:
-    """law [R, V] with words [R, N] set to 0 (-1 sets none), not normalised."""
-    return law.masked_fill(_holds(words, law.shape[-1]), 0)
+def without(distribution: Tensor, tokens: Tensor) -> Tensor:
+    """distribution [R, V] with tokens [R, N] set to 0 (-1 sets none), not normalised."""
+    return distribution.masked_fill(_holds(tokens, distribution.shape[-1]), 0)
 
 
-def _holds(words: Tensor, size: int) -> Tensor:
-    """[R, V] bool: whether a word is one of words [R, N]."""
-    held = torch.zeros((len(words), size + 1), dtype=torch.bool, device=words.device)
-    return held.scatter_(1, torch.where(words < 0, size, words), True)[:, :size]
+def _holds(tokens: Tensor, size: int) -> Tensor:
+    """[R, V] bool: whether a token is one of tokens [R, N]."""
+    held = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
+    return held.scatter_(1, torch.where(tokens < 0, size, tokens), True)[:, :size]
 
 
 class Sequential:
-    """Judge the children one by one until one stands; a rule says how likely that is and what a fallen one leaves."""
+    """Verify the children one by one until one is accepted; a rule says how likely that is and what a rejection
+    leaves."""
 
     distinct: ClassVar[bool] = False
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For children x [R]: the chance that each stands [R], and p and q [R, V] for the next one if it falls."""
+        """For children x [R]: the chance that each is accepted [R], and p and q [R, V] for the next one if it is
+        not."""
         raise NotImplementedError
 
-    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.judge`."""
+    def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rule.verify`."""
         chosen = torch.full_like(drafts[:, 0], -1)
         for i, x in enumerate(drafts.unbind(1)):
             chance, next_p, next_q = self.step(p, q, x.clamp(min=0))
             tried = (chosen < 0) & (x >= 0)
             chosen = torch.where(tried & (uniform[:, i] < chance), i, chosen)
-            fell = (tried & (chosen < 0)).unsqueeze(1)
-            p, q = torch.where(fell, next_p, p), torch.where(fell, next_q, q)
+            rejected = (tried & (chosen < 0)).unsqueeze(1)
+            p, q = torch.where(rejected, next_p, p), torch.where(rejected, next_q, q)
         return chosen, p
 
 
 class Recursive(Sequential):
-    """Independent children; each is judged against what those before it left."""
+    """Independent children; each is verified against the residual of those before it."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         """See `Rule.children`."""
         return draw(q.unsqueeze(1).expand(-1, count, -1), uniform)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return probability(p, x) / probability(q, x), normalized(leftover(p, q)), q
+        return probability(p, x) / probability(q, x), normalized(residual(p, q)), q
 
 
 class WithoutReplacement(Sequential):
-    """Distinct children, each judged against the law that it was drawn from."""
+    """Distinct children, each verified against the distribution that it was drawn from."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         """See `Rule.children`."""
@@ -117,11 +122,12 @@ class WithoutReplacement(Sequential):
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rest = without(q, x.unsqueeze(1))
         rest = torch.where((rest > 0).any(-1, keepdim=True), normalized(rest), q)
-        return probability(p, x) / probability(q, x), normalized(leftover(p, q)), rest
+        return probability(p, x) / probability(q, x), normalized(residual(p, q)), rest
 
 
 class Naive(Sequential):
-    """The likeliest words; each stands with its share of what p has left, so that all together are one draw from p."""
+    """The likeliest tokens; each is accepted with its share of what p has left, so that all together are one draw from
+    p."""
 
     distinct = True
 
@@ -135,13 +141,13 @@ class Naive(Sequential):
 
 
 class KSeq:
-    """Independent children against fixed laws, p divided by the rho that hits most often."""
+    """Independent children against fixed distributions, p divided by the rho that hits most often."""
 
     distinct: ClassVar[bool] = False
     children = Recursive.children
 
-    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.judge`."""
+    def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rule.verify`."""
         real = drafts >= 0
         count = real.sum(1, keepdim=True).to(p.dtype)
         low, high = torch.ones_like(count), count.clamp(min=1)
@@ -151,16 +157,16 @@ class KSeq:
             fits = 1 - (1 - beta).clamp(min=0) ** count <= middle * beta
             low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
         x = drafts.clamp(min=0)
-        stands = real & (uniform < p.gather(1, x) / (high * q.gather(1, x)))
-        chosen = torch.where(stands.any(1), stands.int().argmax(1), -1)
+        accept = real & (uniform < p.gather(1, x) / (high * q.gather(1, x)))
+        chosen = torch.where(accept.any(1), accept.int().argmax(1), -1)
         taken = q.minimum(p / high)
         beta = taken.sum(-1, keepdim=True)
         share = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** count) / beta, 0)
-        return chosen, normalized(leftover(p, taken * share))
+        return chosen, normalized(residual(p, taken * share))
 
 
 class Greedy:
-    """The likeliest words and one drawn from the rest, which alone is judged; a hit on the others is left to the
+    """The likeliest tokens and one drawn from the rest, which alone is verified; a hit on the others is left to the
     draw."""
 
     distinct: ClassVar[bool] = False
@@ -172,8 +178,8 @@ class Greedy:
         last = torch.where((rest > 0).any(-1), draw(rest, uniform[:, -1]), -1)
         return torch.cat((best, last.unsqueeze(1)), 1)
 
-    def judge(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Rule.judge`."""
+    def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Rule.verify`."""
         # a node's children end where it has no more: columns are as many as the tree's widest node has
         at = (drafts >= 0).sum(1, keepdim=True) - 1
         column = torch.arange(drafts.shape[1], device=drafts.device)
@@ -183,8 +189,8 @@ class Greedy:
         rest = torch.where(real, rest / total, 0)
         last = drafts.gather(1, place).clamp(min=0)
         chance = p.gather(1, last) / rest.gather(1, last)
-        stands = real & (uniform.gather(1, place) < chance)
-        return torch.where(stands, at, -1).squeeze(1), torch.where(real, normalized(leftover(p, rest)), p)
+        accept = real & (uniform.gather(1, place) < chance)
+        return torch.where(accept, at, -1).squeeze(1), torch.where(real, normalized(residual(p, rest)), p)
 
 
 RULES: dict[str, Rule] = {
@@ -207,7 +213,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Tree:
-    """A static tree of drafts. Node 0 is the last final token; the others stand in order of depth, then of their paths.
+    """A static tree of drafts. Node 0 is the last final token; the others come in order of depth, then of their paths.
 
     Args:
         paths: one for every node but the root: which child to take at each depth.
@@ -299,8 +305,8 @@ class Tree:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the nodes of the rows' trees hang together. Parents stand before their children, siblings in the order in
-    which they are judged. `R` rows, or 1 where all have the same tree.
+    """How the nodes of the rows' trees hang together. Parents come before their children, siblings in the order in
+    which they are verified. `R` rows, or 1 where all have the same tree.
 
     Args:
         parents: [R, N] int64, -1 for the root, which is node 0.
@@ -341,10 +347,10 @@ class Layout:
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree, another one for every row and step (arXiv 2406.16858, section 4). Level by level the drafter
-    names the `top_k` likeliest words below each of the `top_k` likeliest nodes of the level before (below the root at
+    names the `top_k` likeliest tokens below each of the `top_k` likeliest nodes of the level before (below the root at
     first), all by their path's probability; of everything that it named, the likeliest `nodes - 1` are kept.
 
-    These drafts are taken, not drawn: of the exact rules "naive" alone judges them.
+    These drafts are taken, not drawn: of the exact rules "naive" alone verifies them.
 
     Args:
         nodes: the root and the drafts that are kept (the paper's 60 for 7B models).
@@ -402,14 +408,14 @@ class Walk:
 def walk(
     tree: Tree | Layout, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True
 ) -> Walk:
-    """Judge a tree of drafts from the root down.
+    """Verify a tree of drafts from the root down.
 
     Args:
         drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
-        p, q: [R, N, V]: the model's and the drafter's law of what follows each node.
-        uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw when none stands.
-        hits: whether a token that was drawn because no child stood, and equals a child, leads on to it; exact for every
-            rule of `RULES`.
+        p, q: [R, N, V]: the target and the draft distribution of what follows each node.
+        uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw when none is accepted.
+        hits: whether a token that was drawn because no child was accepted, and equals a child, leads on to it; exact
+            for every rule of `RULES`.
     """
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
@@ -421,23 +427,23 @@ def walk(
     row = torch.arange(rows, device=device)
     for depth in range(tree.depth + 1):
         below = children[row, node]
-        words = torch.where(below >= 0, drafts.gather(1, below.clamp(min=0)), -1)
+        candidates = torch.where(below >= 0, drafts.gather(1, below.clamp(min=0)), -1)
         if rule.distinct:
-            again = (words.unsqueeze(2) == words.unsqueeze(1)).tril(-1).any(-1)
-            words = words.masked_fill(again, -1)
+            again = (candidates.unsqueeze(2) == candidates.unsqueeze(1)).tril(-1).any(-1)
+            candidates = candidates.masked_fill(again, -1)
         here = p[row, node]
-        chosen, left = rule.judge(here, q[row, node], words, uniform[:, depth, :-1])
-        left = torch.where((words >= 0).any(1, keepdim=True), left, here)
+        chosen, left = rule.verify(here, q[row, node], candidates, uniform[:, depth, :-1])
+        left = torch.where((candidates >= 0).any(1, keepdim=True), left, here)
         token = draw(left, uniform[:, depth, -1])
         if hits:
-            same = words == token.unsqueeze(1)
+            same = candidates == token.unsqueeze(1)
             chosen = torch.where((chosen < 0) & same.any(1), same.int().argmax(1), chosen)
-        stands = chosen >= 0
+        accept = chosen >= 0
         at = chosen.clamp(min=0).unsqueeze(1)
-        token = torch.where(stands, words.gather(1, at).squeeze(1), token)
+        token = torch.where(accept, candidates.gather(1, at).squeeze(1), token)
         tokens.append(torch.where(going, token, -1))
         weights = torch.where(going.unsqueeze(1), left, weights)
-        going = going & stands
+        going = going & accept
         accepted = accepted + going.long()
         node = torch.where(going, below.gather(1, at).squeeze(1), node)
         nodes.append(torch.where(going, node, -1))

@@ -1,10 +1,16 @@
-"""Speculative verification over causal models: laws, draws, and the judgement of a window of drafts.
+"""Speculative verification over causal models: distributions, draws, and the verification of a window of drafts.
 
-Pure functions of tensors, vectorised over rows and slots. Two invariants make a method exact whenever a draft stands
-with probability min(1, p / q): every draft carries the law q that it was really drawn from, with draws of its own; and
-what replaces a fallen draft comes from norm(max(0, p - q)), which no filter may touch again.
+With p the model's target distribution at a slot, given the drafts before it, q the distribution that its draft x was
+drawn from, and u uniform in (0, 1) (Leviathan et al., arXiv 2211.17192, algorithm 1; SJD, arXiv 2410.01699, section 3):
 
-Shapes: `R` rows, `W` window slots, `V` words. p is the model's law at a slot, given the drafts before it.
+    accept x     if  u < min(1, p(x) / q(x))
+    resample it  else, from the residual norm(max(0, p - q))
+
+Drafts are accepted up to the first rejection. The output has exactly the distribution of token-by-token decoding as
+long as q is what the draft was really drawn from, with a u of its own, and no filter touches the residual again.
+
+Pure functions of tensors, vectorised over rows and slots. Shapes: `R` rows, `W` window slots, `V` tokens of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -18,144 +24,172 @@ from torch import Tensor
 from paradec.request import Request
 from paradec.samplers.statistics import argmax, filter_logits, tempered
 
-UNIFORM, CERTAIN = -1, -2
-"""Instead of a place in `DraftLaws.dense`: drawn uniformly from the support; put there, whatever the model says."""
+UNIFORM, ONE_HOT = -1, -2
+"""Instead of a place in `DraftDistributions.dense`: drawn uniformly from what may be guessed; put there, whatever the
+model says, so that q is one-hot."""
 BELOW_ONE = 1 - 2.0**-53
-"""53 random bits may round to 1, which lies past the last word."""
+"""53 random bits may round to 1, which lies past the last token."""
 UNLIKELY = -80.0
-"""Words of a float32 law as far as this below the best one, over the temperature, have no probability; 1e-35 else."""
+"""Tokens of a float32 distribution as far as this below the best one, over the temperature, have no probability; 1e-35
+else."""
 SEGMENT = 128
-"""Words summed at once when a number is drawn: one pass that only reads, and a cumulative sum of 1 / 128 of it."""
+"""Tokens summed at once when one is drawn: one pass that only reads, and a cumulative sum of 1 / 128 of it."""
 
 
 @dataclass
-class DraftLaws:
-    """The drafts of a window and the laws q that they were drawn from; guesses take no memory for theirs."""
+class DraftDistributions:
+    """The drafts of a window and the distributions q that they were drawn from; guesses take no memory for theirs."""
 
     tokens: Tensor
     """[R, W] int64: the drafts."""
     dense: Tensor
-    """[R, D, V] float: laws that drafts may have been drawn from."""
+    """[R, D, V] float: distributions that drafts may have been drawn from."""
     source: Tensor
-    """[R, W] int64: which of `dense` a slot's law is, or UNIFORM, or CERTAIN."""
-    support: Tensor
-    """[V] float: the law of UNIFORM."""
+    """[R, W] int64: which of `dense` a slot's distribution is, or UNIFORM, or ONE_HOT."""
+    guess: Tensor
+    """[V] float: the distribution of UNIFORM."""
 
-    def of(self, words: Tensor) -> Tensor:
-        """q of words [R, W, G] -> [R, W, G]."""
+    def of(self, tokens: Tensor) -> Tensor:
+        """q of tokens [R, W, G] -> [R, W, G]."""
         rows, count, size = self.dense.shape
         source = self.source.unsqueeze(-1)
-        row = torch.arange(rows, device=words.device).view(-1, 1, 1)
-        found = self.dense.reshape(-1).take((row * count + source.clamp(min=0)) * size + words)
-        certain = (words == self.tokens.unsqueeze(-1)).to(found.dtype)
-        return torch.where(source >= 0, found, torch.where(source == UNIFORM, self.support[words], certain))
+        row = torch.arange(rows, device=tokens.device).view(-1, 1, 1)
+        found = self.dense.reshape(-1).take((row * count + source.clamp(min=0)) * size + tokens)
+        one_hot = (tokens == self.tokens.unsqueeze(-1)).to(found.dtype)
+        return torch.where(source >= 0, found, torch.where(source == UNIFORM, self.guess[tokens], one_hot))
 
     def of_drafts(self) -> Tensor:
-        """q of the drafts themselves, [R, W]."""
+        """q(x) of the drafts x themselves, [R, W]."""
         row = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1)
         found = self.dense[row, self.source.clamp(min=0), self.tokens]
-        guessed = torch.where(self.source == UNIFORM, self.support[self.tokens], 1)
+        guessed = torch.where(self.source == UNIFORM, self.guess[self.tokens], 1)
         return torch.where(self.source >= 0, found, guessed)
 
-    def at(self, slot: Tensor) -> Tensor:
-        """The whole laws of slots [R, N] -> [R, N, V]."""
-        source = self.source.gather(1, slot)
-        law = laws_at(self.dense, source.clamp(min=0))
-        law = torch.where((source == UNIFORM).unsqueeze(-1), self.support, law)
-        certain = (source == CERTAIN).unsqueeze(-1)
-        law.mul_(~certain)
-        return law.scatter_add_(-1, self.tokens.gather(1, slot).unsqueeze(-1), certain.to(law.dtype))
+    def at(self, slot: Tensor | None = None) -> Tensor:
+        """The whole distributions of slots [R, N], of all by default: [R, N, V]."""
+        source, tokens = self.source, self.tokens
+        if slot is not None:
+            source, tokens = source.gather(1, slot), tokens.gather(1, slot)
+        q = at_slots(self.dense, source.clamp(min=0))
+        q = torch.where((source == UNIFORM).unsqueeze(-1), self.guess, q)
+        one_hot = (source == ONE_HOT).unsqueeze(-1)
+        q.mul_(~one_hot)
+        return q.scatter_add_(-1, tokens.unsqueeze(-1), one_hot.to(q.dtype))
 
 
-class Judged(NamedTuple):
+@dataclass
+class Window:
+    """What one forward says of a window of drafts: all that a method's `accept` reads."""
+
+    p: Tensor
+    """[R, W, V]: the target distribution of each slot, given the drafts before it."""
+    drafts: DraftDistributions
+    """The drafts x, and q."""
+    fresh: Tensor
+    """[R, W] int64: tokens drawn from p."""
+    embeddings: Tensor | None = None
+    """[V, d]: of the model's tokens, for methods that compare them (`ChainSampler.reads`)."""
+
+    def ratio(self) -> Tensor:
+        """p(x) / q(x) of the drafts x, [R, W]."""
+        return probability(self.p, self.drafts.tokens) / self.drafts.of_drafts()
+
+
+class Verified(NamedTuple):
     """What became of a window."""
 
     tokens: Tensor
-    """[R, W] int64: the window after the step. Final up to and including slot `standing`."""
-    standing: Tensor
-    """[R, 1] int64: drafts that stand before the first that fell."""
+    """[R, W] int64: the window after the step. Final up to and including slot `accepted`."""
+    accepted: Tensor
+    """[R, 1] int64: drafts accepted, those before the first rejection."""
     kept: Tensor | None
-    """[R, W] bool: slots whose old draft waits on, unjudged, with its old q; None when there are none."""
+    """[R, W] bool: slots whose old draft waits on, unverified, with its old q; None when there are none."""
 
 
-def judge(
-    law: Tensor,
-    drafts: DraftLaws,
+def verify(
+    window: Window,
     drafted: Tensor,
     chance: Tensor,
-    fresh: Tensor,
     uniform: Tensor,
     refresh: str = "resample",
-    redraw: bool = True,
-) -> Judged:
-    """Judge a window of drafts.
+    resample: bool = True,
+) -> Verified:
+    """Verify a window of drafts.
 
-    Drafts stand up to the first that falls. That one is redrawn from norm(max(0, p - q)); what becomes of the slots
-    after it is `refresh`. The slot after the last draft takes its fresh token.
+    Drafts are accepted up to the first rejection. The rejected one is resampled from norm(max(0, p - q)); what becomes
+    of the slots after it is `refresh`. The slot after the last draft takes its fresh token.
 
     Args:
-        law: [R, W, V], p. drafts: the drafts of the slots, with q.
+        window: p, the drafts with q, and fresh tokens from p.
         drafted: [R, W] bool, False where a slot holds no draft (its last one never does).
-        chance: [R, W]: probability that a draft stands, given those before it.
-        fresh: [R, W] int64, drawn from p.
-        uniform: [R, W, 2] in (0, 1): judges the draft, redraws it.
-        refresh: of the slots behind the first that fell: "resample" takes `fresh`; "maximal" keeps each draft with
-            probability min(1, p / q) and else redraws it from what is left, so that it changes as rarely as its law
-            allows; "keep" leaves draft and q alone. "gumbel" is "resample": `fresh` shares its noise with the drafts.
-        redraw: False takes the fresh token where a draft fell (methods whose drafts stand only when they equal it).
+        chance: [R, W]: probability that a draft is accepted, given that those before it are: the method's `accept`.
+        uniform: [R, W, 2] in (0, 1): u, and the number that a rejected draft is resampled with.
+        refresh: of the slots behind the first rejection: "resample" takes `fresh`, drawn from this step's p; "maximal"
+            is `coupled`; "keep" leaves draft and q alone. "gumbel" is "resample": `fresh` shares its noise with the
+            drafts.
+        resample: False takes the fresh token where a draft is rejected (methods that accept a draft only where it
+            equals it).
     """
-    slot = torch.arange(law.shape[1], device=law.device)
-    stands = drafted & (uniform[..., 0] < chance)
-    standing = stands.long().cumprod(1).sum(1, keepdim=True)
-    fell = drafted & (slot == standing)
-    tokens = fresh
+    p, drafts, fresh = window.p, window.drafts, window.fresh
+    slot = torch.arange(p.shape[1], device=p.device)
+    accept = drafted & (uniform[..., 0] < chance)  # u < min(1, p(x) / q(x))
+    accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # those before the first rejection
+    rejected = drafted & (slot == accepted)
+    tokens = resampled = fresh
     if refresh == "maximal":
-        redrawn = draw(leftover(law, drafts.at(slot.expand(len(law), -1))), uniform[..., 1])
-        ratio = probability(law, drafts.tokens) / drafts.of_drafts()
-        tokens = torch.where(drafted, torch.where(uniform[..., 0] < ratio, drafts.tokens, redrawn), fresh)
-        if redraw:
-            tokens = torch.where(fell, redrawn, tokens)
-    elif redraw:
-        redrawn = draw(leftover(laws_at(law, standing), drafts.at(standing)), uniform[..., 1].gather(1, standing))
-        tokens = torch.where(fell, redrawn, fresh)
-    if not redraw:
-        tokens = torch.where(fell, fresh, tokens)
-    kept = drafted & (slot > standing) if refresh == "keep" else None
-    held = slot < standing if kept is None else (slot < standing) | kept
-    return Judged(torch.where(held, drafts.tokens, tokens), standing, kept)
+        tokens, resampled = coupled(window, drafted, uniform)
+    elif resample:
+        left = residual(at_slots(p, accepted), drafts.at(accepted))  # max(0, p - q) of that slot
+        resampled = draw(left, uniform[..., 1].gather(1, accepted))
+    tokens = torch.where(rejected, resampled if resample else fresh, tokens)
+    kept = drafted & (slot > accepted) if refresh == "keep" else None
+    held = slot < accepted if kept is None else (slot < accepted) | kept
+    return Verified(torch.where(held, drafts.tokens, tokens), accepted, kept)
 
 
-def leftover(p: Tensor, q: Tensor) -> Tensor:
-    """Weights max(0, p - q) [..., V] of what replaces a fallen draft; p itself where only rounding leaves nothing."""
+def coupled(window: Window, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """SCD's maximal coupling (arXiv 2510.24211): each slot's draft becomes a token from p that differs as rarely as the
+    two distributions allow. It keeps the draft with probability min(1, p / q), else it resamples from the residual.
+
+    Returns:
+        [R, W] int64: the tokens, and what each slot resamples.
+    """
+    resampled = draw(residual(window.p, window.drafts.at()), uniform[..., 1])
+    kept = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
+    return torch.where(drafted, kept, window.fresh), resampled
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Weights max(0, p - q) [..., V], not normalised; p itself where only rounding leaves nothing."""
     weights = (p - q).clamp_(min=0)
     nothing = weights.amax(-1, keepdim=True) <= 0
     # p is added once or not at all: a choice between the two would copy either
     return weights.addcmul_(p, nothing.to(p.dtype))
 
 
-def laws_at(laws: Tensor, slot: Tensor) -> Tensor:
-    """Of laws [R, W, V] those of slots [R, N] -> [R, N, V], a copy."""
-    return laws[torch.arange(len(laws), device=laws.device).unsqueeze(1), slot]
+def at_slots(distributions: Tensor, slot: Tensor) -> Tensor:
+    """Of distributions [R, W, V] those of slots [R, N] -> [R, N, V], a copy."""
+    return distributions[torch.arange(len(distributions), device=distributions.device).unsqueeze(1), slot]
 
 
-def probability(law: Tensor, tokens: Tensor) -> Tensor:
-    """law [..., V] of tokens [...] -> [...]."""
-    return law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+def probability(distribution: Tensor, tokens: Tensor) -> Tensor:
+    """distribution [..., V] of tokens [...] -> [...]."""
+    return distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
-    """The law that a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
+def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
+    """What a token is drawn from: logits [..., V] -> [..., V], float32 or the logits' own wider type.
 
-    Temperature 0 is certain of the best word. `allowed` [V] bool: the others get nothing. Rows without a finite logit
-    that is allowed are NaN.
+    At temperature 0 it is one-hot on the best token. `allowed` [V] bool: the others get nothing. Rows without a finite
+    logit that is allowed are NaN.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if request.temperature == 0:
         best = argmax(logits).unsqueeze(-1)
-        law = torch.zeros_like(logits).scatter_(-1, best, 1)
-        return law.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
+        one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
+        return one_hot.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
     if request.temperature != 1:
         logits = tempered(logits, request.temperature)
         if logits.dtype == torch.float32:  # softmax takes twice as long over what is too small to be drawn
@@ -166,8 +200,8 @@ def token_law(logits: Tensor, request: Request, allowed: Tensor | None = None) -
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw from weights [..., V] (not normalised) with one number [...] in (0, 1) each: [...] int64.
 
-    The smallest k with w_0 + ... + w_k > u sum(w); a word without weight is never drawn. Segments of words are summed
-    in the weights' own type, their sums and the words of the segment that is hit in float64.
+    The smallest k with w_0 + ... + w_k > u sum(w); a token without weight is never drawn. Segments of tokens are summed
+    in the weights' own type, their sums and the tokens of the segment that is hit in float64.
     """
     size = weights.shape[-1]
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)

@@ -5,18 +5,21 @@ He et al., "ZipAR: Accelerating Auto-regressive Image Generation through Spatial
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec import rng
+from paradec.checks import check_int
 from paradec.models.images.grid import Grid
-from paradec.protocol import Commit, Cost, Proposal, Query
+from paradec.protocol import Commit, Proposal, Query
 from paradec.request import Request
-from paradec.samplers.causal.base import JacobiSampler, JacobiState, read_logits
+from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import draw, probability
 
 
@@ -57,24 +60,31 @@ def schedule(grid: Grid, window: int) -> list[Step]:
             done[row] += 1
             if done[row] == grid.width:
                 unfed += range(at, start + grid.stride)
-        if not steps:  # all that stands before the first image token
+        if not steps:  # all that comes before the first image token
             fed = {at: at for at in range(-1, first[0])} | fed
         order = sorted(fed)
         steps.append(Step(order, [fed[at] for at in order], [order.index(at) for at in chosen], list(chosen.values())))
     return steps
 
 
+@dataclass
+class ZipARState(CausalState):
+    """Of a request whose rows of tokens are decoded side by side."""
+
+    schedule: list[Step] = field(init=False, default_factory=list)
+    """What each step evaluates."""
+
+
 @dataclass(frozen=True)
-class ZipAR(JacobiSampler):
+class ZipAR(CausalSampler):
     """A row begins once `window` tokens of the row above are there; all open rows grow by one token a step.
 
     Not lossless: tokens do not see what is right of them in the rows above, and where rows have no end token the first
     token of a row takes the latest token of the row above for the one before it. With `window` at least the width of
-    the image it is token-by-token decoding. Needs a grid and a model with a key/value store.
+    the image it is token-by-token decoding. Nothing is drafted. Needs a grid and a model with a key/value store.
 
     Args:
         window: the lead of a row over the next one, in tokens.
-        init, refresh, random_law: take no part, and must be left alone.
     """
 
     window: int = 16
@@ -84,19 +94,19 @@ class ZipAR(JacobiSampler):
     arxiv = "2412.04062"
     summary = "the rows of an image side by side, each a window behind the one above; not lossless"
     lossless = False
+    state_type: ClassVar[type[CausalState]] = ZipARState
+    removed = {
+        name: (default, "where nothing is drafted")
+        for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform"))
+    }
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform")):
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no meaning where nothing is drafted; leave it out"
-                )
+        check_int("window", self.window, low=1)
 
     @torch.inference_mode(False)  # else only inference mode could go on with the state
     @torch.no_grad()
-    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> JacobiState:
-        """Make the state of one request: see `paradec.samplers.causal.base.JacobiSampler.start`.
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> CausalState:
+        """Make the state of one request: see `paradec.samplers.causal.base.CausalSampler.start`.
 
         Raises:
             ValueError: no grid, or a model without a store.
@@ -108,21 +118,15 @@ class ZipAR(JacobiSampler):
             raise ValueError(
                 f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
             )
-        state = super().start(model, prompt, request, **arguments)
+        return super().start(model, prompt, request, **arguments)
+
+    def _open(self, state: CausalState, model: Any) -> None:
+        assert isinstance(state, ZipARState) and state.grid is not None and state.layout is not None  # see `start`
         state.schedule = schedule(state.grid, self.window)
         layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start
         self._write(state, _columns(state, range(len(state.layout))), state.rows, layout)
-        return state
 
-    def _width(self, new: int) -> int:
-        return 1
-
-    def _draft(
-        self, state: JacobiState, rows: np.ndarray, count: Tensor, tokens: Tensor, source: Tensor, law: Tensor | None
-    ) -> None:
-        """Nothing is drafted."""
-
-    def query(self, state: JacobiState) -> list[Query]:
+    def query(self, state: ZipARState) -> list[Query]:
         """The last token of every open row, at its place; at first the prompt."""
         step, device = state.schedule[state.commits], state.context.device
         start = (state.prompt_length + state.shift).reshape(-1)[:, None]
@@ -152,41 +156,31 @@ class ZipAR(JacobiSampler):
             )
         ]
 
-    def propose(self, state: JacobiState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+    def propose(self, state: ZipARState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
         """A token for every open row. Quantities: "top_logit" [R, W]."""
         positions = _columns(state, state.schedule[state.commits].chosen)
         logits = read_logits(state, outputs, queries)
-        law = state.laws(logits, state.rows, positions)
-        tokens = draw(law, state.uniform(state.rows, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
-        return Proposal(
-            rows=state.rows,
-            values=tokens,
-            cost=Cost(queries, state.batch),
-            positions=positions,
-            scores=probability(law, tokens),
-            available=torch.ones_like(tokens, dtype=torch.bool),
-            quantities={"top_logit": logits.amax(-1)},
-            made_at=state.commits,
-            kind=queries[0].kind,
-        )
+        p = state.distribution(logits, state.rows, positions)
+        tokens = draw(p, state.uniform(state.rows, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
+        available = torch.ones_like(tokens, dtype=torch.bool)
+        quantities = {"top_logit": logits.amax(-1)}
+        return proposed(state, queries, tokens, positions, probability(p, tokens), available, quantities)
 
-    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+    def commit(self, state: ZipARState, proposal: Proposal) -> Commit:
         """Write the tokens."""
         state.check_current(proposal)
         tokens, rows = proposal.values, proposal.rows
         self._written(state, proposal, tokens, torch.full_like(tokens[:, :1], tokens.shape[1]))
         self._write(state, proposal.positions, rows, tokens)
-        state.count(proposal.cost)
-        state.row_step[rows] += 1
-        state.commits += 1
+        self._advance(state, proposal)
         # all before the first token that some later step chooses is final
         rest = [at for step in state.schedule[state.commits :] for at in step.chosen]
-        state.committed = state.prompt_length + min(rest, default=state.grid.length)
+        state.committed = state.prompt_length + min(rest, default=state.max_new_tokens)
         state.rows = np.flatnonzero(state.committed < state.end)
         selected = torch.ones_like(tokens, dtype=torch.bool)
         return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
 
 
-def _columns(state: JacobiState, offsets: Any) -> Tensor:
+def _columns(state: CausalState, offsets: Iterable[int]) -> Tensor:
     """[B, N] int64: positions of offsets [N]."""
     return torch.as_tensor(state.prompt_length[:, None] + np.array(list(offsets)), device=state.context.device)

@@ -20,13 +20,14 @@ from torch import Tensor
 import paradec
 from paradec.models.images.grid import Grid
 from paradec.protocol import Commit, Proposal, decode
-from paradec.samplers.causal.base import INITS, REFRESHES, JacobiSampler, JacobiState
 from paradec.samplers.causal.gsd import GSD
 from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
-from paradec.samplers.causal.verification import CERTAIN, UNIFORM, DraftLaws, draw, judge
+from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, Window, draw, verify
+from paradec.samplers.causal.window import INITS, REFRESHES, JacobiSampler
 
 
 def _benchmark() -> ModuleType:
@@ -66,25 +67,26 @@ def test_reference_verification(path: Path) -> None:
     sampler, expected = sampler_of(case), case["expected"]
     p = torch.tensor(case["p"], dtype=torch.float64)
     rows, width, size = p.shape
-    # the case's draft i is judged by the law of slot i - 1
+    # the case's draft i is verified by the distribution of slot i - 1
     q, tokens, u_accept = (torch.tensor(case[name]).roll(-1, dims=1) for name in ("q", "drafts", "u_accept"))
     q, u_accept = q.double(), u_accept.double()
-    drafts = DraftLaws(tokens, q, torch.arange(width).expand(rows, -1), torch.full((size,), 1 / size))
+    drafts = DraftDistributions(tokens, q, torch.arange(width).expand(rows, -1), torch.full((size,), 1 / size))
     drafted = (torch.arange(width) < width - 1).expand(rows, -1)
     fresh = draw(p, torch.tensor(case["u_fresh"], dtype=torch.float64))
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
-    chance = sampler.accept(p, drafts, fresh, embed)
-    # one number per draft that falls, row by row; behind the first only the coupling draws
-    falls = drafted & (u_accept >= chance)
-    first = falls & (falls.int().cumsum(1) == 1)
-    drawn = falls if sampler.refresh == "maximal" else first
+    window = Window(p, drafts, fresh, embed)
+    chance = sampler.accept(window)
+    # one number per rejected draft, row by row; behind the first only the coupling draws
+    rejected = drafted & (u_accept >= chance)
+    first = rejected & (rejected.int().cumsum(1) == 1)
+    drawn = rejected if sampler.refresh == "maximal" else first
     u_residual = torch.full((rows, width), 0.5, dtype=torch.float64)
     u_residual[drawn] = torch.tensor(case["u_residual"][: int(drawn.sum())], dtype=torch.float64)
     uniform = torch.stack((u_accept, u_residual), -1)
-    found = judge(p, drafts, drafted, chance, fresh, uniform, sampler.refresh, sampler.redraws)
+    found = verify(window, drafted, chance, uniform, sampler.refresh, sampler.resamples)
     assert found.tokens.tolist() == expected["tokens"]
-    assert (found.standing.squeeze(1) + 1).tolist() == expected["first_reject_slot"]
-    matched = int(found.standing.min()) + 1
+    assert (found.accepted.squeeze(1) + 1).tolist() == expected["first_reject_slot"]
+    matched = int(found.accepted.min()) + 1
     assert matched == expected["matched"]
     assert found.tokens[:, :matched].tolist() == expected["commit"]
     assert found.tokens[:, matched:].tolist() == expected["next_drafts"]
@@ -121,12 +123,12 @@ def test_reference_tree_verification(path: Path) -> None:
     accepted = int(found.accepted)
     assert used == case["n_u_used"] and accepted == expected["accept_length"]
     assert [int(drafts[0, 0]), *found.tokens[0, :accepted].tolist()] == expected["accepted"]
-    law = torch.tensor(expected["final_law"], dtype=torch.float64)
-    torch.testing.assert_close(normalized(found.weights)[0], law, rtol=0, atol=1e-7)
+    distribution = torch.tensor(expected["final_law"], dtype=torch.float64)
+    torch.testing.assert_close(normalized(found.weights)[0], distribution, rtol=0, atol=1e-7)
     assert int(found.tokens[0, accepted]) == expected["final_token"]
 
 
-def test_the_draw_is_the_inverse_of_the_cumulative_law() -> None:
+def test_the_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64).expand(4, 5)
     noise = torch.tensor([2.0**-54, 0.2999, 0.3001, 1.0], dtype=torch.float64)
     assert draw(weights, noise).tolist() == [1, 1, 3, 3]
@@ -176,7 +178,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("name", "request_name"), EXACT)
-def test_the_law_of_the_answers_is_the_model_s(name: str, request_name: str) -> None:
+def test_answers_have_the_model_s_distribution(name: str, request_name: str) -> None:
     """Ragged batches against full enumeration; `benchmarks/exactness.py` has the whole grid and more answers."""
     sampler, request = exactness.samplers(DRAFTER)[name], exactness.REQUESTS[request_name]
     found = exactness.test_case(sampler, MODEL, ROWS, seed=EXACT.index((name, request_name)), **request)
@@ -189,7 +191,7 @@ LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.e
 
 
 @pytest.mark.parametrize(("refresh", "init"), LONGER)
-def test_the_law_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
+def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
     """Seven words in windows of three: drafts that are kept are judged steps after they were drawn, by their own q."""
     sampler = SJD(window=3, refresh=refresh, init=init)
     found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
@@ -198,7 +200,7 @@ def test_the_law_of_answers_longer_than_the_window(refresh: str, init: str) -> N
 
 
 @pytest.mark.parametrize("init", INITS)
-def test_the_law_of_images_is_the_model_s(init: str) -> None:
+def test_images_have_the_model_s_distribution(init: str) -> None:
     image = TableModel.random(6, seed=2)
     found = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
     assert min(found["p_values"]) > 0.01 / (2 * len(INITS))
@@ -206,58 +208,58 @@ def test_the_law_of_images_is_the_model_s(init: str) -> None:
 
 
 @dataclass(frozen=True)
-class OldLaw(SCD):
+class OldDistribution(SCD):
     """Leaves the old q with the drafts that it keeps, as the public code of the maximal coupling does."""
 
     refresh: str = "maximal"
 
-    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
-        drafts = self._drafts(state, proposal.rows)
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        drafts = self._window(state, proposal).drafts
         commit = super().commit(state, proposal)
         count = commit.selected.sum(1, keepdim=True)
         slot = torch.arange(state.width)
         at = (slot + count).clamp(max=state.width - 1)
         same = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
-        whole = state.memory["draft_law"].clone()
+        whole = state.memory["draft_distribution"].clone()
         old = drafts.at(at)
         rows = torch.as_tensor(proposal.rows)
         source = state.memory["draft_source"][rows]
         for i in range(state.width):  # slot i of the next window is slot i + count of this one
-            law = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
-            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, law, whole[rows, 0])
-        state.memory["draft_law"] = whole
+            distribution = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
+            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, distribution, whole[rows, 0])
+        state.memory["draft_distribution"] = whole
         return commit
 
 
 @dataclass(frozen=True)
-class WrongGuessLaw(SJD):
+class WrongGuessDistribution(SJD):
     """Draws its guesses otherwise than it says."""
 
-    def _guess(self, state: JacobiState, rows: Any, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    def _guess(self, state: CausalState, rows: Any, known: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
         guess, source = super()._guess(state, rows, known, drafts)
         return guess.minimum(guess.roll(1, 1)), source
 
 
 @dataclass(frozen=True)
-class FilteredLeftover(SJD):
-    """Sharpens what a fallen draft leaves once more, as logits processors that run again do."""
+class FilteredResidual(SJD):
+    """Sharpens the residual of a rejected draft once more, as logits processors that run again do."""
 
-    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
-            own = sys.modules["paradec.samplers.causal.verification"].leftover
-            patch.setattr("paradec.samplers.causal.verification.leftover", lambda p, q: own(p, q) ** 2)
+            own = sys.modules["paradec.samplers.causal.verification"].residual
+            patch.setattr("paradec.samplers.causal.verification.residual", lambda p, q: own(p, q) ** 2)
             return super().commit(state, proposal)
 
 
 @dataclass(frozen=True)
-class NewLaw(SJD):
-    """Gives the drafts that it keeps this step's law, which they were not drawn from."""
+class NewDistribution(SJD):
+    """Gives the drafts that it keeps this step's distribution, which they were not drawn from."""
 
     refresh: str = "keep"
 
-    def commit(self, state: JacobiState, proposal: Proposal) -> Commit:
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paradec.samplers.causal.base.judge", lambda *a: judge(*a)._replace(kept=None))
+            patch.setattr("paradec.samplers.causal.window.verify", lambda *a: verify(*a)._replace(kept=None))
             return super().commit(state, proposal)
 
 
@@ -270,7 +272,12 @@ class AllOfQ(WithoutReplacement):
 
 
 @pytest.mark.parametrize(
-    "sampler", [OldLaw(window=4), WrongGuessLaw(window=4), FilteredLeftover(window=4, random_law="one_hot")]
+    "sampler",
+    [
+        OldDistribution(window=4),
+        WrongGuessDistribution(window=4),
+        FilteredResidual(window=4, guess_distribution="one_hot"),
+    ],
 )
 def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
     found = exactness.test_case(sampler, MODEL, 10_000, seed=1)
@@ -278,13 +285,13 @@ def test_the_chi_square_test_has_power(sampler: JacobiSampler) -> None:
 
 
 @pytest.mark.parametrize("init", ["random", "sample_horizontal"])
-def test_long_answers_have_power_over_laws_of_kept_drafts(init: str) -> None:
-    found = exactness.test_case(NewLaw(window=3, init=init), LONG, 8000, seed=1, new=7)
+def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
+    found = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
     assert max(found["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
-def test_a_node_s_output_has_the_law_p(name: str) -> None:
+def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
     """One node with three children, for several p and q; the last q has fewer words than there are children."""
     rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
@@ -292,12 +299,12 @@ def test_a_node_s_output_has_the_law_p(name: str) -> None:
     for size, words in ((4, 4), (7, 7), (5, 2)):
         p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
         q[q.topk(size - words, largest=False).indices] = 0
-        p, q = (normalized(law).expand(rows, -1) for law in (p, q))
+        p, q = (normalized(distribution).expand(rows, -1) for distribution in (p, q))
         noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
         uniform = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
-        laws = [law.unsqueeze(1).expand(-1, 4, -1) for law in (p, q)]
-        found = walk(tree, drafts, *laws, rule, uniform)
+        distributions = [distribution.unsqueeze(1).expand(-1, 4, -1) for distribution in (p, q)]
+        found = walk(tree, drafts, *distributions, rule, uniform)
         counts = np.bincount(found.tokens[:, 0].numpy(), minlength=size)
         p_values.append(exactness.p_value(counts, p[0].numpy()))
         # a hit goes on below the child that it equals
@@ -316,9 +323,9 @@ def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
     for count in (1, 2, 3):
         noise, uniform, more = torch.rand(3, rows, 3, generator=generator, dtype=torch.float64)
         drafts = rule.children(q, count, noise[:, :count])
-        chosen, left = rule.judge(p, q, drafts, uniform[:, :count])
+        chosen, left = rule.verify(p, q, drafts, uniform[:, :count])
         wide = torch.cat((drafts, torch.full((rows, 2), -1)), 1)
-        found = rule.judge(p, q, wide, torch.cat((uniform[:, :count], more[:, :2]), 1))
+        found = rule.verify(p, q, wide, torch.cat((uniform[:, :count], more[:, :2]), 1))
         assert torch.equal(found[0], chosen) and torch.equal(found[1], left)
         assert (chosen >= 0).any()
 
@@ -328,11 +335,11 @@ def test_lossy_methods_stay_below_their_bound() -> None:
     floor = np.mean(noise["total_variation"])
     assert noise["total_variation_bound"] == 0
     for name, sampler, model in exactness.lossy():
-        if sampler.random_law == "one_hot" and not name.endswith(("width 2", "delta 0.1", "lambda 5.0")):
+        if sampler.guess_distribution == "one_hot" and not name.endswith(("width 2", "delta 0.1", "lambda 5.0")):
             continue
         found = exactness.bias(sampler, model, 3000)
         assert np.mean(found["total_variation"]) <= floor + 1.2 * found["total_variation_bound"]
-        if sampler.random_law == "one_hot":
+        if sampler.guess_distribution == "one_hot":
             continue
         if name.endswith(("delta 0.0", "lambda 1.0")):
             assert found["total_variation_bound"] == 0 and found["nfe"] == noise["nfe"]
@@ -343,30 +350,30 @@ def test_lossy_methods_stay_below_their_bound() -> None:
 # ---- what acceptance reads ------------------------------------------------------------------------------------------
 
 
-def test_the_laws_of_guesses_are_not_written_out() -> None:
+def test_the_distributions_of_guesses_are_not_written_out() -> None:
     tokens = torch.tensor([[1, 3, 2]])
     dense = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
     support = torch.tensor([0.5, 0.0, 0.5, 0.0])
-    laws = DraftLaws(tokens, dense, torch.tensor([[0, UNIFORM, CERTAIN]]), support)
-    whole = laws.at(torch.arange(3).unsqueeze(0))
+    distributions = DraftDistributions(tokens, dense, torch.tensor([[0, UNIFORM, ONE_HOT]]), support)
+    whole = distributions.at(torch.arange(3).unsqueeze(0))
     assert torch.equal(whole[0], torch.stack((dense[0, 0], support, torch.tensor([0.0, 0.0, 1.0, 0.0]))))
     every = torch.arange(4).expand(1, 3, 4)
-    assert torch.equal(laws.of(every), whole)
-    torch.testing.assert_close(laws.of_drafts(), torch.tensor([[0.2, 0.0, 1.0]]))
+    assert torch.equal(distributions.of(every), whole)
+    torch.testing.assert_close(distributions.of_drafts(), torch.tensor([[0.2, 0.0, 1.0]]))
 
 
 def test_neighbours_and_their_share() -> None:
     latents = torch.tensor([[0.0], [1.0], [3.0], [torch.nan], [3.5]])
     near = neighbours(latents, torch.tensor([0, 2]), 4)
     assert near.tolist() == [[1, 2, 4, -1], [4, 1, 0, -1]]
-    law = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15]]).expand(2, -1)
+    distribution = torch.tensor([[0.1, 0.2, 0.3, 0.25, 0.15]]).expand(2, -1)
     words = torch.tensor([0, 2])
     for additive, bound, expected in (
         (True, 0.4, [0.3, 0.65]),
         (True, 0.1, [0.1, 0.3]),
         (False, 3.0, [0.3, 0.9 - 0.15]),
     ):
-        mass, any_near = relaxed(law, words, near, additive, bound)
+        mass, any_near = relaxed(distribution, words, near, additive, bound)
         expected[1] = expected[1] if additive else 0.75
         torch.testing.assert_close(mass, torch.tensor(expected))
         assert any_near.tolist() == [mass[0] > 0.15, mass[1] > 0.35]
@@ -374,18 +381,20 @@ def test_neighbours_and_their_share() -> None:
 
 def test_drafts_and_draws_at_their_bounds() -> None:
     """A draft stands when its number is below its chance; a draw takes the first word whose sum exceeds its number."""
-    law = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
-    drafts = DraftLaws(torch.tensor([[0, 0]]), law, torch.tensor([[CERTAIN, CERTAIN]]), torch.tensor([0.5, 0.5]))
-    for number, standing in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
+    distribution = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
+    drafts = DraftDistributions(
+        torch.tensor([[0, 0]]), distribution, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])
+    )
+    for number, accepted in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
         uniform = torch.tensor([[[number, 0.9], [0.9, 0.9]]], dtype=torch.float64)
         chance, drafted = torch.tensor([[0.25, 0.5]], dtype=torch.float64), torch.tensor([[True, False]])
-        found = judge(law, drafts, drafted, chance, torch.tensor([[1, 1]]), uniform)
-        assert int(found.standing) == standing
+        found = verify(Window(distribution, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
+        assert int(found.accepted) == accepted
         for rule, q in (("recursive", [1.0, 0.0]), ("naive", [0.5, 0.5])):
             numbers = torch.tensor([[number]], dtype=torch.float64)
-            q_law = torch.tensor([q], dtype=torch.float64)
-            chosen, _ = RULES[rule].judge(law[:, 0], q_law, torch.tensor([[0]]), numbers)
-            assert int(chosen) == standing - 1, rule
+            every_q = torch.tensor([q], dtype=torch.float64)
+            chosen, _ = RULES[rule].verify(distribution[:, 0], every_q, torch.tensor([[0]]), numbers)
+            assert int(chosen) == accepted - 1, rule
     weights = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64).expand(4, 3)
     assert draw(weights, torch.tensor([0.2, 0.25, 0.5, 0.75], dtype=torch.float64)).tolist() == [0, 1, 2, 2]
 
@@ -393,27 +402,34 @@ def test_drafts_and_draws_at_their_bounds() -> None:
 def test_groups_and_neighbours_at_their_bounds() -> None:
     """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` words below it. LANTERN:
     neighbours that reach the limit do not exceed it."""
-    law = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
-    drafts = DraftLaws(torch.tensor([[2]]), law, torch.tensor([[CERTAIN]]), law[0, 0])  # 1 and the draft are alike
+    distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
+    drafts = DraftDistributions(
+        torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0]
+    )  # 1 and the draft are alike
     latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)
     above = float(np.nextafter(0.25, 1))
     for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
         sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
-        assert float(sampler.accept(law, drafts, drafts.tokens, latents)) == expected
+        assert float(sampler.accept(Window(distribution, drafts, drafts.tokens, latents))) == expected
     for half, expected in ((3, 1.0), (4, 0.5)):
         sampler = GSD(group_half_width=half, p_threshold=1, d_threshold=None)
-        assert float(sampler.accept(law, drafts, drafts.tokens, None)) == expected
-    law, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
+        assert float(sampler.accept(Window(distribution, drafts, drafts.tokens))) == expected
+    distribution, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
     for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
-        assert float(relaxed(law, torch.tensor([0]), near, additive, bound)[0]) == expected
+        assert float(relaxed(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
 
 
 def test_presets_have_the_published_settings() -> None:
-    assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().random_law) == (7, 0.15, 0.5, "one_hot")
+    assert (GSD().group_half_width, GSD().p_threshold, GSD().d_threshold, GSD().guess_distribution) == (
+        7,
+        0.15,
+        0.5,
+        "one_hot",
+    )
     assert (Lantern().k, Lantern().delta) == (1000, 0.1)
     assert (LanternPlusPlus().k, LanternPlusPlus().lam) == (10, 5.0)
-    assert Lantern().random_law == LanternPlusPlus().random_law == "one_hot"
-    assert SJD().window == 16 and SJD().random_law == "uniform" and SCD().refresh == "gumbel"
+    assert Lantern().guess_distribution == LanternPlusPlus().guess_distribution == "one_hot"
+    assert SJD().window == 16 and SJD().guess_distribution == "uniform" and SCD().refresh == "gumbel"
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -470,7 +486,7 @@ def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window
         assert torch.equal(drafts[(forced >= 0) & inside], forced[(forced >= 0) & inside])
         assert ((drafts >= 2) & (drafts < 8))[(forced < 0) & inside].all()
         if init != "random":
-            taken = (source == CERTAIN) & (forced < 0) & inside
+            taken = (source == ONE_HOT) & (forced < 0) & inside
             committed = torch.as_tensor(state.committed)[:, None]
             for row, slot in taken.nonzero().tolist():
                 at = int(positions[row, slot])
@@ -505,8 +521,8 @@ def test_images_are_greedy_at_temperature_0() -> None:
 
 
 def test_sample_inits_copy_the_likeliest_word() -> None:
-    """With a law that does not depend on what stands before, the likeliest word of the neighbour is that of the
-    slot."""
+    """With a distribution that does not depend on what comes before, the likeliest token of the neighbour is that of
+    the slot."""
     table = (
         torch.randn(6, generator=torch.Generator().manual_seed(5), dtype=torch.float64).expand(7, 6, -1).contiguous()
     )
@@ -514,5 +530,5 @@ def test_sample_inits_copy_the_likeliest_word() -> None:
     sampler = SJD(window=5, init="sample_horizontal")
     state = sampler.start(model, [1, 2], max_new_tokens=30, seed=0)
     sampler.commit(state, sampler.step(model, state))
-    guessed = state.memory["draft_source"][0] == CERTAIN
+    guessed = state.memory["draft_source"][0] == ONE_HOT
     assert guessed.any() and (state.memory["drafts"][0][guessed] == best).all()

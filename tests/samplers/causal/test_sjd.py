@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import paradec
 from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
+from paradec.moved import MOVED_NAMES
 from paradec.protocol import Query, decode
-from paradec.samplers.causal.base import JacobiSampler, JacobiState
+from paradec.samplers.causal.base import CausalSampler, CausalState
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9]]
 VOCAB = 12
@@ -62,7 +65,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "sjd, repeat": {"window": 5, "init": "repeat_horizontal"},
     "sjd, sample": {"window": 5, "init": "sample_horizontal"},
     "sjd, keep": {"window": 4, "refresh": "keep"},
-    "sjd, one-hot": {"window": 4, "random_law": "one_hot"},
+    "sjd, one-hot": {"window": 4, "guess_distribution": "one_hot"},
     "scd": {"window": 5},
     "scd, maximal": {"window": 5, "refresh": "maximal"},
     "jacobi": {"window": 5},
@@ -77,7 +80,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 VARIED = ["sjd", "sjd, sample", "sjd, keep", "scd", "scd, maximal", "jacobi", "speculative", "speculative, tree"]
 
 
-def made(name: str) -> JacobiSampler:
+def made(name: str) -> CausalSampler:
     settings = dict(SAMPLERS[name])
     kind = name.split(",")[0]
     if kind == "speculative":
@@ -85,7 +88,7 @@ def made(name: str) -> JacobiSampler:
     return paradec.samplers.create(kind, **settings)
 
 
-def answers(sampler: JacobiSampler, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], JacobiState]:
+def answers(sampler: CausalSampler, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
     """The new tokens of every row, and the final state."""
     state = sampler.start(model, prompt, **request)
     decode(sampler, model, state)
@@ -194,7 +197,7 @@ def test_the_store_after_a_rollback_is_that_of_a_fresh_prefill(name: str) -> Non
         while len(state.rows) == len(PROMPTS):
             sampler.commit(state, sampler.step(model, state))
             # a tree's accepted drafts are written by the next step
-            held = state.held if sampler.name == "speculative" and sampler.tree else state.committed - 1
+            held = state.drafting.held if sampler.name == "speculative" and sampler.tree else state.committed - 1
             length = (held + state.shift).reshape(-1)
             assert torch.equal(state.store.valid.sum(1), torch.as_tensor(length))
             fresh = model.make_store(len(length), state.context.shape[1])
@@ -320,6 +323,19 @@ def test_nan_logits_are_refused(name: str) -> None:
     assert torch.equal(state.canvas, before) and not state.nfe.any()
 
 
+def test_names_that_moved_are_found_where_they_were() -> None:
+    for module, names in MOVED_NAMES.items():
+        old = importlib.import_module(module)
+        for name, new in names.items():
+            assert getattr(old, name) is getattr(importlib.import_module(new), name)
+        with pytest.raises(AttributeError, match=f"'{module}' has no attribute 'nothing'"):
+            _ = old.nothing
+    with pytest.warns(FutureWarning, match="paradec.samplers.jacobi is now"):
+        older = importlib.import_module("paradec.samplers.jacobi")
+    assert older.JacobiState is CausalState and issubclass(older.Jacobi, older.JacobiSampler)
+    sys.modules.pop("paradec.samplers.jacobi")
+
+
 # ---- generate -------------------------------------------------------------------------------------------------------
 
 
@@ -440,7 +456,7 @@ def test_settings_are_checked() -> None:
         if not name.startswith("speculative"):
             assert type(made(name)).from_dict(made(name).to_dict()) == made(name)
     wrong: dict[str, list[dict[str, Any]]] = {
-        "sjd": [{"window": 0}, {"window": 2.0}, {"init": "left"}, {"refresh": "never"}, {"random_law": "flat"}],
+        "sjd": [{"window": 0}, {"window": 2.0}, {"init": "left"}, {"refresh": "never"}, {"guess_distribution": "flat"}],
         "scd": [{"refresh": "resample"}],
         "gsd": [{"group_half_width": 0}, {"p_threshold": 0}, {"d_threshold": -1}],
         "lantern": [{"k": 0}, {"delta": 2}],

@@ -1,0 +1,169 @@
+"""The loop of the methods that draft a window of tokens one after the other and verify all of them in one forward.
+
+A step evaluates the last final token and the drafts after it over the key/value store. The drafts are accepted up to
+the first rejection, that one is resampled (`paradec.samplers.causal.verification`), and the store's slots behind what
+is final are given back. A method is one decision, `accept`; where the next drafts come from is the subclass's
+(`paradec.samplers.causal.window`, `paradec.samplers.causal.drafting`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.checks import check_int
+from paradec.protocol import Commit, MemorySpec, Proposal, Query
+from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.verification import (
+    UNIFORM,
+    DraftDistributions,
+    Verified,
+    Window,
+    draw,
+    probability,
+    verify,
+)
+from paradec.samplers.masked.state import rows_of
+
+
+@dataclass(frozen=True)
+class ChainSampler(CausalSampler):
+    """Base of the methods that verify a window of drafts. A subclass implements `accept`, and `_draft`, which fills the
+    next window.
+
+    Every draft carries the distribution q that it was really drawn from. So the output has the distribution of
+    token-by-token decoding whenever `accept` is min(1, p / q), at any temperature, top-k, top-p, guidance and
+    structure, which make p and are never applied again.
+
+    Args:
+        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding.
+    """
+
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, low=1)
+
+    @property
+    def reads(self) -> str:
+        """What `accept` compares the model's tokens by: "token_embeddings", "codebook" or nothing."""
+        return ""
+
+    def accept(self, window: Window) -> Tensor:
+        """The method's own decision: the probability [R, W] that each draft is accepted, given that those before it
+        are."""
+        raise NotImplementedError
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def _width(self, new: int) -> int:
+        return min(self.window, new)
+
+    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        return {
+            "drafts": MemorySpec((width,), torch.int64, reset="sequence"),
+            "draft_source": MemorySpec((width,), torch.int64, UNIFORM, reset="sequence"),
+            "draft_distribution": MemorySpec((width, "vocab"), dtype, reset="sequence"),
+        }
+
+    def _open(self, state: CausalState, model: Any) -> None:
+        state.embeddings = self._embeddings(model, state.context.device)
+        self._first_drafts(state, model)
+
+    def _embeddings(self, model: Any, device: torch.device) -> Tensor | None:
+        if not self.reads:
+            return None
+        found = getattr(model, self.reads, lambda: None)()
+        if found is None:
+            raise ValueError(f"sampler {self.name!r} needs a model with {self.reads}; {model.facts.name} has none")
+        if found.ndim != 2 or len(found) != model.facts.vocab_size:
+            raise ValueError(
+                f"{self.reads} of {model.facts.name} has shape {tuple(found.shape)}; expected one row for each of "
+                f"{model.facts.vocab_size} tokens"
+            )
+        return found.detach().to(device)
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: CausalState) -> list[Query]:
+        """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
+        rows, committed = state.rows, state.committed[state.rows]
+        drafts = rows_of(state.memory, rows)["drafts"]
+        begin = np.zeros_like(committed) if state.commits == 0 else committed - 1
+        stop = committed - 1 + state.slots(rows)
+        return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width)
+
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+        """The target distribution of every slot and a token drawn from it. outputs: logits [branches * R, W, V], one
+        per query.
+
+        Quantities: "p" [R, W, V], the target distributions; "uniform" [R, W, 2], the numbers that verify each draft and
+        that resample a rejected one; "top_logit" [R, W].
+        """
+        rows, logits = state.rows, read_logits(state, outputs, queries)
+        positions = state.positions(rows)
+        p = state.distribution(logits, rows, positions)
+        uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
+        fresh = self._fresh(state, p, positions, uniform[..., 0])
+        available = torch.as_tensor(np.arange(state.width) < state.slots(rows)[:, None], device=p.device)
+        quantities = {"p": p, "uniform": uniform[..., 1:], "top_logit": logits.amax(-1)}
+        return proposed(state, queries, fresh, positions, probability(p, fresh), available, quantities)
+
+    def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
+        """Tokens [R, W] drawn from p [R, W, V] with uniform [R, W]."""
+        return draw(p, uniform)
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: CausalState, proposal: Proposal) -> Commit:
+        """Verify the drafts, write those accepted and one token more, and draft the next window.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+            ValueError: a proposal made from an earlier state.
+        """
+        state.check_current(proposal)
+        rows = proposal.rows
+        window = self._window(state, proposal)
+        # the last slot before a row's end is the token after all drafts: nothing was drafted there
+        drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
+        found = self._verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
+        count, written = self._written(state, proposal, found.tokens, found.accepted + 1)
+        selected = torch.arange(state.width, device=count.device) < count
+        self._write(state, proposal.positions, rows, torch.where(selected, found.tokens, -1))
+        state.committed[rows] += written
+        self._advance(state, proposal)
+        self._draft(state, proposal, window, found, count)
+        self._roll_back(state, rows)
+        scores = probability(window.p, found.tokens)
+        return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind)
+
+    def _window(self, state: CausalState, proposal: Proposal) -> Window:
+        memory = rows_of(state.memory, proposal.rows)
+        q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
+        return Window(proposal.quantities["p"], q, proposal.values, state.embeddings)
+
+    def _verify(self, window: Window, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
+        return verify(window, drafted, chance, uniform)
+
+    def _first_drafts(self, state: CausalState, model: Any) -> None:
+        """Fill the first window."""
+        raise NotImplementedError
+
+    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+        """Fill the next window of the proposal's rows, after `count` [R, 1] tokens of this one became final."""
+        raise NotImplementedError
+
+    def _roll_back(self, state: CausalState, rows: np.ndarray) -> None:
+        """Give back the store's slots behind what is final, and finish the rows that have reached their end."""
+        if state.store is not None:
+            for branch in range(state.branches):
+                # the last final token has not been evaluated
+                state.store.forget(rows + branch * state.batch, state.committed[rows] + state.shift[branch, rows] - 1)
+        state.rows = np.flatnonzero(state.committed < state.end)
