@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from paradec.checks import check_choice, check_int, shown
+from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.images.adapter import pixels_to_codes
@@ -340,7 +341,7 @@ class MARFacts:
     name: str
 
 
-class MARModel:
+class MARModel(Adapter):
     """The adapter of a `MAR`.
 
     Args:
@@ -355,6 +356,7 @@ class MARModel:
 
     makes = "continuous image"
     conditions = "class_labels"
+    module: MAR
 
     def __init__(
         self,
@@ -369,26 +371,13 @@ class MARModel:
             raise TypeError(f"vae must be a paradec.models.images.kl.KLDecoder, not {type(vae).__name__}")
         if vae is not None and vae.config.z_channels != module.channels:
             raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
-        self.module, self.vae, self.facts = module.eval(), vae, MARFacts(name or "MAR")
+        super().__init__(module.eval())
+        self.vae, self.facts = vae, MARFacts(name or "MAR")
         own = {"steps": min(64, module.positions), "guidance_scale": 1.0}
         for key in defaults or ():
             if key not in own:
                 raise ValueError(unknown("default of requests", key, own))
         self.defaults = own | dict(defaults or {})
-
-    @property
-    def device(self) -> torch.device:
-        """Where tokens live."""
-        return self.module.mask_token.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
-        return self.module.mask_token.dtype
-
-    def unwrap(self) -> MAR:
-        """The network; nothing was put on it."""
-        return self.module
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
         """Evaluate one query."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from paradec.checks import check_int
-from paradec.models.adapter import Model
+from paradec.models.adapter import Decoder
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.facts import ModelFacts
 from paradec.models.weights import read_weights
@@ -191,7 +191,7 @@ class Head(nn.Module):
         return linear(self.ln(gelu(self.fc(x))), embeddings) + self.bias
 
 
-class UViTModel(Model):
+class UViTModel(Decoder):
     """The adapter of a `UViT`: prompts are one class token, answers all image tokens, by default as one block."""
 
     makes = "codes"
@@ -204,7 +204,7 @@ class UViTModel(Model):
             max_length=module.size**2 + 1,
             name=type(module).__name__,
         )
-        super().__init__(module.eval(), facts, "decoder", default_max_new_tokens=module.size**2)
+        super().__init__(module.eval(), facts, default_max_new_tokens=module.size**2)
 
     def token_embeddings(self) -> Tensor:
         """[vocab_size, width]: of image tokens, the mask and the classes, before positions are added."""
