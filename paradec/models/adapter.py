@@ -344,7 +344,7 @@ class Decoder(Model):
             mask, keys = store.visible(query)
             structure = None  # the store's mask has it
         if structure is None and self.facts.topology == "block_causal":
-            length = self.facts.block_length
+            length = self.facts.block_length or 1
             structure = (query.positions // length)[:, :, None] >= (keys // length)[:, None, :]
         elif structure is None and self.facts.topology == "causal":
             if mask is not None or store is not None or not self._masks_itself:

@@ -322,7 +322,7 @@ def _pretrained(
     return module.eval()
 
 
-def _saves_alone(module: nn.Module, family: Family) -> None:
+def _saves_alone(module: Any, family: Family) -> None:
     """See to it that the module's own `save_pretrained` writes what transformers loads again.
 
     Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as

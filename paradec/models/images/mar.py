@@ -304,7 +304,8 @@ class TimeEmbedding(nn.Module):
     def forward(self, time: Tensor) -> Tensor:
         frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=time.device, dtype=time.dtype) / 128)
         angles = time.unsqueeze(-1) * frequencies
-        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(self.mlp[0].weight.dtype))
+        weight: Any = self.mlp[0].weight
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(weight.dtype))
 
 
 class HeadBlock(nn.Module):

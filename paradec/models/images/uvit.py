@@ -166,6 +166,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, store: Any, layer: int, skip: Tensor | None = None) -> Tensor:
         if self.skip_linear is not None:
+            assert skip is not None
             x = self.skip_linear(torch.cat((x, skip), -1))
         x = x + self.attn(self.norm1(x), mask, store, layer)
         return x + self.mlp(self.norm2(x))
@@ -174,7 +175,7 @@ class Block(nn.Module):
 class FinalNorm(nn.LayerNorm):
     """The last norm; its output is wrapped, as adapters expect it of a model without its head."""
 
-    def forward(self, x: Tensor) -> SimpleNamespace:
+    def forward(self, x: Tensor) -> Any:
         return SimpleNamespace(last_hidden_state=super().forward(x))
 
 
@@ -196,6 +197,7 @@ class UViTModel(Decoder):
 
     makes = "codes"
     has_head = True
+    module: UViT
 
     def __init__(self, module: UViT):
         facts = ModelFacts(
