@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
@@ -426,7 +427,7 @@ class MARModel(Adapter):
     def image(self, tokens: Tensor) -> Tensor:
         """Tokens [B, positions, channels] as the latent [B, channels, side, side] that the VAE decodes (divide by its
         scale, 0.2325 for KL-16)."""
-        return tokens.transpose(1, 2).unflatten(2, (self.module.side, self.module.side))
+        return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         """The raster of a picture; its one kind of cell stands for all continuous tokens.
