@@ -232,7 +232,7 @@ class Model(Adapter):
 
     def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
         """Call the module: logits of the wanted columns where a hook gathers these, else of all."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
 
 
 class Decoder(Model):

@@ -95,8 +95,9 @@ class Calling(Evaluation):
     """The context that a call of a module runs in."""
 
     def __init__(self, module: nn.Module, call: Call):
-        super().__init__(module)
-        self.call = call
+        # without the base's own, since this runs at every call
+        self.module, self.call = module, call
+        self._held = []
         self._before: Call | None = None
 
     def __enter__(self) -> Calling:
