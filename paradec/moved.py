@@ -2,6 +2,19 @@
 
 Imports, pickles and pipelines' config files name modules; a finder answers for the old names with the module itself,
 so that there is one of each.
+
+Methods that subclasses override and that have another name now: of `ForecastSampler`, `refreshes(state)` is
+`evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which adds
+to `course.change` itself.
+
+What only scripts used has left the package, and has no new name in it: `paradec.evaluation.antiberty` is
+benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_quality.py, and
+`paradec.evaluation.forecasts` is examples/forecast_cost.py.
+
+Modules that were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked in
+`paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`; `wrap` stands in `paradec.models.wrapping`, and
+`paradec.models.loading` still names it. `paradec.models.adapter.Model` is a base: what it was with a `kind` is
+`Decoder`, `Encoder` or `Opaque`, and old pickles find these.
 """
 
 from __future__ import annotations
@@ -15,11 +28,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
-    "paradec.decode_command": "paradec.cli.decode",
+    "paradec.cli.decode": "paradec.cli.batches",
+    "paradec.cli.live": "paradec.cli.show",
+    "paradec.decode_command": "paradec.cli.batches",
     "paradec.engine": "paradec.samplers.masked.device_step",
     "paradec.image_command": "paradec.cli.image",
     "paradec.kernels.sparsed": "paradec.kernels.block_sparse",
-    "paradec.live": "paradec.cli.live",
+    "paradec.live": "paradec.cli.show",
     "paradec.models.chameleon": "paradec.models.images.chameleon",
     "paradec.models.continuous": "paradec.models.images.continuous",
     "paradec.models.diffusion": "paradec.models.images.diffusion",
