@@ -11,10 +11,10 @@ What only scripts used has left the package, and has no new name in it: `paradec
 benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_quality.py, and
 `paradec.evaluation.forecasts` is examples/forecast_cost.py.
 
-Modules that were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked in
-`paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`; `wrap` stands in `paradec.models.wrapping`, and
-`paradec.models.loading` still names it. `paradec.models.adapter.Model` is a base: what it was with a `kind` is
-`Decoder`, `Encoder` or `Opaque`, and old pickles find these.
+Modules that were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked
+in `paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`; `wrap`
+stands in `paradec.models.wrapping`, and `paradec.models.loading` still names it. `paradec.models.adapter.Model` is a
+base: what it was with a `kind` is `Decoder`, `Encoder` or `Opaque`, and old pickles find these.
 """
 
 from __future__ import annotations
