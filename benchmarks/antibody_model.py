@@ -20,7 +20,7 @@ import torch
 from paradec.checks import shown
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
-from paradec.models.loading import wrap
+from paradec.models.wrapping import wrap
 
 WEIGHTS = "AntiBERTy_md_smooth"
 """The folder of `antiberty/trained_models` that holds config.json and pytorch_model.bin; vocab.txt stands beside it."""

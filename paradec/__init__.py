@@ -16,7 +16,8 @@ from paradec.attention.sparsed import SparseD
 from paradec.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.generate import Output, generate, infill
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.loading import load, wrap
+from paradec.models.loading import load
+from paradec.models.wrapping import wrap
 from paradec.protocol import Interrupted, decode
 from paradec.request import Request
 from paradec.samplers.masked.prophet import Prophet

@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from paradec.checks import shown
 from paradec.generate import generate
-from paradec.models.loading import wrap
+from paradec.models.wrapping import wrap
 from paradec.request import Preset, takes_arguments
 
 READ_FROM_CONFIG = frozenset(

@@ -4,18 +4,20 @@ Imports, pickles and pipelines' config files name modules; a finder answers for 
 so that there is one of each. Names that moved alone are found by the module that had them (`names_of`).
 
 Methods that subclasses override and that have another name now: of `ForecastSampler`, `refreshes(state)` is
-`evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which adds
-to `course.change` itself. Of masked samplers, `announces`, `fuses` and `revises` follow from what a class overrides, and
-need not be said; in the place of `targets = True` with `announce` stands a method `targets`, which `told` asks; `shadows`
-alone evaluates nothing any more: `query_part` and `fuse` do (`wino.py`). `device_step.SAMPLERS` and `CACHES` are the
-attribute `device_step` of samplers and caches.
+`evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which
+adds to `course.change` itself. Of masked samplers, `announces`, `fuses` and `revises` follow from what a class
+overrides, and need not be said; in the place of `targets = True` with `announce` stands a method `targets`, which
+`told` asks; `shadows` alone evaluates nothing any more: `query_part` and `fuse` do (`wino.py`). `device_step.SAMPLERS`
+and `CACHES` are the attribute `device_step` of samplers and caches.
 
 What only scripts used has left the package, and has no new name in it: `paradec.evaluation.antiberty` is
 benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_quality.py, and
 `paradec.evaluation.forecasts` is examples/forecast_cost.py.
 
-Two modules were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked in
-`paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`.
+Modules that were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked
+in `paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`; `wrap`
+stands in `paradec.models.wrapping`, and `paradec.models.loading` still names it. `paradec.models.adapter.Model` is a
+base: what it was with a `kind` is `Decoder`, `Encoder` or `Opaque`, and old pickles find these.
 
 In `paradec.samplers.causal` methods were renamed in the field's words. `accept(law, drafts, fresh, latents)` is
 `accept(window)`: `window.p`, `window.drafts`, `window.fresh`, `window.embeddings`. `DraftLaws` is `DraftDistributions`,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,9 @@ Integers = TypeVar("Integers", Tensor, np.ndarray)
 """[...] 32-bit values: int64 tensors, or uint64 arrays."""
 
 
-def philox(counter: Sequence[Integers], key: Sequence[Integers]) -> tuple[Integers, Integers, Integers, Integers]:
-    """Ten rounds of Philox4x32. What it is given is broadcastable, all tensors or all arrays; so is the result."""
+def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, Integers, Integers, Integers]:
+    """Ten rounds of Philox4x32. What it is given is broadcastable, all tensors or all arrays, but that a word of the
+    counter may be a plain number; so is the result."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -82,32 +83,30 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, words: int, stream: in
     count = (words + 1) // 2
     place = [each.expand(rows, width).reshape(-1, 1) for each in (position, step.unsqueeze(1), *keys.T.unsqueeze(-1))]
     if keys.is_cpu:
-        draws = torch.from_numpy(_on_host(*(each.numpy().astype(np.uint64) for each in place), count, stream))
+        draws = torch.from_numpy(_on_host([each.numpy().astype(np.uint64) for each in place], count, stream))
     else:
-        bits = torch.stack(_bits(torch.arange(count, device=keys.device), *place, stream), -1)
+        bits = torch.stack(_bits(torch.arange(count, device=keys.device), place, stream), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :words]
 
 
-def _bits(
-    calls: Integers, position: Integers, step: Integers, key0: Integers, key1: Integers, stream: int
-) -> tuple[Integers, Integers]:
-    """Two draws of 53 bits per call; one of philox gives four 32-bit words."""
+def _bits(calls: Integers, place: Sequence[Integers], stream: int) -> tuple[Integers, Integers]:
+    """Two draws of 53 bits per call; one of philox gives four 32-bit words. place: position, step and both keys."""
+    position, step, key0, key1 = place
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
-def _on_host(
-    position: np.ndarray, step: np.ndarray, key0: np.ndarray, key1: np.ndarray, count: int, stream: int
-) -> np.ndarray:
+def _on_host(place: Sequence[np.ndarray], count: int, stream: int) -> np.ndarray:
     """Draws [N, count, 2] of N places; in pieces that stay in the processor's cache, which is several times faster."""
+    position, step, key0, key1 = place
     draws = np.empty((len(position), count, 2))
     wide = min(max(count, 1), CACHED)
     tall = CACHED // wide
     for top, left in product(range(0, len(draws), tall), range(0, count, wide)):
         part, rows = draws[top : top + tall, left : left + wide], slice(top, top + tall)
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _bits(calls, position[rows], step[rows], key0[rows], key1[rows], stream)
+        part[..., 0], part[..., 1] = _bits(calls, (position[rows], step[rows], key0[rows], key1[rows]), stream)
         part += 0.5
         part *= 2.0**-53
     return draws

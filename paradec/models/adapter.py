@@ -1,10 +1,9 @@
-"""One adapter around transformers modules: it answers a `Query` with the logits that were asked for.
+"""Adapters around modules: they answer a `Query` with the logits that were asked for.
 
-Three kinds of module:
-- "decoder": a transformers causal language model (Llama, Qwen2, ...) that runs with any attention mask and over a
+- `Decoder`: a transformers causal language model (Llama, Qwen2, ...) that runs with any attention mask and over a
   key/value store; LLaDA and Dream checkpoints are loaded as these.
-- "encoder": a transformers masked language model (BERT-like) with a 2-D padding mask and no store.
-- "opaque": anything else that maps input ids to logits, a user's own remote-code model, say. It is never padded:
+- `Encoder`: a transformers masked language model (BERT-like) with a 2-D padding mask and no store.
+- `Opaque`: anything else that maps input ids to logits, a user's own remote-code model, say. It is never padded:
   rows of different lengths go in separate calls.
 """
 
@@ -34,81 +33,21 @@ EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """A mask that hides nothing. transformers hands a mask of four dimensions on as it is; without one it makes its own."""
 
 
-class Model:
-    """A language model that samplers can query. Adapters of other families are subclasses, and say so in `makes`.
-
-    The module stays its owner's: calls evaluate it in evaluation mode and with their own attention, and leave its modes
-    and its choice of an attention alone. It may carry several wraps, and be used without them at the same time, in
-    other threads as well (`paradec.models.calls`). Copies and pickles hold a module of their own, and no engines.
+class Adapter:
+    """What answers queries with a module, of whichever kind both are.
 
     Args:
-        module: the network. For decoders and encoders a forward hook on the base model gathers the hidden states of
-            the wanted positions, so that the output matrix runs on those only; `unwrap()` takes it off.
-        facts: ids and conventions.
-        kind: "decoder", "encoder" or "opaque".
-        tokenizer: a transformers tokenizer, or None (then prompts are ids).
-        default_max_new_tokens: the answer length when the request names none.
-        default_block_length: the block length when the request names none; None decodes the whole canvas at once.
-        default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
-        attn_implementation: the attention function, by the name it is registered with, that calls run with; None is the
-            module's own.
+        module: the network.
     """
 
-    makes: ClassVar[str] = "text"
-    """What it is for, one of `paradec.checks.MODELS`."""
-    gathers: ClassVar[bool] = True
-    """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
-    published: Published | None = None
-    """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
+    module: nn.Module
 
-    def __init__(
-        self,
-        module: nn.Module,
-        facts: ModelFacts,
-        kind: str,
-        tokenizer: Any = None,
-        default_max_new_tokens: int = 128,
-        default_block_length: int | None = None,
-        default_attention: Any = None,
-        attn_implementation: str | None = None,
-    ):
+    def __init__(self, module: nn.Module):
         self.module = module
-        self.facts = facts
-        self.kind = kind
-        self.tokenizer = tokenizer
-        self.default_max_new_tokens = default_max_new_tokens
-        self.default_block_length = default_block_length
-        self.default_attention = default_attention
-        self.engines: OrderedDict[Any, Any] = OrderedDict()
-        """What the device step of masked samplers keeps from one request to the next, the one used last at the end."""
-        self.attn_implementation = attn_implementation
-        self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
-        """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""
-        config = getattr(module, "config", None)
-        self._masks_itself = kind != "decoder" or getattr(config, "is_causal", True) is not False
-        """Whether a causal module needs no mask of ours to be so (the modules that `load` makes do)."""
-        self._accepts: frozenset[str] = frozenset()
-        self._wrap: Wrap | None = None
-        if kind == "opaque":
-            self._accepts = frozenset(inspect.signature(module.forward).parameters)
-        elif self.gathers:
-            self._wrap = Wrap(module, attn_implementation)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # engines hold graphs and stores; what stands in for the wrap says whether there is one
-        return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        wrapped = state["_wrap"]
-        self.__dict__.update(state | {"_wrap": None})
-        if self._unmasked:
-            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
-        if wrapped:
-            self._wrap = Wrap(self.module, self.attn_implementation)
 
     @property
     def device(self) -> torch.device:
-        """Where input ids go."""
+        """Where the module's inputs go."""
         first = next(self.module.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -118,60 +57,94 @@ class Model:
         found = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         return next(found, torch.get_default_dtype())
 
+    def unwrap(self) -> nn.Module:
+        """Take everything off the module that was put on it for this adapter, and return it."""
+        return self.module
+
+
+class Model(Adapter):
+    """Base of the models of tokens, which samplers query. A kind of them says how it calls its module (`_logits`);
+    adapters of other families say in `makes` what they are for.
+
+    The module stays its owner's: calls evaluate it in evaluation mode and with their own attention, and leave its modes
+    and its choice of an attention alone. It may carry several wraps, and be used without them at the same time, in
+    other threads as well (`paradec.models.calls`). Copies and pickles hold a module of their own, and no engines.
+
+    Args:
+        module: the network. For decoders and encoders a forward hook on the base model gathers the hidden states of
+            the wanted positions, so that the output matrix runs on those only; `unwrap()` takes it off.
+        facts: ids and conventions.
+        tokenizer: a transformers tokenizer, or None (then prompts are ids).
+        default_max_new_tokens: the answer length when the request names none.
+        default_block_length: the block length when the request names none; None decodes the whole canvas at once.
+        default_attention: the attention method (`paradec.attention`) when the request names none; None is full.
+        attn_implementation: the attention function, by the name it is registered with, that calls run with; None is the
+            module's own.
+    """
+
+    kind: ClassVar[str] = ""
+    """"decoder", "encoder" or "opaque"."""
+    makes: ClassVar[str] = "text"
+    """What it is for, one of `paradec.checks.MODELS`."""
+    gathers: ClassVar[bool] = True
+    """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
+    published: Published | None = None
+    """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
+    module: Any
+    """Typed by families whose network is ours; of the others nothing is known here."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        facts: ModelFacts,
+        tokenizer: Any = None,
+        default_max_new_tokens: int = 128,
+        default_block_length: int | None = None,
+        default_attention: Any = None,
+        attn_implementation: str | None = None,
+    ):
+        super().__init__(module)
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.default_max_new_tokens = default_max_new_tokens
+        self.default_block_length = default_block_length
+        self.default_attention = default_attention
+        self.engines: OrderedDict[Any, Any] = OrderedDict()
+        """What the device step of masked samplers keeps from one request to the next, the one used last at the end."""
+        self.attn_implementation = attn_implementation
+        self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
+        """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""
+        self._wrap = Wrap(module, attn_implementation) if self.gathers else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # engines hold graphs and stores; what stands in for the wrap says whether there is one
+        return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        kind = state.pop("kind", None)
+        if type(self) is Model:  # pickled before there was a class for each kind
+            self.__class__ = {"decoder": Decoder, "encoder": Encoder, "opaque": Opaque}[kind]
+        wrapped = state["_wrap"]
+        self.__dict__.update(state | {"_wrap": None})
+        if self._unmasked:
+            import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
+        if wrapped:
+            self._wrap = Wrap(self.module, self.attn_implementation)
+
+    @property
+    def _takes_masks(self) -> bool:
+        """Whether the module attends to what a mask of ours says, and to nothing else."""
+        return False
+
     @property
     def pads(self) -> bool:
         """Whether rows of different lengths may share a call."""
-        if self.kind == "encoder":
-            return self.module.config.model_type in PADDED_ENCODERS
         return self._takes_masks
 
     @property
     def supports_store(self) -> bool:
         """Whether the module can run over a key/value store."""
         return self._takes_masks
-
-    @property
-    def _takes_masks(self) -> bool:
-        """Whether the module attends to what a mask of ours says, and to nothing else."""
-        if self.kind != "decoder" or self.facts.topology != "causal":
-            return self.kind == "decoder"
-        # causal modules keep their own attention, of which only the plain one is what such a mask replaces
-        config = self.module.config
-        plain = not {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
-        if getattr(config, "layer_types", None) is None:
-            plain = getattr(config, "sliding_window", None) is None
-        name = self.attn_implementation or config._attn_implementation
-        return plain and not getattr(self.module, "_is_stateful", False) and name == "sdpa"
-
-    @property
-    def text_config(self) -> Any:
-        """The module's configuration, or of several the one of its language model."""
-        config = self.module.config
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    def token_embeddings(self) -> Tensor | None:
-        """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
-        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Width of the hidden states that `Query.keep_hidden` asks for; None for modules that give none."""
-        return None if self.kind == "opaque" else getattr(self.text_config, "hidden_size", None)
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the output matrix can be run by itself (`head`)."""
-        return self.kind != "opaque" and _part(self.module, "get_output_embeddings") is not None
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [..., d] -> [..., vocab_size].
-
-        Raises:
-            ValueError: the module names none (`has_head`).
-        """
-        if not self.has_head:
-            raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
-        return self.module.get_output_embeddings()(hidden)
 
     @property
     def supports_visibility(self) -> bool:
@@ -183,35 +156,35 @@ class Model:
         """Whether the rows of a store may read what they begin with from one place."""
         return self.supports_store and self.attn_implementation in ("paradec_sdpa", "paradec_eager")
 
-    def make_store(
-        self,
-        rows: int,
-        length: int,
-        store_dtype: str | None = None,
-        max_memory: int | None = None,
-        start: int = 0,
-    ) -> Any:
-        """An empty key/value store of `rows` rows and `length` positions, of which all rows share those before `start`.
+    @property
+    def text_config(self) -> Any:
+        """The module's configuration, or of several the one of its language model."""
+        config = self.module.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the hidden states that `Query.keep_hidden` asks for; None for modules that give none."""
+        return getattr(self.text_config, "hidden_size", None)
+
+    def token_embeddings(self) -> Tensor | None:
+        """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
+        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output matrix can be run by itself (`head`)."""
+        return _part(self.module, "get_output_embeddings") is not None
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The output matrix alone: hidden states [..., d] -> [..., vocab_size].
 
         Raises:
-            ValueError: it would not fit into `max_memory` bytes, or into what the device has.
+            ValueError: the module names none (`has_head`).
         """
-        from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-
-        dtype = None if store_dtype is None else getattr(torch, store_dtype)
-        needed = store_bytes(self.text_config, rows, length - start, dtype or self.dtype)
-        what = f"the key/value store of {rows} x {length - start} positions"
-        if start:
-            needed += store_bytes(self.text_config, 1, start - 1, dtype or self.dtype)
-            what += f" and {start} that all rows share"
-        try:
-            check_memory(needed, self.device, max_memory, what)
-        except ValueError:
-            if max_memory is not None or not self.engines:
-                raise
-            self.engines.clear()  # these hold memory for requests that may never come
-            check_memory(needed, self.device, max_memory, what)
-        return KeyValueStore(rows, length, self.device, dtype, start)
+        if not self.has_head:
+            raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
+        return self.module.get_output_embeddings()(hidden)
 
     def unwrap(self) -> nn.Module:
         """Take everything off the module that was put on it for this model, and return it. Other wraps of it go on."""
@@ -253,40 +226,95 @@ class Model:
                 return self(query, store)
         call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)
         with Calling(self.module, call):
-            if self.kind == "opaque":
-                return self._call_opaque(query)
-            if self.kind == "encoder":
-                mask = None if query.valid is None else query.valid.long()
-                logits = self.module(input_ids=query.tokens, attention_mask=mask).logits
-            else:
-                extra = {} if store is None else {"past_key_values": store.bind(query)}
-                shared = None if store is None else store.shared
-                if shared is not None:
-                    extra["shared_prefix"] = shared.begin()
-                plan = self._attention_plan(query)
-                if plan is not None:
-                    extra["attention_plan"] = plan
-                mask = self._visible(query, store)
-                if mask is None and self._unmasked:
-                    mask = EVERYTHING
-                logits = self.module(
-                    input_ids=query.tokens,
-                    attention_mask=mask,
-                    position_ids=query.positions,
-                    use_cache=store is not None,
-                    **extra,
-                ).logits
-                if self._unmasked and not call.attended:
-                    raise RuntimeError(self._unattended())
-                if shared is not None:
-                    shared.check_read(self.facts.name)
-                if plan is not None and not plan.attended:
-                    raise RuntimeError(
-                        f"{self.facts.name} does not pass its keyword arguments on to its attention, which a request "
-                        "with attention=... needs; leave that out"
-                    )
-            # the hook was passed by where a module calls a part of its base model
+            logits = self._logits(query, store, call)
+            # nothing has gathered them where there is no hook, or a module calls a part of its base model
             return logits if call.columns is None else take_columns(logits, call.columns)
+
+    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+        """Call the module: logits of the wanted columns where a hook gathers these, else of all."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
+
+
+class Decoder(Model):
+    """A transformers causal language model, or a module of its form: it may run with any mask, and over a store."""
+
+    kind = "decoder"
+
+    def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
+        super().__init__(module, facts, *others, **named)
+        self._masks_itself = getattr(getattr(module, "config", None), "is_causal", True) is not False
+        """Whether a causal module needs no mask of ours to be so (the modules that `load` makes do)."""
+
+    @property
+    def _takes_masks(self) -> bool:
+        if self.facts.topology != "causal":
+            return True
+        # causal modules keep their own attention, of which only the plain one is what such a mask replaces
+        config = self.module.config
+        plain = not {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+        if getattr(config, "layer_types", None) is None:
+            plain = getattr(config, "sliding_window", None) is None
+        name = self.attn_implementation or config._attn_implementation
+        return plain and not getattr(self.module, "_is_stateful", False) and name == "sdpa"
+
+    def make_store(
+        self,
+        rows: int,
+        length: int,
+        store_dtype: str | None = None,
+        max_memory: int | None = None,
+        start: int = 0,
+    ) -> Any:
+        """An empty key/value store of `rows` rows and `length` positions, of which all rows share those before `start`.
+
+        Raises:
+            ValueError: it would not fit into `max_memory` bytes, or into what the device has.
+        """
+        from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+
+        dtype = None if store_dtype is None else getattr(torch, store_dtype)
+        needed = store_bytes(self.text_config, rows, length - start, dtype or self.dtype)
+        what = f"the key/value store of {rows} x {length - start} positions"
+        if start:
+            needed += store_bytes(self.text_config, 1, start - 1, dtype or self.dtype)
+            what += f" and {start} that all rows share"
+        try:
+            check_memory(needed, self.device, max_memory, what)
+        except ValueError:
+            if max_memory is not None or not self.engines:
+                raise
+            self.engines.clear()  # these hold memory for requests that may never come
+            check_memory(needed, self.device, max_memory, what)
+        return KeyValueStore(rows, length, self.device, dtype, start)
+
+    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+        extra = {} if store is None else {"past_key_values": store.bind(query)}
+        shared = None if store is None else store.shared
+        if shared is not None:
+            extra["shared_prefix"] = shared.begin()
+        plan = None if query.attention is None else self._plan(query)
+        if plan is not None:
+            extra["attention_plan"] = plan
+        mask = self._visible(query, store)
+        if mask is None and self._unmasked:
+            mask = EVERYTHING
+        logits = self.module(
+            input_ids=query.tokens,
+            attention_mask=mask,
+            position_ids=query.positions,
+            use_cache=store is not None,
+            **extra,
+        ).logits
+        if self._unmasked and not call.attended:
+            raise RuntimeError(self._unattended())
+        if shared is not None:
+            shared.check_read(self.facts.name)
+        if plan is not None and not plan.attended:
+            raise RuntimeError(
+                f"{self.facts.name} does not pass its keyword arguments on to its attention, which a request "
+                "with attention=... needs; leave that out"
+            )
+        return logits
 
     def _unattended(self) -> str:
         if self._wrap is None:
@@ -296,14 +324,12 @@ class Model:
             f"topology={self.facts.topology!r}"
         )
 
-    def _attention_plan(self, query: Query) -> Any:
+    def _plan(self, query: Query) -> Any:
         """What the attention follows: the query's plan, unless the query says which column sees which as well."""
-        if query.attention is None:
-            return None
         query.attention.attended = False
         if query.visible is None:
             return query.attention
-        warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=3)
+        warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=4)
         return None
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
@@ -318,7 +344,7 @@ class Model:
             mask, keys = store.visible(query)
             structure = None  # the store's mask has it
         if structure is None and self.facts.topology == "block_causal":
-            length = self.facts.block_length
+            length = self.facts.block_length or 1
             structure = (query.positions // length)[:, :, None] >= (keys // length)[:, None, :]
         elif structure is None and self.facts.topology == "causal":
             if mask is not None or store is not None or not self._masks_itself:
@@ -329,7 +355,34 @@ class Model:
         # a padding column sees itself, so that its softmax is defined (over a store it has its row's own blocks)
         return visible | _diagonal(query) if store is None else visible
 
-    def _call_opaque(self, query: Query) -> Tensor:
+
+class Encoder(Model):
+    """A transformers masked language model: it predicts in place, and takes no mask but for padding."""
+
+    kind = "encoder"
+
+    @property
+    def pads(self) -> bool:
+        return self.module.config.model_type in PADDED_ENCODERS
+
+    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+        mask = None if query.valid is None else query.valid.long()
+        return self.module(input_ids=query.tokens, attention_mask=mask).logits
+
+
+class Opaque(Model):
+    """Any module of ids -> logits, called with ids alone."""
+
+    kind = "opaque"
+    gathers = False
+    hidden_size = None
+    has_head = False
+
+    def __init__(self, module: nn.Module, facts: ModelFacts, *others: Any, **named: Any):
+        super().__init__(module, facts, *others, **named)
+        self._accepts = frozenset(inspect.signature(module.forward).parameters)
+
+    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
         if query.valid is not None:
             raise ValueError("an opaque module is called without padding; its rows must come in buckets of one length")
         kwargs = {"use_cache": False} if "use_cache" in self._accepts else {}
@@ -339,7 +392,7 @@ class Model:
         if logits is None or tuple(logits.shape) != expected:
             got = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
             raise ValueError(f"module {type(self.module).__name__} returned {got}; expected shape {expected}")
-        return logits if query.wanted is None else take_columns(logits, query.wanted)
+        return logits
 
 
 def _part(module: nn.Module, name: str) -> Any:

@@ -95,8 +95,9 @@ class Calling(Evaluation):
     """The context that a call of a module runs in."""
 
     def __init__(self, module: nn.Module, call: Call):
-        super().__init__(module)
-        self.call = call
+        # without the base's own, since this runs at every call
+        self.module, self.call = module, call
+        self._held = []
         self._before: Call | None = None
 
     def __enter__(self) -> Calling:
@@ -126,7 +127,8 @@ class Wrap:
 
     def __init__(self, module: nn.Module, attention: str | None = None):
         self.attention = attention
-        self.base: nn.Module = module.base_model
+        base: Any = module.base_model
+        self.base: nn.Module = base
         self._parts: list[nn.Module] = []
         self.configs: dict[int, Any] = {}
         """The configs that choose for the module's parts, by their ids."""
@@ -235,7 +237,7 @@ def _chooses(part: nn.Module) -> bool:
     return isinstance(config, (PreTrainedConfig, CallConfig)) and not isinstance(part, PreTrainedModel)
 
 
-def _add_config(part: nn.Module) -> Any:
+def _add_config(part: Any) -> Any:
     """Returns the part's own config."""
     config: Any = part.config
     if type(config) is not CallConfig:

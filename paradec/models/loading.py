@@ -1,22 +1,17 @@
-"""`load` reads checkpoints in their published formats; `wrap` takes a transformers module that is already in memory."""
+"""`load` reads checkpoints in their published formats."""
 
 from __future__ import annotations
 
 import importlib.resources
-import inspect
-import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paradec import attention
 from paradec.checks import check_int, shown
-from paradec.models.adapter import Model
+from paradec.models.adapter import Decoder, Model
 from paradec.models.checkpoint import (
-    TURN_ENDS,
     WEIGHTS,
     CheckpointError,
     check_weights,
@@ -25,9 +20,7 @@ from paradec.models.checkpoint import (
     published_to_own,
     read_json,
     stored_weights,
-    token_id,
 )
-from paradec.models.facts import ModelFacts
 from paradec.models.family import Family
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import (
@@ -39,8 +32,10 @@ from paradec.models.images.loading import (
 )
 from paradec.models.saving import Published
 from paradec.models.text import dream, fast_dllm_v2, llada, sdar
+from paradec.models.vocabulary import facts_of, tokenizer_of
+from paradec.models.wrapping import default_attention, implementation, wrap
 
-logger = logging.getLogger("paradec")
+__all__ = ["load", "wrap"]
 
 FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
@@ -63,8 +58,6 @@ DEFAULT_NEW_TOKENS = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PROGRESS_BAR_FROM = 2**28
 """Bytes of weights from which loading shows a progress bar."""
-CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
-"""How transformers ends the names of its causal language models."""
 
 
 def load(
@@ -114,21 +107,18 @@ def load(
             unexpected weights, a configuration whose maths is not supported, no mask id.
         ValueError: an argument out of its range.
     """
+    for_text = {
+        "device_map": device_map,
+        "tp_plan": tp_plan,
+        "quantization_config": quantization_config,
+        "mask_token_id": mask_token_id,
+        "block_length": block_length,
+    }
     if source is None:
+        common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
-            return load(
-                folder,
-                dtype=dtype,
-                device=device,
-                device_map=device_map,
-                attn_implementation=attn_implementation,
-                tp_plan=tp_plan,
-                quantization_config=quantization_config,
-                mask_token_id=mask_token_id,
-                block_length=block_length,
-                **image_options,
-            )
+            return load(folder, **common, **for_text, **image_options)
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     if revision is not None and not isinstance(revision, str):
@@ -139,7 +129,7 @@ def load(
     device = _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
-    implementation = _implementation(attn_implementation)
+    implementation(attn_implementation)
     source = os.fspath(source)
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
@@ -152,66 +142,61 @@ def load(
     single = os.path.isfile(source) and not source.endswith(".json")  # only image models' checkpoints are one file
     config = {"model_type": file_type(source)} if single else read_json(source, "config.json", revision, required=True)
     if image_loader(config.get("model_type")) is not None:
-        own = {
-            "device_map": device_map,
-            "tp_plan": tp_plan,
-            "quantization_config": quantization_config,
-            "mask_token_id": mask_token_id,
-            "block_length": block_length,
-        }
-        for name, value in own.items():
+        for name, value in for_text.items():
             if value is not None:
                 raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
         return load_image_model(config["model_type"], source, image_options, **common)
     if image_options:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
+    return _language_model(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
+
+
+def _language_model(
+    source: str,
+    config: dict[str, Any],
+    revision: str | None,
+    attn_implementation: str,
+    device: torch.device | None,
+    *,
+    mask_token_id: int | None,
+    block_length: int | None,
+    **options: Any,
+) -> Decoder:
+    """What `load` does for masked language models; `options` are for `from_pretrained`."""
     family = _family(source, config)
     hf_config = family.config(config)
     quantised = _quantised(source, config, hf_config)
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
     block_length = _block_length(source, config, family, block_length)
-    _default_attention(attn_implementation, source, "decoder", family.topology)
+    default_attention(attn_implementation, source, family.topology)
     stored = stored_weights(source, revision)
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
         names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
     else:
         names = check_weights(source, stored, hf_config, family.key_mapping or {})
     generation = read_json(source, "generation_config.json", revision)
-    tokenizer = _tokenizer(source, family, revision)
-    facts = _facts(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
-
-    module = _pretrained(
-        source,
-        hf_config,
-        family,
-        config,
-        dtype=dtype,
-        device_map=device_map,
-        attn_implementation=implementation,
-        tp_plan=tp_plan,
-        quantization_config=quantization_config,
-        revision=revision,
-    )
+    tokenizer = tokenizer_of(source, family, revision)
+    facts = facts_of(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
+    name = implementation(attn_implementation)
+    module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if device is not None:
         module = module.to(device)
     default_new = generation.get("max_new_tokens")
     if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
         default_new = DEFAULT_NEW_TOKENS
-    model = Model(
+    model = Decoder(
         module,
         facts,
-        kind="decoder",
         tokenizer=tokenizer,
         default_max_new_tokens=default_new,
         default_block_length=family.default_block_length,
-        default_attention=_default_attention(attn_implementation, facts.name, "decoder", facts.topology),
-        attn_implementation=implementation,
+        default_attention=default_attention(attn_implementation, facts.name, facts.topology),
+        attn_implementation=name,
     )
-    model.published = Published(
-        os.path.abspath(source) if os.path.isdir(source) else source, family, config, generation, names
-    )
+    place = os.path.abspath(source) if os.path.isdir(source) else source
+    model.published = Published(place, family, config, generation, names)
     return model
 
 
@@ -337,7 +322,7 @@ def _pretrained(
     return module.eval()
 
 
-def _saves_alone(module: nn.Module, family: Family) -> None:
+def _saves_alone(module: Any, family: Family) -> None:
     """See to it that the module's own `save_pretrained` writes what transformers loads again.
 
     Its config.json is that of transformers' class, so the weights' names must be too: transformers would write them as
@@ -360,264 +345,6 @@ class _Float32Angles(nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return self.rotary(x.new_empty((), dtype=torch.float32), position_ids=position_ids)
-
-
-def _facts(
-    source: str,
-    config: dict[str, Any],
-    generation: dict[str, Any],
-    tokenizer: Any,
-    hf_config: Any,
-    family: Family,
-    mask_token_id: int | None,
-    block_length: int | None,
-) -> ModelFacts:
-    """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer."""
-    vocab = hf_config.vocab_size
-    known = {} if tokenizer is None else tokenizer.get_vocab()
-    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer, mask_token_id)
-    if mask is None:
-        mask = known.get(family.mask_token)
-    if mask is None:
-        raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
-    ends: list[int] = []
-    for data in (config, generation):
-        stated = data.get("eos_token_id")
-        ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
-    ends += [known[token] for token in TURN_ENDS if token in known]
-    pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
-    for name, value in (("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", end) for end in ends)):
-        token_id(name, value, vocab)
-    try:
-        return ModelFacts(
-            vocab_size=vocab,
-            mask_token_id=mask,
-            eos_token_ids=tuple(dict.fromkeys(ends)),
-            pad_token_id=pad,
-            max_length=hf_config.max_position_embeddings,
-            prediction=family.prediction,
-            topology=family.topology,
-            block_length=block_length,
-            name=os.path.basename(source.rstrip("/")) or source,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{source!r}: {error}") from error
-
-
-def _first_stated(
-    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any, given: Any = None
-) -> Any:
-    """The first of the places that state this id; others that state another one are mentioned to the log."""
-    stated = {
-        "argument": given,
-        "config.json": config.get(name),
-        "generation_config.json": generation.get(name),
-        "tokenizer": getattr(tokenizer, name, None),
-    }
-    stated = {place: value for place, value in stated.items() if value is not None}
-    if not stated:
-        return None
-    used, value = next(iter(stated.items()))
-    if any(other != value for other in stated.values()):
-        logger.info("%r: %s=%r as its %s says, of %r", source, name, value, used, stated)
-    return value
-
-
-def _tokenizer(source: str, family: Family, revision: str | None) -> Any:
-    """The checkpoint's tokenizer, or None when it ships none."""
-    if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        return None
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
-
-    has_json = fetch(source, "tokenizer.json", revision) is not None
-    cls = PreTrainedTokenizerFast if has_json else Qwen2Tokenizer if family.qwen2_tokenizer else None
-    if cls is None:
-        raise CheckpointError(f"{source!r} has no tokenizer.json")
-    try:
-        return cls.from_pretrained(source, revision=revision)
-    except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {reason}") from error
-
-
-def wrap(
-    module: nn.Module,
-    *,
-    mask_token_id: int | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    prediction: str | None = None,
-    topology: str | None = None,
-    block_length: int | None = None,
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    attn_implementation: str = "sdpa",
-) -> Model:
-    """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
-
-    A masked LM (BERT-like) predicts in place and sees both ways, so only its mask id is asked for. A transformers
-    causal LM must be told its `prediction` and `topology`; unless the topology is "causal", calls through the model
-    attend without a causal mask. Any other module is called with ids alone, without padding and without a key/value
-    store.
-
-    The module stays as it is for whoever else uses it, in other threads as well: its own calls attend as before, and
-    its parts stay in training mode where they are (calls through the model are in evaluation mode, with no dropout). It
-    may be wrapped several times; `Model.unwrap()` takes off what the wrap put on it, in any order.
-
-    Args:
-        mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
-        eos_token_id: ids that end an answer; read from the tokenizer when left out.
-        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
-        topology: "bidirectional", "block_causal" (with `block_length`) or "causal". A module of one's own must be so by
-            itself: no mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
-        max_length: positions the model can take; read from its config when left out.
-
-    Raises:
-        ValueError: a fact that is missing, by name, or out of its range. TypeError: not a module.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    implementation = _implementation(attn_implementation)
-    kind = _kind(module)
-    if kind == "encoder":
-        prediction, topology = prediction or "same", topology or "bidirectional"
-        if (prediction, topology) != ("same", "bidirectional"):
-            raise ValueError(
-                f"prediction={prediction!r}, topology={topology!r} do not fit the masked language model "
-                f"{type(module).__name__}; it predicts in place ('same') and is 'bidirectional'"
-            )
-    for name, value in (("prediction", prediction), ("topology", topology)):
-        if value is None:
-            allowed = "'same' or 'shifted'" if name == "prediction" else "'bidirectional', 'block_causal' or 'causal'"
-            raise ValueError(f"{name} is needed to wrap {type(module).__name__}: {allowed}")
-    if mask_token_id is None and tokenizer is not None:
-        mask_token_id = tokenizer.mask_token_id
-    if mask_token_id is None and topology != "causal":
-        raise ValueError(f"mask_token_id is needed to wrap {type(module).__name__}, or a tokenizer that has one")
-    if eos_token_id is None and tokenizer is not None:
-        eos_token_id = tokenizer.eos_token_id
-    config = getattr(module, "config", None)
-    _refuse_unfit(module, config, kind, topology)
-    vocab = getattr(config, "vocab_size", None)
-    if vocab is None:
-        raise ValueError(f"{type(module).__name__} has no config.vocab_size; give the module a config with one")
-    facts = ModelFacts(
-        vocab_size=vocab,
-        mask_token_id=mask_token_id,
-        eos_token_ids=_ends(eos_token_id),
-        pad_token_id=pad_token_id,
-        max_length=_max_length(module, config, kind) if max_length is None else max_length,
-        prediction=prediction,
-        topology=topology,
-        block_length=block_length,
-        name=type(module).__name__,
-    )
-    sparse = _default_attention(attn_implementation, facts.name, kind, topology)
-    own = None
-    if kind == "decoder":
-        own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, implementation)
-    return Model(module, facts, kind=kind, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
-
-
-def _unmasked_attention(module: Any, implementation: str) -> str:
-    """Raises ValueError: the module cannot run with this attention function."""
-    return module.get_correct_attn_implementation(implementation)
-
-
-def _causal_attention(config: Any) -> str | None:
-    """What a causal decoder attends with: its own attention, or sdpa where that is one of ours, without a causal mask
-    (modules that `load` made)."""
-    return "sdpa" if str(config._attn_implementation).startswith("paradec_") else None
-
-
-def _ends(eos_token_id: Any) -> tuple[Any, ...]:
-    """End ids as a tuple; whether they are ids is for `ModelFacts` to check."""
-    if eos_token_id is None:
-        return ()
-    if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
-        return tuple(eos_token_id)
-    return (eos_token_id,)
-
-
-def _refuse_unfit(module: nn.Module, config: Any, kind: str, topology: str | None) -> None:
-    """Raise ValueError for a transformers module that would compute something else than was asked for."""
-    name = type(module).__name__
-    if _is_transformers(module) and module.base_model is module:
-        raise ValueError(f"module {name} has no language-model head over its base model")
-    if getattr(config, "return_dict", True) is False:
-        raise ValueError(f"config.return_dict=False of {name} is not supported; set it to True")
-    if kind == "encoder" and getattr(config, "is_decoder", False):
-        raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
-    if kind == "opaque" and topology != "causal" and _is_transformers(module) and name.endswith(CAUSAL_HEADS):
-        raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
-    if kind == "decoder" and topology == "causal" and getattr(config, "is_causal", True) is False:
-        attention = config._attn_implementation
-        if (_causal_attention(config) or attention) != "sdpa":
-            raise ValueError(
-                f"config.is_causal=False of {name} takes its causal mask off, and its attention {attention!r} none of "
-                "ours; call module.set_attn_implementation('sdpa') first"
-            )
-    if kind == "decoder" and topology != "causal":
-        odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
-        fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
-        if getattr(config, "layer_types", None) is None:
-            fields["sliding_window"] = getattr(config, "sliding_window", None)
-        if getattr(module, "_is_stateful", False):
-            fields["model_type"] = config.model_type
-        for field, value in fields.items():
-            if value is not None:
-                raise ValueError(
-                    f"config.{field}={shown(value)} of {name} is not available with topology={topology!r}; only plain "
-                    "attention runs without its causal mask"
-                )
-
-
-def _max_length(module: nn.Module, config: Any, kind: str) -> int | None:
-    """Positions that the config allows. RoBERTa and kin count from padding_idx + 1, inside a table of that size."""
-    length = getattr(config, "max_position_embeddings", None)
-    if length is None:
-        length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
-    if kind == "encoder" and isinstance(length, int):
-        table = getattr(getattr(module.base_model, "embeddings", None), "position_embeddings", None)
-        first = getattr(table, "padding_idx", None)
-        length -= 0 if first is None else first + 1
-    return length
-
-
-def _kind(module: nn.Module) -> str:
-    if not _is_transformers(module):
-        return "opaque"
-    name, takes = type(module).__name__, inspect.signature(module.forward).parameters
-    if name.endswith("ForMaskedLM") and "attention_mask" in takes:
-        return "encoder"
-    if name.endswith("ForCausalLM") and getattr(module, "_supports_attention_backend", False):
-        return "decoder"
-    return "opaque"
-
-
-def _is_transformers(module: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(module, PreTrainedModel) and type(module).__module__.startswith("transformers.")
-
-
-def _implementation(name: str) -> str:
-    """Raises ValueError: no attention function of that name without a causal mask."""
-    from paradec.models.attention import implementation
-
-    return implementation(name)
-
-
-def _default_attention(implementation: str, name: str, kind: str, topology: str | None) -> Any:
-    """The attention method that goes with an implementation. Raises ValueError: the model cannot use it."""
-    if implementation.removeprefix("paradec_") != "sparsed":
-        return None
-    if kind != "decoder" or topology != "bidirectional":
-        raise ValueError(
-            f"attn_implementation={implementation!r} needs a bidirectional transformers decoder; {name} is "
-            f"{'of another kind' if kind != 'decoder' else str(topology).replace('_', '-')}: use 'sdpa'"
-        )
-    return attention.create("sparsed")
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:

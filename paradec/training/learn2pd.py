@@ -210,7 +210,11 @@ def collect(
         if records.setup.get(name) != value:
             was = shown(records.setup.get(name))
             raise ValueError(f"the records to resume have {name}={was}, this run has {name}={shown(value)}")
-    request = {"block_length": length, "max_new_tokens": setup["max_new_tokens"], "eos_early_stop": False}
+    request: dict[str, Any] = {
+        "block_length": length,
+        "max_new_tokens": setup["max_new_tokens"],
+        "eos_early_stop": False,
+    }
     parts: list[Records] = []
     done = records.done
     try:
@@ -222,7 +226,7 @@ def collect(
                     decided, total = state.progress
                     progress("collecting", (first + count * decided / total) / len(rows))
 
-            found = []
+            found: list[Records] = []
             targets = generate(model, chosen, sampler="low_confidence", callback=tell, **request).new_tokens
             for cache in caches:
                 state = _Replay().start(model, chosen, cache=cache, **request)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from paradec.checks import check_int, shown
-from paradec.models.adapter import Model, take_columns
-from paradec.models.calls import Evaluation
+from paradec.models.adapter import Decoder
+from paradec.models.calls import Evaluation, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts
@@ -35,7 +35,7 @@ class ImageRequest:
     """Prompts of the guidance branch, one per row; their lengths may be others."""
 
 
-class ImageModel(Model):
+class ImageModel(Decoder):
     """Base of the families. A family says how ids become embeddings (`_embed`), runs its backbone (`_backbone`) and its
     output matrix (`_head`), lays out requests (`request`) and grids (`grid`), and decodes codes (`_pixels`).
 
@@ -47,13 +47,13 @@ class ImageModel(Model):
     makes = "image"
     gathers = False
     family: ClassVar[str] = ""
-    conditions: ClassVar[str] = "prompts"
+    conditions: str = "prompts"
     """What a request gives: "prompts" or "class_labels"."""
     defaults: Mapping[str, Any] = {"guidance_scale": 1.0, "top_k": None, "temperature": 1.0, "top_p": None}
     """What the model's authors sample with."""
 
     def __init__(self, module: nn.Module, facts: ModelFacts, tokenizer: Any = None):
-        super().__init__(module, facts, "decoder", tokenizer, default_max_new_tokens=1)
+        super().__init__(module, facts, tokenizer, default_max_new_tokens=1)
 
     pads = True
     supports_store = True

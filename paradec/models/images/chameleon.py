@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
@@ -84,7 +84,7 @@ class ChameleonModel(TextToImageModel):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         layout: ChameleonLayout = ANOLE,
         vq: VQModel | None = None,
         tokenizer: Any = None,
@@ -117,13 +117,8 @@ class ChameleonModel(TextToImageModel):
                 raise ValueError(f"{name}={value} must be a multiple of {PIXELS_PER_SIZE}: sizes are named so")
             sides.append(side)
         tail = (layout.end,) if layout.end_of_text is None else (layout.end, layout.end_of_text)
-        grid = Grid(*sides, cells=self.cells, row_end=layout.row_end, tail=tail)
-        if grid.length >= self.facts.max_length:
-            raise ValueError(
-                f"height={sides[0] * self.scale}, width={sides[1] * self.scale} takes {grid.length} tokens; "
-                f"{self.facts.name} makes at most {self.facts.max_length - 1}"
-            )
-        return grid
+        rows, columns = sides
+        return self._fitting(Grid(rows, columns, self.cells, row_end=layout.row_end, tail=tail), self.scale)
 
     def opening(self, grid: Grid) -> list[int]:
         """The ids between a caption and the picture's first token."""
@@ -144,7 +139,7 @@ class ChameleonModel(TextToImageModel):
         return self.opening(grid)
 
     @property
-    def _language_model(self) -> nn.Module:
+    def _language_model(self) -> Any:
         return self.module.model
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -166,6 +161,7 @@ class ChameleonModel(TextToImageModel):
 
     def _pixels(self, codes: Tensor) -> Tensor:
         self.check_decodes()
+        assert self.vq is not None
         return self.vq.decode(codes)
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from paradec.checks import check_int
+from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.protocol import LatentQuery
 
 
-class DiffusionModel:
+class DiffusionModel(Adapter):
     """A diffusers `DiTTransformer2DModel` that samplers of the forecast family can query.
 
     Args:
@@ -24,6 +25,7 @@ class DiffusionModel:
     """
 
     makes = "latent"
+    module: Any
 
     def __init__(self, module: nn.Module):
         from diffusers import DiTTransformer2DModel
@@ -32,25 +34,11 @@ class DiffusionModel:
             raise TypeError(f"module must be a diffusers DiTTransformer2DModel, not {type(module).__name__}")
         if module.training:
             raise ValueError("module is in training mode, where it drops class labels by chance; call module.eval()")
-        self.module = module
+        super().__init__(module)
         self.channels: int = module.config.in_channels
         self.null_label: int = module.config.num_embeds_ada_norm
         """The label of the unconditional branch; it follows the classes. DiT's published models have 1000 classes,
         and as many timesteps."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where latents go."""
-        return next(self.module.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
-        return self.module.dtype
-
-    def unwrap(self) -> nn.Module:
-        """The transformer; nothing was put on it."""
-        return self.module
 
     def positions(self, latent: Tensor) -> int:
         """Patches that the transformer evaluates for one row of a latent [B, C, H, W]."""

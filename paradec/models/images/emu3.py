@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
@@ -37,7 +37,7 @@ class Emu3Model(TextToImageModel):
     family = "emu3"
     defaults = {"guidance_scale": 3.0, "top_k": 2048, "temperature": 1.0, "top_p": None}
 
-    def __init__(self, module: nn.Module, tokenizer: Any = None, name: str | None = None):
+    def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):
         super().__init__(module, module.config.get_text_config().vocab_size, tokenizer, name)
         size = module.config.vq_config.codebook_size
         self.cells = in_order(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
@@ -62,17 +62,9 @@ class Emu3Model(TextToImageModel):
         return end
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        sides = [
-            pixels_to_codes(name, value, DEFAULT_SIDE, self.scale)
-            for name, value in (("height", height), ("width", width))
-        ]
-        grid = Grid(*sides, cells=self.cells, row_end=self.row_end, tail=self.tail)
-        if grid.length >= self.facts.max_length:
-            raise ValueError(
-                f"height={sides[0] * self.scale}, width={sides[1] * self.scale} takes {grid.length} tokens; "
-                f"{self.facts.name} makes at most {self.facts.max_length - 1}"
-            )
-        return grid
+        rows = pixels_to_codes("height", height, DEFAULT_SIDE, self.scale)
+        columns = pixels_to_codes("width", width, DEFAULT_SIDE, self.scale)
+        return self._fitting(Grid(rows, columns, self.cells, row_end=self.row_end, tail=self.tail), self.scale)
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         start, token = "<|image start|>", "<|image token|>"
@@ -86,7 +78,7 @@ class Emu3Model(TextToImageModel):
         return self._prompt("", grid)
 
     @property
-    def _language_model(self) -> nn.Module:
+    def _language_model(self) -> Any:
         return self.module.model.text_model
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
@@ -36,14 +36,12 @@ class JanusModel(TextToImageModel):
     family = "janus"
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 
-    def __init__(
-        self, module: nn.Module, tokenizer: Any = None, boi_token_id: int | None = None, name: str | None = None
-    ):
+    def __init__(self, module: Any, tokenizer: Any = None, boi_token_id: int | None = None, name: str | None = None):
         super().__init__(module, module.config.vq_config.num_embeddings, tokenizer, name)
         generation = module.generation_config
         if boi_token_id is None:
             boi_token_id = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
-        known = {"boi_token_id": boi_token_id}
+        known: dict[str, Any] = {"boi_token_id": boi_token_id}
         for field in ("bos_token_id", "pad_token_id"):
             value = getattr(generation, field, None)
             known[field] = getattr(self.text_config, field, None) if value is None else value
@@ -71,7 +69,7 @@ class JanusModel(TextToImageModel):
         return [self.facts.vocab_size + token for token in ids]
 
     @property
-    def _language_model(self) -> nn.Module:
+    def _language_model(self) -> Any:
         return self.module.model.language_model
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:

@@ -203,7 +203,9 @@ class LlamaGen(nn.Module):
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
         self.config = config
-        self.cls_embedding = LabelEmbedding(config) if config.condition == "c2i" else CaptionEmbedding(config)
+        self.cls_embedding: LabelEmbedding | CaptionEmbedding = (
+            LabelEmbedding(config) if config.condition == "c2i" else CaptionEmbedding(config)
+        )
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -264,6 +266,7 @@ class LlamaGenModel(ImageModel):
     """
 
     family = "llamagen"
+    module: LlamaGen
 
     def __init__(
         self,
@@ -308,7 +311,8 @@ class LlamaGenModel(ImageModel):
                     f"{name}={value} is not what {self.facts.name} makes: its angles are for {own} x {own} tokens, "
                     f"{own * scale} x {own * scale} pixels"
                 )
-        return Grid(*sides, cells=range(self.facts.vocab_size))
+        rows, columns = sides
+        return Grid(rows, columns, range(self.facts.vocab_size))
 
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`given`: class labels (an int or several), or captions: texts, or features [T, caption_dim], or lists."""
@@ -323,7 +327,9 @@ class LlamaGenModel(ImageModel):
             rows, uncond = [[vocab + label] for label in labels], [[vocab + classes] for _ in labels]
             return ImageRequest(self, _prompts(rows), _prompts(uncond))
         captions = [caption for caption in self._features(given) for _ in range(num_images)]
-        learned, project = self.module.cls_embedding.uncond_embedding, self.module.cls_embedding.cap_proj
+        embedding = self.module.cls_embedding
+        assert isinstance(embedding, CaptionEmbedding)
+        learned, project = embedding.uncond_embedding, embedding.cap_proj
         # captions stand at the end of the published code's columns, and so do the learned features that replace them
         both = captions + [learned[-len(caption) :] for caption in captions]
         with torch.no_grad():
@@ -387,10 +393,12 @@ class LlamaGenModel(ImageModel):
         prompt = ids >= vocab
         if query is None or not prompt.any():
             return tokens
-        if self.conditions == "class_labels":
+        if isinstance(network.cls_embedding, LabelEmbedding):
             given = network.cls_embedding.embedding_table((ids - vocab).clamp(min=0))
         else:
-            given = take_rows(self._captions[self._rows(query)], (ids - vocab).clamp(min=0))
+            rows = self._rows(query)
+            assert self._captions is not None
+            given = take_rows(self._captions[rows], (ids - vocab).clamp(min=0))
         return torch.where(prompt.unsqueeze(-1), given, tokens)
 
     def cells(self, query: Query) -> Tensor:
@@ -414,6 +422,7 @@ class LlamaGenModel(ImageModel):
 
     def _pixels(self, codes: Tensor) -> Tensor:
         self.check_decodes()
+        assert self.vq is not None
         return self.vq.decode(codes)
 
 

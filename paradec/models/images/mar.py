@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from paradec.checks import check_choice, check_int, shown
+from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.images.adapter import pixels_to_codes
@@ -303,7 +305,8 @@ class TimeEmbedding(nn.Module):
     def forward(self, time: Tensor) -> Tensor:
         frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=time.device, dtype=time.dtype) / 128)
         angles = time.unsqueeze(-1) * frequencies
-        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(self.mlp[0].weight.dtype))
+        weight: Any = self.mlp[0].weight
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), -1).to(weight.dtype))
 
 
 class HeadBlock(nn.Module):
@@ -340,7 +343,7 @@ class MARFacts:
     name: str
 
 
-class MARModel:
+class MARModel(Adapter):
     """The adapter of a `MAR`.
 
     Args:
@@ -355,6 +358,7 @@ class MARModel:
 
     makes = "continuous image"
     conditions = "class_labels"
+    module: MAR
 
     def __init__(
         self,
@@ -369,26 +373,13 @@ class MARModel:
             raise TypeError(f"vae must be a paradec.models.images.kl.KLDecoder, not {type(vae).__name__}")
         if vae is not None and vae.config.z_channels != module.channels:
             raise ValueError(f"vae decodes {vae.config.z_channels} channels; the tokens have {module.channels}")
-        self.module, self.vae, self.facts = module.eval(), vae, MARFacts(name or "MAR")
+        super().__init__(module.eval())
+        self.vae, self.facts = vae, MARFacts(name or "MAR")
         own = {"steps": min(64, module.positions), "guidance_scale": 1.0}
         for key in defaults or ():
             if key not in own:
                 raise ValueError(unknown("default of requests", key, own))
         self.defaults = own | dict(defaults or {})
-
-    @property
-    def device(self) -> torch.device:
-        """Where tokens live."""
-        return self.module.mask_token.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
-        return self.module.mask_token.dtype
-
-    def unwrap(self) -> MAR:
-        """The network; nothing was put on it."""
-        return self.module
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
         """Evaluate one query."""
@@ -436,7 +427,7 @@ class MARModel:
     def image(self, tokens: Tensor) -> Tensor:
         """Tokens [B, positions, channels] as the latent [B, channels, side, side] that the VAE decodes (divide by its
         scale, 0.2325 for KL-16)."""
-        return tokens.transpose(1, 2).unflatten(2, (self.module.side, self.module.side))
+        return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         """The raster of a picture; its one kind of cell stands for all continuous tokens.

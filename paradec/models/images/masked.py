@@ -96,6 +96,7 @@ class MaskedImageModel(UViTModel):
     def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
         self.check_decodes()
+        assert self.vq is not None
         with torch.no_grad():
             images = self.vq.decode(grid.codes(tokens.to(self.device)))
         return (images.float() / 2 + 0.5).clamp(0, 1)

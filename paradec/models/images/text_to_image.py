@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paradec.checks import check_int, shown
 from paradec.models.facts import ModelFacts
@@ -33,7 +33,7 @@ class TextToImageModel(ImageModel):
 
     conditions = "prompts"
 
-    def __init__(self, module: nn.Module, vocab_size: int, tokenizer: Any = None, name: str | None = None):
+    def __init__(self, module: Any, vocab_size: int, tokenizer: Any = None, name: str | None = None):
         text = module.config.get_text_config()
         facts = ModelFacts(
             vocab_size=vocab_size,
@@ -47,7 +47,7 @@ class TextToImageModel(ImageModel):
     # ---- what a family says ---------------------------------------------------------------------------------------
 
     @property
-    def _language_model(self) -> nn.Module:
+    def _language_model(self) -> Any:
         raise NotImplementedError
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
@@ -78,13 +78,28 @@ class TextToImageModel(ImageModel):
                     f"negative_prompt has {len(against)} entries for {len(rows)} prompts; give one or as many"
                 )
         longest = max(map(len, rows + against))
-        if longest + grid.length > self.facts.max_length:
+        most = self.facts.max_length
+        if most is not None and longest + grid.length > most:
             raise ValueError(
                 f"a prompt of {longest} tokens and a picture of {grid.length} are longer than {self.facts.name} takes "
-                f"({self.facts.max_length}); shorten the prompt, or give a smaller height or width"
+                f"({most}); shorten the prompt, or give a smaller height or width"
             )
         both = ([self._from_text_ids(row) for row in part for _ in range(num_images)] for part in (rows, against))
         return ImageRequest(self, *(Prompts(part, single=len(part) == 1, starts=[0] * len(part)) for part in both))
+
+    def _fitting(self, grid: Grid, scale: int) -> Grid:
+        """The grid, of tokens that are `scale` pixels long.
+
+        Raises:
+            ValueError: it is longer than the model takes.
+        """
+        most = self.facts.max_length
+        if most is not None and grid.length >= most:
+            raise ValueError(
+                f"height={grid.height * scale}, width={grid.width * scale} takes {grid.length} tokens; "
+                f"{self.facts.name} makes at most {most - 1}"
+            )
+        return grid
 
     def _rows(self, name: str, given: Any, grid: Grid) -> list[list[int]]:
         if hasattr(given, "tolist"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from paradec.checks import check_int
-from paradec.models.adapter import Model
+from paradec.models.adapter import Decoder
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.facts import ModelFacts
 from paradec.models.weights import read_weights
@@ -166,6 +166,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, store: Any, layer: int, skip: Tensor | None = None) -> Tensor:
         if self.skip_linear is not None:
+            assert skip is not None
             x = self.skip_linear(torch.cat((x, skip), -1))
         x = x + self.attn(self.norm1(x), mask, store, layer)
         return x + self.mlp(self.norm2(x))
@@ -174,7 +175,7 @@ class Block(nn.Module):
 class FinalNorm(nn.LayerNorm):
     """The last norm; its output is wrapped, as adapters expect it of a model without its head."""
 
-    def forward(self, x: Tensor) -> SimpleNamespace:
+    def forward(self, x: Tensor) -> Any:
         return SimpleNamespace(last_hidden_state=super().forward(x))
 
 
@@ -191,11 +192,12 @@ class Head(nn.Module):
         return linear(self.ln(gelu(self.fc(x))), embeddings) + self.bias
 
 
-class UViTModel(Model):
+class UViTModel(Decoder):
     """The adapter of a `UViT`: prompts are one class token, answers all image tokens, by default as one block."""
 
     makes = "codes"
     has_head = True
+    module: UViT
 
     def __init__(self, module: UViT):
         facts = ModelFacts(
@@ -204,7 +206,7 @@ class UViTModel(Model):
             max_length=module.size**2 + 1,
             name=type(module).__name__,
         )
-        super().__init__(module.eval(), facts, "decoder", default_max_new_tokens=module.size**2)
+        super().__init__(module.eval(), facts, default_max_new_tokens=module.size**2)
 
     def token_embeddings(self) -> Tensor:
         """[vocab_size, width]: of image tokens, the mask and the classes, before positions are added."""

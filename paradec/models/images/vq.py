@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_dot_product_attention, silu
 
@@ -125,9 +126,9 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (part(h).flatten(2).transpose(1, 2).unsqueeze(1) for part in (self.q, self.k, self.v))
-        h = scaled_dot_product_attention(q, k, v)  # [B, 1, H * W, width]
-        return x + self.proj_out(h.squeeze(1).transpose(1, 2).reshape(x.shape))
+        q, k, v = (rearrange(part(h), "b c h w -> b 1 (h w) c") for part in (self.q, self.k, self.v))
+        h = scaled_dot_product_attention(q, k, v)
+        return x + self.proj_out(rearrange(h, "b 1 (h w) c -> b c h w", h=x.shape[2]))
 
 
 class Upsample(nn.Module):
@@ -273,7 +274,7 @@ class VQModel(nn.Module):
                 f"codes reach from {int(codes.min())} to {int(codes.max())}; the codebook has "
                 f"{self.config.codebook_size} entries"
             )
-        return self.decoder(self.post_quant_conv(self.quantize.codes[codes].permute(0, 3, 1, 2)))
+        return self.decoder(self.post_quant_conv(rearrange(self.quantize.codes[codes], "b h w c -> b c h w")))
 
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64.
@@ -287,7 +288,7 @@ class VQModel(nn.Module):
 
     def latents(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] -> what the codebook is compared with, [B, H / scale, W / scale, dim]."""
-        return self.quant_conv(self.encoder(images)).permute(0, 2, 3, 1)
+        return rearrange(self.quant_conv(self.encoder(images)), "b c h w -> b h w c")
 
     def forward(self, images: Tensor, commitment: float = 0.25) -> tuple[Tensor, Tensor, Tensor]:
         """For training: (reconstructions, codebook loss, ids [B, h, w]); gradients pass straight through the codes."""
@@ -298,7 +299,7 @@ class VQModel(nn.Module):
         codes = self.quantize.codes[ids]
         loss = mse_loss(codes, latents.detach()) + commitment * mse_loss(latents, codes.detach())
         codes = latents + (codes - latents).detach()
-        return self.decoder(self.post_quant_conv(codes.permute(0, 3, 1, 2))), loss, ids
+        return self.decoder(self.post_quant_conv(rearrange(codes, "b h w c -> b c h w"))), loss, ids
 
 
 def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,91 @@
+"""Ids and the tokenizer of a checkpoint of language, from its own files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from paradec.models.checkpoint import TURN_ENDS, CheckpointError, fetch, token_id
+from paradec.models.facts import ModelFacts
+from paradec.models.family import Family
+
+logger = logging.getLogger("paradec")
+
+
+def facts_of(
+    source: str,
+    config: dict[str, Any],
+    generation: dict[str, Any],
+    tokenizer: Any,
+    hf_config: Any,
+    family: Family,
+    mask_token_id: int | None,
+    block_length: int | None,
+) -> ModelFacts:
+    """Ids from the checkpoint's own files: config.json first, then generation_config.json, then the tokenizer."""
+    vocab = hf_config.vocab_size
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    mask = _first_stated(source, "mask_token_id", config, generation, tokenizer, mask_token_id)
+    if mask is None:
+        mask = known.get(family.mask_token)
+    if mask is None:
+        raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
+    ends: list[int] = []
+    for data in (config, generation):
+        stated = data.get("eos_token_id")
+        ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
+    ends += [known[token] for token in TURN_ENDS if token in known]
+    pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
+    for name, value in (("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", end) for end in ends)):
+        token_id(name, value, vocab)
+    try:
+        return ModelFacts(
+            vocab_size=vocab,
+            mask_token_id=mask,
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+            pad_token_id=pad,
+            max_length=hf_config.max_position_embeddings,
+            prediction=family.prediction,
+            topology=family.topology,
+            block_length=block_length,
+            name=os.path.basename(source.rstrip("/")) or source,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def _first_stated(
+    source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any, given: Any = None
+) -> Any:
+    """The first of the places that state this id; others that state another one are mentioned to the log."""
+    stated = {
+        "argument": given,
+        "config.json": config.get(name),
+        "generation_config.json": generation.get(name),
+        "tokenizer": getattr(tokenizer, name, None),
+    }
+    stated = {place: value for place, value in stated.items() if value is not None}
+    if not stated:
+        return None
+    used, value = next(iter(stated.items()))
+    if any(other != value for other in stated.values()):
+        logger.info("%r: %s=%r as its %s says, of %r", source, name, value, used, stated)
+    return value
+
+
+def tokenizer_of(source: str, family: Family, revision: str | None) -> Any:
+    """The checkpoint's tokenizer, or None when it ships none."""
+    if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    has_json = fetch(source, "tokenizer.json", revision) is not None
+    cls = PreTrainedTokenizerFast if has_json else Qwen2Tokenizer if family.qwen2_tokenizer else None
+    if cls is None:
+        raise CheckpointError(f"{source!r} has no tokenizer.json")
+    try:
+        return cls.from_pretrained(source, revision=revision)
+    except Exception as error:  # the tokenizers library raises bare Exception for a corrupt file
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"the tokenizer of {source!r} cannot be read: {reason}") from error

@@ -1,0 +1,221 @@
+"""`wrap` takes a module that is already in memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from paradec import attention
+from paradec.checks import shown
+from paradec.models.adapter import Decoder, Encoder, Model, Opaque
+from paradec.models.facts import ModelFacts
+
+CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
+"""How transformers ends the names of its causal language models."""
+
+
+def wrap(
+    module: nn.Module,
+    *,
+    mask_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    prediction: str | None = None,
+    topology: str | None = None,
+    block_length: int | None = None,
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    attn_implementation: str = "sdpa",
+) -> Model:
+    """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
+
+    A masked LM (BERT-like) predicts in place and sees both ways, so only its mask id is asked for. A transformers
+    causal LM must be told its `prediction` and `topology`; unless the topology is "causal", calls through the model
+    attend without a causal mask. Any other module is called with ids alone, without padding and without a key/value
+    store.
+
+    The module stays as it is for whoever else uses it, in other threads as well: its own calls attend as before, and
+    its parts stay in training mode where they are (calls through the model are in evaluation mode, with no dropout). It
+    may be wrapped several times; `Model.unwrap()` takes off what the wrap put on it, in any order.
+
+    Args:
+        mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
+        eos_token_id: ids that end an answer; read from the tokenizer when left out.
+        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
+        topology: "bidirectional", "block_causal" (with `block_length`) or "causal". A module of one's own must be so by
+            itself: no mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
+        max_length: positions the model can take; read from its config when left out.
+
+    Raises:
+        ValueError: a fact that is missing, by name, or out of its range. TypeError: not a module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    registered = implementation(attn_implementation)
+    name, adapter = type(module).__name__, _adapter(module)
+    if adapter is Encoder:
+        prediction, topology = prediction or "same", topology or "bidirectional"
+        if (prediction, topology) != ("same", "bidirectional"):
+            raise ValueError(
+                f"prediction={prediction!r}, topology={topology!r} do not fit the masked language model {name}; it "
+                "predicts in place ('same') and is 'bidirectional'"
+            )
+    if prediction is None:
+        raise ValueError(f"prediction is needed to wrap {name}: 'same' or 'shifted'")
+    if topology is None:
+        raise ValueError(f"topology is needed to wrap {name}: 'bidirectional', 'block_causal' or 'causal'")
+    if mask_token_id is None and tokenizer is not None:
+        mask_token_id = tokenizer.mask_token_id
+    if mask_token_id is None and topology != "causal":
+        raise ValueError(f"mask_token_id is needed to wrap {name}, or a tokenizer that has one")
+    if eos_token_id is None and tokenizer is not None:
+        eos_token_id = tokenizer.eos_token_id
+    config: Any = getattr(module, "config", None)
+    _refuse_unfit(module, config, adapter, topology)
+    vocab = getattr(config, "vocab_size", None)
+    if vocab is None:
+        raise ValueError(f"{name} has no config.vocab_size; give the module a config with one")
+    facts = ModelFacts(
+        vocab_size=vocab,
+        mask_token_id=mask_token_id,
+        eos_token_ids=_ends(eos_token_id),
+        pad_token_id=pad_token_id,
+        max_length=_max_length(module, config, adapter) if max_length is None else max_length,
+        prediction=prediction,
+        topology=topology,
+        block_length=block_length,
+        name=name,
+    )
+    sparse = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
+    own: str | None = None
+    if adapter is Decoder:
+        own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, registered)
+    return adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
+
+
+def _adapter(module: nn.Module) -> type[Model]:
+    """The kind of model that a module makes."""
+    if not _is_transformers(module):
+        return Opaque
+    name, takes = type(module).__name__, inspect.signature(module.forward).parameters
+    if name.endswith("ForMaskedLM") and "attention_mask" in takes:
+        return Encoder
+    if name.endswith("ForCausalLM") and getattr(module, "_supports_attention_backend", False):
+        return Decoder
+    return Opaque
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel) and type(module).__module__.startswith("transformers.")
+
+
+def _unmasked_attention(module: Any, implementation: str) -> str:
+    """Raises ValueError: the module cannot run with this attention function."""
+    return module.get_correct_attn_implementation(implementation)
+
+
+def _causal_attention(config: Any) -> str | None:
+    """What a causal decoder attends with: its own attention, or sdpa where that is one of ours, without a causal mask
+    (modules that `load` made)."""
+    return "sdpa" if str(config._attn_implementation).startswith("paradec_") else None
+
+
+def _ends(eos_token_id: Any) -> tuple[Any, ...]:
+    """End ids as a tuple; whether they are ids is for `ModelFacts` to check."""
+    if eos_token_id is None:
+        return ()
+    if isinstance(eos_token_id, Sequence) and not isinstance(eos_token_id, str):
+        return tuple(eos_token_id)
+    return (eos_token_id,)
+
+
+def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology: str) -> None:
+    """Raise ValueError for a transformers module that would compute something else than was asked for."""
+    name, is_transformers = type(module).__name__, _is_transformers(module)
+    if is_transformers and module.base_model is module:
+        raise ValueError(f"module {name} has no language-model head over its base model")
+    if getattr(config, "return_dict", True) is False:
+        raise ValueError(f"config.return_dict=False of {name} is not supported; set it to True")
+    if adapter is Encoder:
+        if getattr(config, "is_decoder", False):
+            raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
+    elif adapter is Opaque:
+        if topology != "causal" and is_transformers and name.endswith(CAUSAL_HEADS):
+            raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
+    elif topology == "causal":
+        if getattr(config, "is_causal", True) is False:
+            own = config._attn_implementation
+            if (_causal_attention(config) or own) != "sdpa":
+                raise ValueError(
+                    f"config.is_causal=False of {name} takes its causal mask off, and its attention {own!r} none of "
+                    "ours; call module.set_attn_implementation('sdpa') first"
+                )
+    else:
+        _refuse_more_than_plain(module, config, topology)
+
+
+def _refuse_more_than_plain(module: nn.Module, config: Any, topology: str) -> None:
+    """Raise ValueError for a decoder that cannot run without its causal mask."""
+    odd = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    fields = {"layer_types": odd or None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
+    if getattr(config, "layer_types", None) is None:
+        fields["sliding_window"] = getattr(config, "sliding_window", None)
+    if getattr(module, "_is_stateful", False):
+        fields["model_type"] = config.model_type
+    for field, value in fields.items():
+        if value is not None:
+            raise ValueError(
+                f"config.{field}={shown(value)} of {type(module).__name__} is not available with topology="
+                f"{topology!r}; only plain attention runs without its causal mask"
+            )
+
+
+def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
+    """Positions that the config allows. RoBERTa and kin count from padding_idx + 1, inside a table of that size."""
+    length = getattr(config, "max_position_embeddings", None)
+    if length is None:
+        length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
+    if adapter is Encoder and isinstance(length, int):
+        table = getattr(getattr(module.base_model, "embeddings", None), "position_embeddings", None)
+        first = getattr(table, "padding_idx", None)
+        length -= 0 if first is None else first + 1
+    return length
+
+
+# ---- what loading needs as well -------------------------------------------------------------------------------------
+
+
+def implementation(attn_implementation: str) -> str:
+    """The registered name of an attention function without a causal mask.
+
+    Raises:
+        ValueError: none of that name.
+    """
+    from paradec.models.attention import implementation as registered
+
+    return registered(attn_implementation)
+
+
+def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:
+    """The attention method that goes with an implementation.
+
+    Args:
+        name: of the model, for the message.
+        topology: of a decoder; None for other kinds of model.
+
+    Raises:
+        ValueError: the model cannot use it.
+    """
+    if attn_implementation.removeprefix("paradec_") != "sparsed":
+        return None
+    if topology != "bidirectional":
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r} needs a bidirectional transformers decoder; {name} is "
+            f"{'of another kind' if topology is None else topology.replace('_', '-')}: use 'sdpa'"
+        )
+    return attention.create("sparsed")
