@@ -15,11 +15,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "paradec.continuous_images": "paradec.images",
     "paradec.decode_command": "paradec.cli.decode",
     "paradec.engine": "paradec.samplers.masked.device_step",
     "paradec.image_command": "paradec.cli.image",
     "paradec.kernels.sparsed": "paradec.kernels.block_sparse",
     "paradec.live": "paradec.cli.live",
+    "paradec.masked_images": "paradec.images",
     "paradec.models.chameleon": "paradec.models.images.chameleon",
     "paradec.models.continuous": "paradec.models.images.continuous",
     "paradec.models.diffusion": "paradec.models.images.diffusion",

@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paradec import caches, samplers
+from paradec import caches
 from paradec.checks import check_int, check_number, check_temperature, check_text
 from paradec.cli.decode import forwards
 from paradec.images import ImageOutput, contact_sheet, step_pictures
 from paradec.models.checkpoint import CheckpointError, read_json
-from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
+from paradec.models.images.loading import (
+    FAMILIES,
+    PACKAGED,
+    PACKAGED_PIPELINES,
+    file_type,
+    image_adapter,
+    packaged_image,
+)
 from paradec.pictures import MOST_IMAGES
 from paradec.request import LARGEST_GUIDANCE
 
@@ -23,9 +30,6 @@ MOST_CLASSES = 100_000
 """Longest range of classes that is written out."""
 TRACE_SIDE = 160
 """Pixels along a picture of `--trace`, about."""
-SAMPLED_BY = {"uvit": ("masked", "maskgit"), "mar": ("continuous", "mar")}
-"""The family of samplers that a `model_type` takes, and the default; of others the next two."""
-AUTOREGRESSIVE = ("draft_verify", "sjd")
 
 
 @dataclass
@@ -124,7 +128,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 def check_options_of(sampler: Any, source: str, options: dict[str, Any]) -> None:
     """Raise ValueError for an option that models with samplers of this family do not have."""
-    others = {"draft_verify": ("steps", "cache"), "continuous": ("cache", "top_k", "top_p")}.get(sampler.family, ())
+    others = [name for name in ("steps", "cache", "top_k", "top_p") if name in sampler.unserved]
     for name in others:
         if options[name] is not None:
             option = "--" + name.replace("_", "-")
@@ -166,12 +170,9 @@ def sampler_for(source: str, sampler: str | None, settings: dict[str, Any]) -> A
             f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
             + ", ".join(FAMILIES)
         )
-    family, default = SAMPLED_BY.get(model_type, AUTOREGRESSIVE)
-    if family == "continuous":
-        from paradec.continuous_images import continuous_sampler
+    from paradec.images import picture_sampler
 
-        return continuous_sampler(sampler, **settings)
-    return samplers.resolve(samplers.create(default if sampler is None else sampler, **settings), family, repr(source))
+    return picture_sampler(image_adapter(model_type), sampler, repr(source), **settings)
 
 
 def check_drafter(sampler: Any, drafter: str | None) -> None:

@@ -263,8 +263,6 @@ class LlamaGenModel(ImageModel):
         ValueError: a codebook of another size than the network's vocabulary.
     """
 
-    family = "llamagen"
-
     def __init__(
         self,
         module: LlamaGen,
