@@ -40,9 +40,9 @@ from timing import Section, markdown, milliseconds
 from torch import Tensor
 
 import paradec
-from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, token_stats
+from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, reference_stats, token_stats
 from paradec.protocol import Query, decode
-from paradec.samplers.masked.base import device_step as engine
+from paradec.samplers.masked import device_step as engine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -167,9 +167,9 @@ def check_statistics(device: torch.device, scale: Scale) -> int:
                 ids = torch.randint(vocabulary, (rows, 3), generator=generator, device=device)
                 numbers = torch.randint(2**31, (rows, 4), generator=generator, device=device)
                 draws = Draws(numbers[:, :2], numbers[:, 2] % 1000, numbers[:, 3] % 5000, 0.8)
-                arguments = {"fields": tuple(IN_ONE_READ), "temperature": temperature, "ids": ids, "draws": draws}
-                found = token_stats(logits, path=kernel_path(device), **arguments)
-                exact = token_stats(logits, path="float64", **arguments)
+                arguments = {"temperature": temperature, "ids": ids, "draws": draws}
+                found = token_stats(logits, fields=tuple(IN_ONE_READ), path=kernel_path(device), **arguments)
+                exact = reference_stats(logits, **arguments)
                 what = f"token statistics of [{rows}, {vocabulary}] {dtype} at temperature {temperature}"
                 good = ~exact.nonfinite
                 check(torch.equal(found.nonfinite, exact.nonfinite), f"{what}: flags")

@@ -41,6 +41,7 @@ from paradec.kernels.block_sparse import (
     select_blocks,
     sparse_attention,
 )
+from paradec.kernels.block_sparse.reference import reference_attention, reference_means, visible_keys
 
 SHARES = (0.1, 0.3, 0.5)
 FLEX_SHARE = 0.3
@@ -106,14 +107,6 @@ def inputs(
     return query, key, value, BlockIndex.from_mask(mask, size)
 
 
-def scores_of(query: Tensor, key: Tensor, lengths: list[int]) -> Tensor:
-    """[B, H, Q, K] float64, -inf beyond a row's end."""
-    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
-    real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
-    scores = query.double() @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    return scores.masked_fill(~real[:, None, None], -torch.inf)
-
-
 def difference(found: Tensor, expected: Tensor) -> float:
     """Largest absolute difference; equal infinities differ by nothing."""
     same = found.double() == expected
@@ -123,49 +116,39 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[dict[str, Any]]:
     """Every kernel on one shape and dtype; raises AssertionError where one is too far off."""
     query, key, value, index = inputs(shape, dtype, generator)
-    rows, heads, groups, length, width, size = shape
+    rows, _, _, length, _, size = shape
     device, blocks, backend = query.device, math.ceil(length / size), kernel_backend(query.device)
     lengths = [length, length - length // 3][:rows]
-    values = value.double().repeat_interleave(heads // groups, 1)
-    scores, results = scores_of(query, key, lengths), []
+    results = []
 
     def compare(name: str, error: float, tolerance: float) -> None:
         record = {"check": name, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
         results.append(record | {"error": error, "tolerance": tolerance})
         assert error <= tolerance, results[-1]
 
-    allowed = index.to_mask(blocks).repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, :length, :length]
+    every = torch.arange(length, device=device).expand(rows, -1)
+    allowed = visible_keys(index.to_mask(blocks), size, every, length)
     for name, lists, visible in (("lists", index, allowed), ("dense", None, torch.ones_like(allowed))):
         found, sums = sparse_attention(
             query, key, value, lists, lengths=lengths, return_logsumexp=True, block_size=size, backend=backend
         )
-        masked = scores.masked_fill(~visible, -torch.inf)
-        compare(name, difference(found, masked.softmax(-1).nan_to_num(0) @ values), TOLERANCE[dtype])
-        compare(f"{name} log-sum-exp", difference(sums, masked.logsumexp(-1)), 1e-4)
+        expected, expected_sums = reference_attention(query, key, value, visible, lengths)
+        compare(name, difference(found, expected), TOLERANCE[dtype])
+        compare(f"{name} log-sum-exp", difference(sums, expected_sums), 1e-4)
 
     start = length // 3
     positions = np.arange(start, min(start + 32, length))[None].repeat(rows, 0)
     tiles = QueryTiles.of(positions, None, size, device)
-    found = sparse_attention(
-        query[:, :, start : start + 32], key, value, index, tiles=tiles, lengths=lengths, backend=backend
-    )
-    masked = scores.masked_fill(~allowed, -torch.inf)[:, :, start : start + 32]
-    compare("window", difference(found, masked.softmax(-1).nan_to_num(0) @ values), TOLERANCE[dtype])
+    window = query[:, :, start : start + 32]
+    found = sparse_attention(window, key, value, index, tiles=tiles, lengths=lengths, backend=backend)
+    expected, _ = reference_attention(window, key, value, allowed[:, :, start : start + 32], lengths)
+    compare("window", difference(found, expected), TOLERANCE[dtype])
 
     first = generation_block(np.array(lengths), np.array([length // 4] * rows), size)
     means = block_means(query, key, size, lengths=lengths, first=first, backend=backend)
-    known = block_means(
-        query, key, size, lengths=lengths, first=first, logsumexp=scores.logsumexp(-1).float(), backend=backend
-    )
-    expected = torch.zeros_like(means, dtype=torch.float64)
-    for row, real in enumerate(lengths):
-        split, here = int(first[row]) * size, math.ceil(real / size)
-        p = scores[row, :, :real, :real].softmax(-1)
-        p[:, :, split:] = scores[row, :, :real, split:real].softmax(-1)
-        p = F.pad(p, (0, here * size - real, 0, here * size - real)).view(heads, here, size, here, size).sum((2, 4))
-        extent = torch.full((here,), float(size), device=device, dtype=torch.float64)
-        extent[-1] = real - (here - 1) * size
-        expected[row, :, :here, :here] = p / (extent[:, None] * extent)
+    sums = reference_attention(query, key, value, torch.ones_like(allowed), lengths)[1].float()
+    known = block_means(query, key, size, lengths=lengths, first=first, logsumexp=sums, backend=backend)
+    expected = reference_means(query, key, size, lengths, first.tolist())
     compare("means", difference(means, expected), MEANS_TOLERANCE)
     compare("means, known log-sum-exp", difference(known, expected), MEANS_TOLERANCE)
     return results

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -18,17 +20,39 @@ class Registry:
     def __init__(self, kind: str, targets: Mapping[str, str]):
         self.kind = kind
         self._targets: dict[str, str | type] = dict(targets)
+        self._has_plugins = False
         self.by_kind.setdefault(kind, self)
 
     def names(self) -> list[str]:
-        """All registered names."""
+        """All registered names, those of other packages too."""
+        self._find_plugins()
         return list(self._targets)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._targets)
+        return iter(self.names())
 
     def __contains__(self, name: object) -> bool:
+        if name not in self._targets:
+            self._find_plugins()
         return name in self._targets
+
+    def _find_plugins(self) -> None:
+        """Add what installed packages name in their entry points, once: group "paradec.samplers", "paradec.caches" or
+        "paradec.attention". A name that is taken stays what it was, with a warning."""
+        if self._has_plugins:
+            return
+        self._has_plugins = True
+        group = "paradec.attention" if self.kind == "attention" else f"paradec.{self.kind}s"
+        for entry in importlib.metadata.entry_points(group=group):
+            if entry.name not in self._targets:
+                self._targets[entry.name] = entry.value
+            elif self._targets[entry.name] != entry.value:
+                package = "a package" if entry.dist is None else entry.dist.name
+                warnings.warn(
+                    f"{self.kind} {entry.name!r} of {package} ({entry.value}) is left out: the name is taken by "
+                    f"{self._targets[entry.name]!r}",
+                    stacklevel=3,
+                )
 
     def register(self, name: str, target: str | type) -> None:
         """Add a class, or the text "module:Class" that will be imported on first use.
@@ -36,7 +60,7 @@ class Registry:
         Raises:
             ValueError: the name is taken, or the text has another form.
         """
-        if name in self._targets:
+        if name in self:
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
@@ -48,12 +72,17 @@ class Registry:
         Raises:
             ValueError: no such name; the message lists what there is.
         """
-        if not isinstance(name, str) or name not in self._targets:
+        if not isinstance(name, str) or name not in self:
             raise ValueError(unknown(self.kind, name, self._targets))
         target = self._targets[name]
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
-            target = getattr(importlib.import_module(module), attribute)
+            try:
+                target = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                if module.startswith("paradec."):
+                    raise
+                raise ImportError(f"{self.kind} {name!r} of another package cannot be imported: {error}") from error
             self._targets[name] = target
         return target
 

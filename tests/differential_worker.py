@@ -62,6 +62,7 @@ def find(name: str) -> Any:
 
 @functools.lru_cache(None)
 def tiny_pipelines() -> Any:
+    sys.path.append(str(TESTS))  # for what it imports beside it
     spec = importlib.util.spec_from_file_location("tiny_pipelines", TESTS / "tiny_pipelines.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

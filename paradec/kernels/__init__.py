@@ -1,5 +1,27 @@
-"""Kernels for NVIDIA GPUs in Triton, one file each, with a portable PyTorch path beside them.
+"""Kernels for NVIDIA GPUs in Triton, a folder each: `api.py` is what callers use, `reference.py` the plain computation
+that every path is held to, `portable.py` the PyTorch path of other machines, `triton.py` the kernels.
 
-They import where triton is not installed, and serve by the portable path then. Where it is, `token_stats` imports it
-when a Triton path is first taken, and `sparsed` when it is imported itself, which `import paradec` does not do.
+They import where triton is not installed, and serve by the portable path then. Where it is, it is imported when a call
+first asks whether it is there: `import paradec` does not.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed, which imports it."""
+    try:
+        importlib.import_module("triton.language")
+    except ImportError:  # no build for this machine
+        return False
+    return True
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 must be set before triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -24,14 +24,24 @@ import paradec
 from paradec import samplers
 from paradec.attention import sparsed as method
 from paradec.attention.sparsed import DENSE, ESTIMATE, SPARSE, SparseD
-from paradec.kernels import block_sparse as sparsed
+from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import (
+    BACKENDS,
     BlockIndex,
     QueryTiles,
     block_means,
+    flex,
     generation_block,
+    portable,
     select_blocks,
     sparse_attention,
+)
+from paradec.kernels.block_sparse.reference import (
+    reference_attention,
+    reference_means,
+    reference_selection,
+    scores_of,
+    visible_keys,
 )
 from paradec.models.adapter import Model
 from paradec.protocol import Query
@@ -40,12 +50,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12] * 5, list(range(13, 37))]
 interpreter = pytest.mark.skipif(
-    sparsed.triton is None or torch.cuda.is_available() or not sparsed.interpreting(),
+    not has_triton() or torch.cuda.is_available() or not interpreting(),
     reason="needs triton with TRITON_INTERPRET=1, which conftest.py sets where there is no GPU",
 )
 
 
-# ---- oracles ------------------------------------------------------------------------------------------------------
+# ---- inputs -------------------------------------------------------------------------------------------------------
 
 
 def tensors(
@@ -56,68 +66,6 @@ def tensors(
     shapes = [(rows, count, length, width) for count in (heads, groups, groups)]
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return (2 * query).to(dtype), key.to(dtype), value.to(dtype)
-
-
-def scores_of(query: Tensor, key: Tensor) -> Tensor:
-    """[B, H, Q, K] in float64."""
-    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return query.double() @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-
-
-def materialised_means(query: Tensor, key: Tensor, size: int, lengths: list[int], first: list[int] | None) -> Tensor:
-    """The tile means from softmax matrices that are written out."""
-    scores, blocks = scores_of(query, key), math.ceil(query.shape[2] / size)
-    means = torch.zeros(*query.shape[:2], blocks, blocks, dtype=torch.float64)
-    for row, length in enumerate(lengths):
-        found = scores[row, :, :length, :length].softmax(-1)
-        if first is not None:
-            split = first[row] * size
-            found[:, :, split:] = scores[row, :, :length, split:length].softmax(-1)
-        for i in range(math.ceil(length / size)):
-            for j in range(math.ceil(length / size)):
-                tile = found[:, i * size : (i + 1) * size, j * size : (j + 1) * size]
-                means[row, :, i, j] = tile.mean((1, 2))
-    return means
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, lengths: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys that `visible` [B, H, Q, K] allows, in float64, with its log-sum-exps; 0 and -inf where it
-    allows none."""
-    real = torch.arange(key.shape[2]) < torch.tensor(lengths)[:, None]
-    scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
-    value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)
-    return scores.softmax(-1).nan_to_num(0) @ value, scores.logsumexp(-1)
-
-
-def by_position(mask: Tensor, size: int, positions: Tensor, keys: int) -> Tensor:
-    """Block mask [B, H, n, n] -> [B, H, Q, K] for queries at positions [B, Q]."""
-    wide = mask.repeat_interleave(size, 3)[..., :keys]
-    return torch.stack([wide[row][:, positions[row] // size] for row in range(len(mask))])
-
-
-def brute_force(
-    means: Tensor, select: float, size: int, lengths: list[int], new: list[int], joint: Tensor | None
-) -> Tensor:
-    """The rule of the paper (and, with `joint`, of its code), with loops: [B, H, n, n] bool."""
-    chosen = torch.zeros_like(means, dtype=torch.bool)
-    for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
-        blocks = math.ceil(length / size)
-        last = next((j for j in range(blocks) if length - j * size <= answer), blocks - 1)
-        for head in range(means.shape[1]):
-            for query in range(blocks):
-
-                def best(values: Tensor, among: range) -> list[int]:
-                    kept = min(len(among), max(1, int(len(among) * select) + 1))
-                    return sorted(among, key=lambda j: (-float(values[row, head, query, j]), j))[:kept]  # noqa: B023
-
-                if joint is None:
-                    kept = best(means, range(last))
-                else:
-                    kept = [j for j in best(joint, range(blocks)) if j < last]
-                chosen[row, head, query, kept + best(means, range(last, blocks))] = True
-    return chosen
 
 
 # ---- estimation ---------------------------------------------------------------------------------------------------
@@ -132,7 +80,7 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
     lengths, new = [length, length // 2 + 1], [length // 3, 5]
     first = generation_block(np.array(lengths), np.array(new), size).tolist()
     for split in (first, None):
-        expected = materialised_means(query, key, size, lengths, split)
+        expected = reference_means(query, key, size, lengths, split)
         found = block_means(query, key, size, lengths=lengths, first=split)
         assert (found - expected).abs().max() < 1e-14
         known = torch.full(query.shape[:3], torch.nan, dtype=torch.float64)
@@ -148,7 +96,7 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_means_of_narrow_types_are_computed_in_float32(dtype: torch.dtype) -> None:
     query, key, _ = tensors(1, 2, 1, 70, dtype=dtype)
-    expected = materialised_means(query, key, 16, [70], [3])
+    expected = reference_means(query, key, 16, [70], [3])
     assert (block_means(query, key, 16, lengths=[70], first=[3]).double() - expected).abs().max() < 1e-6
 
 
@@ -156,7 +104,7 @@ def test_a_weak_answer_beside_a_strong_prompt_does_not_vanish() -> None:
     query, key, _ = tensors(1, 1, 1, 32, dtype=torch.float32)
     key[:, :, :16] += 60 * query[0, 0].mean(0) / query[0, 0].mean(0).norm()
     query = query[:, :, :1].expand(-1, -1, 32, -1).clone() + 20 * query[0, 0].mean(0)
-    expected = materialised_means(query, key, 8, [32], [2])
+    expected = reference_means(query, key, 8, [32], [2])
     found = block_means(query, key, 8, first=[2])
     assert scores_of(query, key)[..., :16].max() - scores_of(query, key)[..., 16:].max() > 100
     assert (found.double() - expected).abs().max() < 1e-6 and expected[0, 0, 0, 2:].sum() > 0.1
@@ -179,7 +127,7 @@ def test_selection_is_the_rule(data: st.DataObject) -> None:
     first = generation_block(np.array(lengths), np.array(new), size)
     for ranked in (None, joint):
         index = select_blocks(means, select, size, lengths=lengths, first=first, joint=ranked)
-        assert torch.equal(index.to_mask(blocks), brute_force(means, select, size, lengths, new, ranked))
+        assert torch.equal(index.to_mask(blocks), reference_selection(means, select, size, lengths, new, ranked))
 
 
 def test_selection_of_everything_is_everything() -> None:
@@ -203,13 +151,13 @@ def random_lists(rows: int, heads: int, blocks: int, size: int, share: float = 0
     ("length", "size", "heads", "groups"),
     [(115, 16, 4, 2), (64, 16, 2, 2), (37, 128, 2, 1), (1, 4, 2, 1), (50, 7, 6, 3)],
 )
-def test_random_lists_are_masked_attention(length: int, size: int, heads: int, groups: int) -> None:
+def test_random_lists_are_reference_attention(length: int, size: int, heads: int, groups: int) -> None:
     query, key, value = tensors(2, heads, groups, length)
     lengths, blocks = [length, max(1, length - 9)], math.ceil(length / size)
     index = random_lists(2, heads, blocks, size)
     positions = torch.arange(length).expand(2, -1)
-    visible = by_position(index.to_mask(blocks), size, positions, length)
-    expected, sums = masked_attention(query, key, value, visible, lengths)
+    visible = visible_keys(index.to_mask(blocks), size, positions, length)
+    expected, sums = reference_attention(query, key, value, visible, lengths)
     found, found_sums = sparse_attention(query, key, value, index, lengths=lengths, return_logsumexp=True)
     assert (found - expected).abs().max() < 1e-13 and (found[0, 0, : min(size, length)] == 0).all()
     assert torch.allclose(found_sums, sums, atol=1e-13, rtol=0)
@@ -227,7 +175,7 @@ def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
 @pytest.mark.parametrize("chunk", [1, 2**22])
 def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """A call of scattered positions, padded, whose rows use other rows' lists."""
-    monkeypatch.setattr(sparsed, "CHUNK", chunk)
+    monkeypatch.setattr(portable, "CHUNK", chunk)
     size, length, lengths = 8, 45, [45, 38, 20]
     query, key, value = tensors(3, 2, 1, length)
     index = random_lists(5, 2, 6, size, seed=1)
@@ -238,8 +186,8 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     valid = np.array([[column < len(row) for column in range(width)] for row in chosen])
     here = torch.as_tensor(positions)
     picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
-    visible = by_position(index.to_mask(6)[rows], size, here, length)
-    expected, sums = masked_attention(picked, key, value, visible, lengths)
+    visible = visible_keys(index.to_mask(6)[rows], size, here, length)
+    expected, sums = reference_attention(picked, key, value, visible, lengths)
     tiles = QueryTiles.of(positions, valid, size)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "return_logsumexp": True}
     found, found_sums = sparse_attention(picked, key, value, index, **options)
@@ -251,9 +199,9 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """flex_attention as it is written: torch.compile would trace every call anew, for the same operations."""
-    from torch.nn.attention import flex_attention as flex
+    from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 @pytest.mark.usefixtures("untraced")
@@ -298,10 +246,10 @@ def test_flex_attention_attends_from_a_window() -> None:
 @pytest.mark.usefixtures("untraced")
 def test_blocks_that_need_no_mask_are_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiled kernels read: which blocks are whole, and which one of each list is cut short by the row's end."""
-    from torch.nn.attention import flex_attention as flex
+    from torch.nn.attention.flex_attention import flex_attention as run
 
-    masks, run = [], flex.flex_attention
-    monkeypatch.setattr(sparsed, "_flex_attention", lambda compiled: lambda *a, **k: masks.append(k) or run(*a, **k))
+    masks = []
+    monkeypatch.setattr(flex, "_flex_attention", lambda compiled: lambda *a, **k: masks.append(k) or run(*a, **k))
     query, key, value = tensors(2, 2, 1, 29, dtype=torch.float32)
     index, lengths = random_lists(2, 2, 4, 8, 0.6, seed=4), [29, 16]
     sparse_attention(query, key, value, index, lengths=lengths, backend="flex")
@@ -321,8 +269,8 @@ def test_rows_that_end_long_before_the_call_does() -> None:
     query, key, value = tensors(2, 2, 1, 40)
     index, lengths = random_lists(2, 2, 5, 8), [13, 9]
     tiles = QueryTiles.whole(np.array(lengths), 40, 8)
-    visible = by_position(index.to_mask(5), 8, torch.arange(40).expand(2, -1), 40)
-    expected, _ = masked_attention(query, key, value, visible, lengths)
+    visible = visible_keys(index.to_mask(5), 8, torch.arange(40).expand(2, -1), 40)
+    expected, _ = reference_attention(query, key, value, visible, lengths)
     found = sparse_attention(query, key, value, index, tiles=tiles, lengths=lengths)
     for row, length in enumerate(lengths):
         assert (found - expected)[row, :, :length].abs().max() < 1e-13
@@ -333,8 +281,8 @@ def test_rows_that_end_long_before_the_call_does() -> None:
 def test_narrow_types_stay_what_they_are(dtype: torch.dtype) -> None:
     query, key, value = tensors(1, 4, 2, 61, dtype=dtype)
     index = random_lists(1, 4, 4, 16)
-    visible = by_position(index.to_mask(4), 16, torch.arange(61)[None], 61)
-    expected, _ = masked_attention(query, key, value, visible, [61])
+    visible = visible_keys(index.to_mask(4), 16, torch.arange(61)[None], 61)
+    expected, _ = reference_attention(query, key, value, visible, [61])
     found = sparse_attention(query, key, value, index)
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() < 8 * torch.finfo(dtype).eps
@@ -355,8 +303,8 @@ class Largest(TorchDispatchMode):
 def test_nothing_is_as_large_as_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     length, size = 2048, 32
     query, key, value = tensors(1, 2, 1, length, dtype=torch.float32)
-    monkeypatch.setattr(sparsed, "CHUNK", 2**16)
-    monkeypatch.setattr(sparsed, "TILES", 2**16)
+    monkeypatch.setattr(portable, "CHUNK", 2**16)
+    monkeypatch.setattr(portable, "TILES", 2**16)
     first = generation_block(np.array([length]), np.array([256]), size)
     with Largest() as largest:
         means = block_means(query, key, size, first=first)
@@ -398,7 +346,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         sparse_attention(query, key, value[:, :, :9], None)
     with pytest.raises(ValueError, match="backend='triton' is not available: .*(float64|not installed)"):
         sparse_attention(query, key, value, None, backend="triton")
-    if sparsed.triton is not None:
+    if has_triton():
         with pytest.raises(ValueError, match="a block of 512 queries of 64 in torch.float32 is too large for it"):
             wide = query.float().repeat(1, 1, 1, 8)
             sparse_attention(wide, wide, wide, None, backend="triton", block_size=512)
@@ -416,8 +364,8 @@ def test_kernel_attends_to_lists(dtype: torch.dtype) -> None:
     """Odd lengths, grouped heads, a head dimension that is no power of two, empty lists."""
     query, key, value = tensors(2, 2, 1, 37, 24, dtype)
     index, lengths = random_lists(2, 2, 3, 16, 0.6), [37, 20]
-    visible = by_position(index.to_mask(3), 16, torch.arange(37).expand(2, -1), 37)
-    expected, sums = masked_attention(query, key, value, visible, lengths)
+    visible = visible_keys(index.to_mask(3), 16, torch.arange(37).expand(2, -1), 37)
+    expected, sums = reference_attention(query, key, value, visible, lengths)
     found, found_sums = sparse_attention(
         query, key, value, index, lengths=lengths, return_logsumexp=True, backend="triton"
     )
@@ -430,7 +378,7 @@ def test_kernel_attends_to_lists(dtype: torch.dtype) -> None:
 def test_kernel_attends_to_everything() -> None:
     """Several tiles of keys and of queries per block; rows of one position."""
     query, key, value = tensors(1, 1, 1, 300, 12, torch.float32)
-    expected, sums = masked_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
+    expected, sums = reference_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
     options = {"return_logsumexp": True, "backend": "triton", "block_size": 256}
     found, found_sums = sparse_attention(query, key, value, None, **options)
     assert (found - expected).abs().max() < 1e-5 and (found_sums - sums).abs().max() < 1e-5
@@ -442,14 +390,16 @@ def test_kernel_attends_to_everything() -> None:
 @pytest.mark.parametrize("shares", [1, 2])
 def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Scattered columns over longer keys, lists of other rows, programs that share them; keys as a store has them."""
-    monkeypatch.setattr(sparsed, "_shares", lambda *_: shares)
+    from paradec.kernels.block_sparse import triton as kernels
+
+    monkeypatch.setattr(kernels, "_shares", lambda *_: shares)
     query, key, value = tensors(2, 2, 1, 40, 16, torch.float32)
     index, rows, lengths = random_lists(3, 2, 3, 16, 0.6, seed=2), [2, 0], [40, 33]
     positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
     valid = np.array([[True] * 5, [True] + [False] * 4])
     here = torch.as_tensor(positions)
     picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, 16))
-    expected, _ = masked_attention(picked, key, value, by_position(index.to_mask(3)[rows], 16, here, 40), lengths)
+    expected, _ = reference_attention(picked, key, value, visible_keys(index.to_mask(3)[rows], 16, here, 40), lengths)
     if shares > 1:
         key, value = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (key, value))
     tiles = QueryTiles.of(positions, valid, 16)
@@ -464,13 +414,13 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
 def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
     query, key, _ = tensors(2, 2, 1, 37, 24, dtype)
     lengths, first = [37, 20], [1, 1]
-    expected = materialised_means(query, key, 16, lengths, first)
+    expected = reference_means(query, key, 16, lengths, first)
     found = block_means(query, key, 16, lengths=lengths, first=first, backend="triton")
     assert (found - expected).abs().max() < 1e-6
     if dtype == torch.float32:
         sums = scores_of(query, key)[1:, :, :20, :20].logsumexp(-1)
         known = block_means(query[1:, :, :20], key[1:, :, :20], 16, first=[2], logsumexp=sums.float(), backend="triton")
-        plain = materialised_means(query[1:, :, :20], key[1:, :, :20], 16, [20], None)
+        plain = reference_means(query[1:, :, :20], key[1:, :, :20], 16, [20], None)
         assert (known - plain).abs().max() < 1e-6
 
 
@@ -478,7 +428,7 @@ AHEAD_OF_TIME = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paradec.kernels import block_sparse as module
+from paradec.kernels.block_sparse import triton as module
 
 POINTERS = dict.fromkeys(("query", "key", "value", "out"), "*bf16") | dict.fromkeys(("sums", "means"), "*fp32")
 POINTERS |= dict.fromkeys(("counts", "host", "tile_block", "tile_first", "tile_count", "bounds"), "*i32")
@@ -500,7 +450,7 @@ for kernel, more in (
 """
 
 
-@pytest.mark.skipif(sparsed.triton is None, reason="needs triton")
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
 def test_kernels_compile_for_an_h100() -> None:
     """With the tiles of a model's shape, and within the memory that a multiprocessor shares."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -608,16 +558,18 @@ class Oracle:
             if mode == ESTIMATE:
                 both = (query[at : at + 1, :, :length], key[at : at + 1, :, :length])
                 first = generation_block(np.array([length]), np.array([self.new]), size).tolist()
-                means = materialised_means(*both, size, [length], first)
-                joint = materialised_means(*both, size, [length], None)
+                means = reference_means(*both, size, [length], first)
+                joint = reference_means(*both, size, [length], None)
                 joint = joint if self.settings.selection == "reference" else None
-                self.lists[layer, row] = brute_force(means, self.settings.select, size, [length], [self.new], joint)
+                self.lists[layer, row] = reference_selection(
+                    means, self.settings.select, size, [length], [self.new], joint
+                )
             if mode == SPARSE:
                 blocks = self.lists[layer, row].repeat_interleave(size, 3)
                 wide = F.pad(blocks, (0, max(0, key.shape[2] - blocks.shape[3])))[0, :, :, : key.shape[2]]
                 visible[at] = wide[:, torch.as_tensor(self.positions[at]) // size]
         lengths = [len(ROWS[row % len(ROWS)]) + self.new for row in plan.rows]
-        return masked_attention(query, key, value, visible, lengths)[0].transpose(1, 2)
+        return reference_attention(query, key, value, visible, lengths)[0].transpose(1, 2)
 
 
 @pytest.mark.parametrize("selection", ["isolated", "reference"])
@@ -768,7 +720,7 @@ def test_settings_make_the_round_trip() -> None:
     data = made.to_dict()
     assert paradec.attention.create(data.pop("attention"), **data) == made
     assert SparseD() == SparseD(select=0.3, skip=0.2, block_size=128, selection="isolated")
-    assert method.BACKENDS == sparsed.BACKENDS
+    assert method.BACKENDS == BACKENDS
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paradec import rng
-from paradec.kernels import token_stats as module
-from paradec.kernels.token_stats import FIELDS, IN_ONE_READ, Draws, TokenStats, path_for, token_stats
+from paradec.kernels import interpreting
+from paradec.kernels.token_stats import (
+    FIELDS,
+    IN_ONE_READ,
+    Draws,
+    TokenStats,
+    path_for,
+    portable,
+    reference_stats,
+    token_stats,
+)
 from paradec.samplers.statistics import QUANTITIES, best_with_probability, filter_logits, token_statistics
 
 VOCABULARY = 9001
@@ -27,7 +36,7 @@ ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITHOUT_TRITON = pytest.mark.skipif(
-    not HAS_TRITON or DEVICE == "cpu" and not module.interpreting(),
+    not HAS_TRITON or DEVICE == "cpu" and not interpreting(),
     reason="needs triton, and TRITON_INTERPRET=1 where there is no GPU (conftest.py sets it)",
 )
 
@@ -52,7 +61,9 @@ def kernel(
     # strides outlive a move of the whole storage only
     storage = logits if logits._base is None else logits._base
     moved = storage.to(DEVICE).as_strided(logits.shape, logits.stride(), logits.storage_offset())
-    found = module._triton_stats(moved, IN_ONE_READ, temperature, ids, draws, block=block, splits=splits)
+    from paradec.kernels.token_stats.triton import triton_stats
+
+    found = triton_stats(moved, IN_ONE_READ, temperature, ids, draws, block=block, splits=splits)
     return TokenStats(*(None if field is None else field.cpu() for field in found))
 
 
@@ -67,25 +78,6 @@ def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = tor
         flat[-1, : vocabulary // 2] = -torch.inf
         flat[0, [vocabulary // 3, vocabulary - 1]] = flat[0].max() + 1
     return logits.to(dtype)
-
-
-def written_out(logits: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
-    """The fields of `TokenStats` by their definitions, in float64 and by no shortcut."""
-    z = logits.double() / temperature
-    p = z.softmax(-1)
-    ordered = p.sort(-1, descending=True).values
-    two = logits.double().sort(-1, descending=True).values
-    return {
-        "token": p.argmax(-1),
-        "prob": ordered[..., 0],
-        "second_prob": ordered[..., 1],
-        "margin": ordered[..., 0] - ordered[..., 1],
-        "entropy": torch.special.entr(p).sum(-1),
-        "smoothed_entropy": -(p * (p + 1e-10).log()).sum(-1),
-        "logsumexp": z.logsumexp(-1),
-        "gap": two[..., 0] - two[..., 1],
-        "nonfinite": torch.zeros(p.shape[:-1], dtype=torch.bool),
-    }
 
 
 def assert_close(found: TokenStats, expected: dict[str, Tensor], names: frozenset[str] | tuple[str, ...], rel: float):
@@ -123,7 +115,7 @@ def test_every_field_is_what_it_says(path: str, dtype: torch.dtype, temperature:
     found = token_stats(logits, temperature=temperature, path=path)
     # a temperature rounds every logit to float32 once more
     rel = 1e-12 if path == "float64" else 1e-6 if temperature == 1 else 1e-5
-    assert_close(found, written_out(logits, temperature), FIELDS, rel)
+    assert_close(found, reference_stats(logits, temperature)._asdict(), FIELDS, rel)
     assert found.token[0, 0] == VOCABULARY // 3, "the lower of two tied words"
     assert found.ids_prob is None and found.sample is None
 
@@ -136,7 +128,7 @@ def test_odd_vocabularies(vocabulary: int) -> None:
         assert found.prob.eq(1).all() and found.entropy.eq(0).all() and found.gap.isinf().all()
         assert found.second_prob.eq(0).all() and not found.nonfinite.any()
         return
-    assert_close(found, written_out(logits), FIELDS, 1e-6)
+    assert_close(found, reference_stats(logits)._asdict(), FIELDS, 1e-6)
 
 
 def test_sure_words_keep_their_order_and_doubt() -> None:
@@ -217,7 +209,7 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
     given = logits.untyped_storage().data_ptr()
     with Largest() as largest:
         token_stats(logits, path="chunked")
-    assert 0 < largest.nbytes <= 4 * module.CPU_CHUNK < logits.nbytes
+    assert 0 < largest.nbytes <= 4 * portable.CPU_CHUNK < logits.nbytes
 
 
 # ---- sharp, filtered and extreme distributions ----------------------------------------------------------------------
@@ -288,8 +280,12 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
     small = path_for(logits) == "float64"
     for temperature in TEMPERATURES:
         found = token_stats(logits, temperature=temperature, ids=ids)
-        assert_close(found, plain(logits, temperature), FIELDS, 1e-11 if small else 1e-6)
+        expected = plain(logits, temperature)
+        assert_close(found, expected, FIELDS, 1e-11 if small else 1e-6)
         assert_exact_zeros(found, logits)
+        exact = reference_stats(logits, temperature, ids)
+        assert_close(exact, expected, FIELDS, 1e-11)
+        assert_exact_zeros(exact, logits)
         # sharp logits of their own accord
         sharp = (logits.double() / temperature).to(dtype)
         assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
@@ -342,7 +338,7 @@ def test_kernel_with_extreme_logits(splits: int) -> None:
     logits[2] = large / 4
     for temperature in (1e-6, 1.0):
         found = kernel(logits, temperature, splits=splits)
-        exact = token_stats(logits, temperature=temperature, fields=ONE_READ, path="float64")
+        exact = reference_stats(logits, temperature)
         assert_close(found, exact._asdict(), ONE_READ, 1e-6)
     alike = logits[1:].unsqueeze(1).expand(2, 5, -1).contiguous()
     draws = draws_for(2, 5, 1e-6)
@@ -495,7 +491,7 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
     ids = torch.randint(301, (2, 2, 3), generator=torch.Generator().manual_seed(1))
     draws = draws_for(2, 2)
     found = kernel(logits, 1.0, ids, draws, block=64, splits=splits)
-    exact = token_stats(logits, ids=ids, draws=draws, path="float64")
+    exact = reference_stats(logits, 1.0, ids, draws)
     assert_close(found, exact._asdict(), (*ONE_READ, "ids_prob", "sample", "sample_prob"), 1e-6)
     assert found.smoothed_entropy is None
     assert found.token[0, 0] == 100, "the lower of two tied words"
@@ -506,9 +502,9 @@ def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
     whole = logits_of(3, 4, vocabulary=70)
     view = whole[1:, 1:3]
     found = kernel(view, 0.8, block=32, splits=2)
-    assert_close(found, written_out(view, 0.8), ONE_READ, 1e-5)
+    assert_close(found, reference_stats(view, 0.8)._asdict(), ONE_READ, 1e-5)
     flat = whole.view(12, 70)[::3]
-    assert_close(kernel(flat), written_out(flat), ONE_READ, 1e-6)
+    assert_close(kernel(flat), reference_stats(flat)._asdict(), ONE_READ, 1e-6)
     asked = token_stats(flat.to(DEVICE), fields=ONE_READ, path="triton")
     assert torch.equal(asked.token.cpu(), kernel(flat).token)
 
@@ -529,7 +525,8 @@ def test_kernel_in_the_corners(splits: int) -> None:
     found = kernel(logits, block=32, splits=splits)
     assert found.nonfinite.tolist() == [False] * 5 + [True] * 4
     assert found.token[:5].tolist() == [5, 127, 0, 64, 34]
-    good = token_stats(logits[:5], path="float64")
+    good = reference_stats(logits[:5])
+    assert reference_stats(logits).nonfinite.equal(found.nonfinite)
     for name in ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap"):
         assert getattr(found, name)[5:].isnan().all(), name
         torch.testing.assert_close(getattr(found, name)[:5], getattr(good, name), rtol=2e-6, atol=1e-30)
@@ -544,9 +541,9 @@ def test_kernel_samples_follow_the_law() -> None:
 AHEAD_OF_TIME = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from paradec.kernels import token_stats as module
+from paradec.kernels.token_stats import triton as module
 
-triton = module._triton()
+triton = module.triton
 WORDS = {"width", "row_stride", "column_stride", "words", "span", "count", "splits", "many"}
 FLOATS, CONSTANTS = {"scale", "temperature"}, {"SAMPLE": True, "BLOCK": module.BLOCK, "IDS": 4}
 POINTERS = {"logits": "*bf16", "keys": "*i64", "steps": "*i64", "positions": "*i64", "tokens": "*i64", "ids": "*i64"}

@@ -21,7 +21,7 @@ import paradec
 from paradec import caches, samplers
 from paradec.caches import store
 from paradec.generate import _device_loop
-from paradec.kernels import token_stats as statistics
+from paradec.kernels.token_stats import api as statistics
 from paradec.models.adapter import Model
 from paradec.protocol import decode
 from paradec.samplers.masked import device_step as engine
@@ -584,13 +584,14 @@ def test_nor_do_large_vocabularies(path: str, monkeypatch: pytest.MonkeyPatch) -
     """The statistics that serve them; kernels are not launched, but all that stands around them is done."""
     launched = []
     monkeypatch.setattr(statistics, "path_for", lambda logits, fields=None: path)
-    monkeypatch.setattr(statistics, "_programs", lambda device: 528)
     if path == "triton":
         pytest.importorskip("triton")
-        statistics._triton()
+        from paradec.kernels.token_stats import triton as kernels
+
+        monkeypatch.setattr(kernels, "_programs", lambda device: 528)
         for name in ("_partial_kernel", "_finish_kernel"):
             launches = type("Launches", (), {"__getitem__": lambda self, grid: lambda *a, **k: launched.append(grid)})
-            monkeypatch.setattr(statistics, name, launches())
+            monkeypatch.setattr(kernels, name, launches())
     for sampler in ("threshold", "entropy"):
         steps_without_values(sampler, "dual", "same", 9000, temperature=0.5)
     assert bool(launched) == (path == "triton")

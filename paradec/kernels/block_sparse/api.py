@@ -1,0 +1,182 @@
+"""What callers use: which backend serves which tensors, and what is checked before any of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.checks import check_choice, check_int, shown
+from paradec.kernels import has_triton, interpreting
+from paradec.kernels.block_sparse import flex, portable
+from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles, blocks_in
+
+BACKENDS = ("auto", "torch", "triton", "flex")
+MOST_SHARED = 2**16
+"""Bytes of one block of queries that the Triton kernels keep in a multiprocessor's shared memory."""
+
+
+def block_means(
+    query: Tensor,
+    key: Tensor,
+    block_size: int,
+    *,
+    lengths: np.ndarray | Sequence[int] | None = None,
+    first: np.ndarray | Sequence[int] | None = None,
+    logsumexp: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The mean attention probability of every tile.
+
+    Args:
+        query: [B, H, L, D], after the rotary embedding.
+        key: [B, G, L, D].
+        lengths: [B] real positions of each row, on the host; None is L.
+        first: [B] on the host: key blocks from here on share a softmax of their own, over themselves alone; those
+            before are taken from the softmax over all keys. None takes all from that.
+        logsumexp: [B, H, L] natural log of the sum of exp(score) over all keys, where the caller has it.
+        scale: of the scores; None is D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
+        backend: one of `BACKENDS`; "flex" has no means, and takes what "auto" does.
+
+    Returns:
+        [B, H, n, n] float32 (float64 for float64 inputs): [b, h, i, j] is the mean over the real queries of block i and
+        the real keys of block j; 0 beyond a row's end.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that is not there.
+    """
+    check_int("block_size", block_size, low=1)
+    _check_heads(query, key)
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"query and key have {query.shape[2]} and {key.shape[2]} positions; patterns need whole rows")
+    lengths = _host(lengths, query.shape[0], query.shape[2])
+    starts = blocks_in(lengths, block_size) if first is None else np.asarray(first, np.int64)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    run = _serving(runs_on("auto" if backend == "flex" else backend, query, block_size)).means
+    return run(query, key, block_size, lengths, starts, logsumexp, scale)
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: BlockIndex | None,
+    *,
+    tiles: QueryTiles | None = None,
+    lengths: np.ndarray | Sequence[int] | None = None,
+    rows: np.ndarray | Sequence[int] | None = None,
+    scale: float | None = None,
+    return_logsumexp: bool = False,
+    block_size: int = 128,
+    backend: str = "auto",
+) -> Any:
+    """Softmax attention of each query over the key blocks that its block lists.
+
+    Args:
+        query: [B, H, Q, D]; columns of a call, see `tiles`.
+        key, value: [B, G, K, D] of the positions from 0 on.
+        index: the lists; None attends to all keys (and so yields their log-sum-exp), in blocks of `block_size`.
+        tiles: where the query blocks stand in the call; None: the queries are positions 0 to Q.
+        lengths: [B] keys of each row, on the host; None is K. Keys beyond are not seen.
+        rows: [B] rows of `index` that the rows of the call use, on the host; None: as they stand.
+        scale: of the scores; None is D ** -0.5.
+        backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU, where the dtype and sizes allow it. "flex" is
+            compiled at the first call of every shape on a GPU; elsewhere it is not, and makes all scores.
+
+    Returns:
+        [B, H, Q, D] in the dtype of `value`; 0 where a list is empty or holds no real key. With `return_logsumexp`,
+        also [B, H, Q] float32 (float64 for float64 inputs) over the keys that were read, -inf where there are none.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that is not there.
+    """
+    size = block_size if index is None else index.block_size
+    check_int("block_size", size, low=1)
+    _check_heads(query, key)
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not of the same positions")
+    lengths = _host(lengths, query.shape[0], key.shape[2])
+    rows = np.arange(len(query)) if rows is None else np.asarray(rows, np.int64)
+    if tiles is None:
+        tiles = QueryTiles.whole(np.full(len(query), query.shape[2]), query.shape[2], size, query.device)
+    _check_lists(query, index, tiles, rows)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    run = _serving(runs_on(backend, query, size)).attend
+    out, logsumexp = run(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def _host(lengths: Any, rows: int, most: int) -> np.ndarray:
+    """[B] int64. Raises ValueError: not one per row, or out of range."""
+    found = np.full(rows, most) if lengths is None else np.asarray(lengths, np.int64)
+    if found.shape != (rows,) or (found < 1).any() or (found > most).any():
+        raise ValueError(f"lengths={shown(lengths)} must be {rows} integers from 1 to {most}")
+    return found
+
+
+def _check_heads(query: Tensor, key: Tensor) -> None:
+    if query.dim() != 4 or key.dim() != 4 or len(query) != len(key) or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} must be [B, heads, positions, D] alike"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{query.shape[1]} heads are no multiple of {key.shape[1]} key/value heads")
+
+
+def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray) -> None:
+    """Raise ValueError where a kernel would read beyond its lists."""
+    if tuple(tiles.place.shape) != (len(query), query.shape[2]):
+        raise ValueError(
+            f"tiles are of calls {tuple(tiles.place.shape)}, not of {len(query)} x {query.shape[2]} columns"
+        )
+    if index is None:
+        return
+    held, heads, blocks = index.count.shape
+    if heads != query.shape[1] or tiles.last >= blocks:
+        raise ValueError(
+            f"index has {heads} heads and {blocks} blocks of queries; the call has {query.shape[1]} heads, and "
+            f"queries up to block {tiles.last}"
+        )
+    if rows.shape != (len(query),) or rows.min() < 0 or rows.max() >= held:
+        raise ValueError(f"rows={shown(rows.tolist())} must be {len(query)} integers from 0 to {held - 1}")
+
+
+def runs_on(backend: str, query: Tensor, size: int) -> str:
+    """Which path serves: "torch", "triton" or "flex". Raises ValueError: a backend that is asked for and not there."""
+    check_choice("backend", backend, BACKENDS)
+    if backend == "torch":
+        return backend
+    if backend == "flex":
+        if query.is_cuda and size % flex.FLEX_BLOCK:
+            raise ValueError(
+                f"backend='flex' takes blocks of multiples of {flex.FLEX_BLOCK} on a GPU, not block_size={size}; use "
+                "backend='auto'"
+            )
+        return backend
+    why = None
+    if not has_triton():
+        why = "the package triton is not installed"
+    elif query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        why = f"it has no {query.dtype}"
+    elif size * (1 << (query.shape[-1] - 1).bit_length()) * query.itemsize > MOST_SHARED:
+        why = f"a block of {size} queries of {query.shape[-1]} in {query.dtype} is too large for it"
+    elif not query.is_cuda and not interpreting():
+        why = f"it needs an NVIDIA GPU; the tensors are on {query.device}"
+    if backend == "triton" and why is not None:
+        raise ValueError(f"backend='triton' is not available: {why}; use backend='torch'")
+    return "triton" if why is None and (query.is_cuda or backend == "triton") else "torch"
+
+
+def _serving(backend: str) -> ModuleType:
+    """The module behind a name that `runs_on` returned."""
+    if backend == "triton":
+        # here alone: `import paradec.kernels.block_sparse` stays without triton
+        from paradec.kernels.block_sparse import triton
+
+        return triton
+    return flex if backend == "flex" else portable

@@ -1,0 +1,169 @@
+"""The "torch" backend: plain PyTorch operations over a few blocks of queries at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles
+
+CHUNK = 2**20
+"""Elements of keys that are gathered at a time, beyond what one block of queries needs."""
+TILES = 2**19
+"""Scores that are computed at a time, likewise: they should stay in a core's cache."""
+
+
+def means(
+    query: Tensor,
+    key: Tensor,
+    size: int,
+    lengths: np.ndarray,
+    first: np.ndarray,
+    logsumexp: Tensor | None,
+    scale: float,
+) -> Tensor:
+    rows, heads, length, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    groups = heads // key.shape[1]
+    means = query.new_zeros((rows, heads, -(-length // size), -(-length // size)), dtype=wide)
+    at_once = max(1, TILES // (size * length)) * size  # whole blocks of queries
+    for row in range(rows):
+        real, split = int(lengths[row]), int(first[row])
+        here = -(-real // size)
+        extent = torch.full((here,), size, dtype=wide, device=query.device)
+        extent[-1] = real - (here - 1) * size
+        for head in range(heads):
+            keys = F.pad(key[row, head // groups, :real].to(wide) * scale, (0, 0, 0, here * size - real))
+            for begin in range(0, real, at_once):
+                end = min(begin + at_once, real)
+                scores = query[row, head, begin:end].to(wide) @ keys.T
+                scores[:, real:] = -torch.inf
+                known = None if logsumexp is None else logsumexp[row, head, begin:end, None].to(wide)
+                sums = _normed(scores.view(end - begin, here, size), split, known)
+                tiles = F.pad(sums, (0, 0, 0, -(end - begin) % size)).view(-1, size, here).sum(1)
+                at = slice(begin // size, begin // size + len(tiles))
+                means[row, head, at, :here] = tiles / (extent[at, None] * extent)
+    return means
+
+
+def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
+    """The probability in each block, [m, n], of scores [m, n, size], which are overwritten: blocks before `split` share
+    a softmax over all, whose log-sum-exps [m, 1] may be known, those from there on one over themselves."""
+    prompt, answer = scores[:, :split], scores[:, split:]
+    shift = scores.amax((1, 2)).unsqueeze(1) if logsumexp is None else logsumexp
+    total: Tensor | float = 0.0
+    parts = []
+    if split:
+        parts.append(prompt.sub_(shift.unsqueeze(2)).exp_().sum(2))
+        total = parts[0].sum(1, keepdim=True)
+    if split < scores.shape[1]:
+        # its own maximum: beside a strong prompt it could vanish
+        top = answer.amax((1, 2)).unsqueeze(1)
+        found = answer.sub_(top.unsqueeze(2)).exp_().sum(2)
+        mass = found.sum(1, keepdim=True)
+        total = total + mass * (top - shift).exp()
+        parts.append(found / mass)
+    if split and logsumexp is None:
+        parts[0] = parts[0] / total
+    return torch.cat(parts, 1)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: BlockIndex | None,
+    tiles: QueryTiles,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+    scale: float,
+    size: int,
+    return_logsumexp: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gather the listed key blocks of a few query blocks at a time and attend to them."""
+    (batch, heads, _, width), (_, key_heads, keys, _) = query.shape, key.shape
+    device, count, total = query.device, tiles.block.shape[1], -(-keys // size)
+    listed, number = lists_of(query, index, tiles, rows, total, size)
+    # flattened to one entry per item below
+    listed, number = listed.flatten(0, 2).long(), number.flatten()
+    owner = (
+        torch.arange(batch, device=device)[:, None] * key_heads
+        + torch.arange(heads, device=device) * key_heads // heads
+    )
+    owner = owner[:, :, None].expand(batch, heads, count).reshape(-1, 1)
+    limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * count).reshape(-1, 1)
+    key_blocks, value_blocks = (_in_blocks(part, total, size) for part in (key, value))
+
+    queries = by_tile(query, tiles, size).reshape(-1, 1, size, width).to(key.dtype)
+    out = value.new_empty((len(queries), size, value.shape[-1]))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sums = query.new_empty((len(queries), size), dtype=wide) if return_logsumexp else None
+    most = listed.shape[1]
+    at_once = max(1, CHUNK // (most * size * width))
+    slot, inside = torch.arange(most, device=device), torch.arange(size, device=device)
+    for begin in range(0, len(queries), at_once):
+        at = slice(begin, begin + at_once)
+        chosen = listed[at]
+        seen = (slot < number[at, None])[..., None] & (chosen[..., None] * size + inside < limit[at, None])
+        chosen = (owner[at] * total + chosen.clamp(max=total - 1)).view(-1)
+        near = key_blocks.index_select(0, chosen).view(-1, 1, most * size, width)
+        values = value_blocks.index_select(0, chosen).view(-1, 1, most * size, value.shape[-1])
+        seen = seen.view(-1, 1, 1, most * size)
+        mask = None if seen.all() else seen
+        part = F.scaled_dot_product_attention(queries[at], near, values, attn_mask=mask, scale=scale)
+        if mask is not None:  # where nothing is seen, releases of torch differ
+            part = part.masked_fill(~seen.any(-1, keepdim=True), 0)
+        out[at] = part.squeeze(1)
+        if sums is not None:
+            scores = (queries[at].to(wide) @ near.to(wide).transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+            sums[at] = scores.logsumexp(-1).squeeze(1)
+    out = by_column(out.view(batch, heads, count * size, -1), tiles)
+    return out, None if sums is None else by_column(sums.view(batch, heads, -1, 1), tiles).squeeze(-1)
+
+
+def lists_of(
+    query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray, total: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """The lists of the call's tiles [B, H, T, most], of all `total` key blocks without an `index`; and how many entries
+    each has [B, H, T]."""
+    (batch, heads), device = query.shape[:2], query.device
+    if index is None:
+        index = _every_block(batch, heads, tiles.last + 1, total, size, device)
+        rows = np.arange(batch)
+    row = torch.as_tensor(rows, device=device)[:, None, None]
+    head = torch.arange(heads, device=device)[:, None]
+    block = tiles.block.long()[:, None]
+    return index.blocks[row, head, block], index.count[row, head, block]
+
+
+def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
+    """[B, H, Q, D] -> [B, H, T * size, D]: the queries of each tile, and anything behind them."""
+    (batch, heads, columns, width), count = query.shape, tiles.block.shape[1]
+    if tiles.aligned:
+        return F.pad(query, (0, 0, 0, count * size - columns))
+    column = tiles.first.long().unsqueeze(-1) + torch.arange(size, device=query.device)
+    column = column.clamp(max=columns - 1).flatten(1)[:, None, :, None]
+    return query.gather(2, column.expand(batch, heads, -1, width))
+
+
+def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
+    """[B, H, T * size, D] -> [B, H, Q, D], the inverse."""
+    columns = tiles.place.shape[1]
+    if tiles.aligned:
+        return tensor[:, :, :columns]
+    place = tiles.place[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
+    return tensor.gather(2, place)
+
+
+def _in_blocks(tensor: Tensor, blocks: int, size: int) -> Tensor:
+    """[B, G, K, D] -> [B * G * blocks, size, D], padded with zeros; a copy only where it has to be."""
+    short = blocks * size - tensor.shape[2]
+    return (F.pad(tensor, (0, 0, 0, short)) if short else tensor).reshape(-1, size, tensor.shape[-1])
+
+
+def _every_block(batch: int, heads: int, count: int, total: int, size: int, device: torch.device) -> BlockIndex:
+    """Lists of all key blocks, without memory of their own."""
+    every = torch.arange(total, device=device).expand(batch, heads, count, total)
+    return BlockIndex(torch.full((1,), total, device=device).expand(batch, heads, count), every, size)

@@ -1,0 +1,81 @@
+"""Tile means, selection and attention by their definitions, in float64; tensors of queries x keys are written out.
+
+Both paths and flex_attention are held to these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def scores_of(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """[B, H, Q, K]: query . key * scale, which None sets to D ** -0.5."""
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return query.double() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def reference_means(
+    query: Tensor, key: Tensor, size: int, lengths: Sequence[int], first: Sequence[int] | None = None
+) -> Tensor:
+    """What `block_means` returns: p = softmax(scores) over a row's keys, but over those from block `first` on alone for
+    these; [i, j] is the mean of p over the queries of block i and the keys of block j."""
+    scores, blocks = scores_of(query, key), math.ceil(query.shape[2] / size)
+    means = scores.new_zeros(*query.shape[:2], blocks, blocks)
+    for row, length in enumerate(lengths):
+        p = scores[row, :, :length, :length].softmax(-1)
+        if first is not None:
+            split = first[row] * size
+            p[:, :, split:] = scores[row, :, :length, split:length].softmax(-1)
+        for i in range(math.ceil(length / size)):
+            for j in range(math.ceil(length / size)):
+                tile = p[:, i * size : (i + 1) * size, j * size : (j + 1) * size]
+                means[row, :, i, j] = tile.mean((1, 2))
+    return means
+
+
+def reference_selection(
+    means: Tensor, select: float, size: int, lengths: Sequence[int], new: Sequence[int], joint: Tensor | None = None
+) -> Tensor:
+    """What `select_blocks` chooses with `first` of `generation_block`, as a mask [B, H, n, n].
+
+    Of the n blocks of each part min(n, max(1, int(n * select) + 1)) are kept, the highest of `means`; with `joint`,
+    those of the prompt that are among so many of all blocks."""
+    chosen = torch.zeros_like(means, dtype=torch.bool)
+    for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
+        blocks = math.ceil(length / size)
+        last = next((j for j in range(blocks) if length - j * size <= answer), blocks - 1)
+        for head in range(means.shape[1]):
+            for query in range(blocks):
+                kept = _best(means[row, head, query], range(last, blocks), select)
+                if joint is None:
+                    kept += _best(means[row, head, query], range(last), select)
+                else:
+                    kept += [j for j in _best(joint[row, head, query], range(blocks), select) if j < last]
+                chosen[row, head, query, kept] = True
+    return chosen
+
+
+def _best(values: Tensor, among: range, select: float) -> list[int]:
+    kept = min(len(among), max(1, int(len(among) * select) + 1))
+    return sorted(among, key=lambda j: (-float(values[j]), j))[:kept]
+
+
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """What `sparse_attention` returns: softmax(scores) . value over the real keys that `visible` [B, H, Q, K] allows,
+    and the log-sum-exps; 0 and -inf where it allows none."""
+    real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
+    scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
+    value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)
+    return scores.softmax(-1).nan_to_num(0) @ value, scores.logsumexp(-1)
+
+
+def visible_keys(mask: Tensor, size: int, positions: Tensor, keys: int) -> Tensor:
+    """Block mask [B, H, n, n] -> [B, H, Q, K] for queries at positions [B, Q]."""
+    wide = mask.repeat_interleave(size, 3)[..., :keys]
+    return torch.stack([wide[row][:, positions[row] // size] for row in range(len(mask))])

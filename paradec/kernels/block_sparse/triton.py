@@ -1,0 +1,275 @@
+"""The "triton" backend: the kernels and what launches them. Imports triton, and so is itself imported where this
+backend is first taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paradec.kernels import interpreting
+from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles, blocks_in
+
+
+def means(
+    query: Tensor,
+    key: Tensor,
+    size: int,
+    lengths: np.ndarray,
+    first: np.ndarray,
+    logsumexp: Tensor | None,
+    scale: float,
+) -> Tensor:
+    query, key = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key))
+    rows, heads, length, width = query.shape
+    blocks = -(-length // size)
+    bounds = torch.as_tensor(np.stack((lengths, first)), dtype=torch.int32, device=query.device)
+    shapes = _tile_shapes(query, size)
+    common = (*query.stride()[:3], *key.stride()[:3], heads, heads // key.shape[1], length, scale)
+    # [2, B, H, L]: over all keys, and over those of the answer alone
+    sums = torch.empty((2, rows, heads, length), dtype=torch.float32, device=query.device)
+    if logsumexp is not None:
+        sums[0] = logsumexp
+    answer = bool((first < blocks_in(lengths, size)).any())
+    for part in range(2):
+        if (part == 0 and logsumexp is None) or (part == 1 and answer):
+            grid = (-(-length // shapes["QUERIES"]), rows * heads)
+            _logsumexp_kernel[grid](
+                query, key, sums[part], bounds, *common, SIZE=size, AFTER=part, **shapes, **_launch(query, shapes)
+            )
+    means = torch.empty((rows, heads, blocks, blocks), dtype=torch.float32, device=query.device)
+    tall = shapes | {"QUERIES": max(16, triton.next_power_of_2(size))}
+    _means_kernel[(blocks, rows * heads)](
+        query, key, sums, means, bounds, rows, *common, blocks, SIZE=size, **tall, **_launch(query, tall)
+    )
+    return means
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: BlockIndex | None,
+    tiles: QueryTiles,
+    lengths: np.ndarray,
+    rows: np.ndarray,
+    scale: float,
+    size: int,
+    return_logsumexp: bool,
+) -> tuple[Tensor, Tensor | None]:
+    query, key, value = (p if p.stride(-1) == 1 else p.contiguous() for p in (query, key, value))
+    (batch, heads, columns, width), device = query.shape, query.device
+    if value.shape[-1] != width:
+        raise ValueError(
+            f"backend='triton' takes one head dimension, not {width} for keys and {value.shape[-1]} values"
+        )
+    shapes = _tile_shapes(query, size, tiles.largest)
+    splits = -(-min(size, tiles.largest) // shapes["QUERIES"])
+    programs = tiles.block.shape[1] * splits * batch * heads
+    shares = _shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
+    # position by position, as the projection behind wants it; padding columns stay 0
+    kind = value.dtype if shares == 1 else torch.float32
+    out = torch.zeros((shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
+    sums = torch.full((shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
+    host = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
+    # dense: any pointer will do, it is not read
+    count, blocks = (host, host) if index is None else (index.count.contiguous(), index.blocks.contiguous())
+    _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, shares)](
+        query, key, value, out, sums, count, blocks, host, tiles.block, tiles.first, tiles.count,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:4],
+        heads, heads // key.shape[1], columns, batch, tiles.block.shape[1],
+        1 if index is None else count.shape[2], 1 if index is None else blocks.shape[3], scale,
+        SIZE=size, SPLITS=splits, DENSE=index is None, **shapes, **_launch(query, shapes),
+    )  # fmt: skip
+    if shares == 1:
+        return out[0], sums[0] if return_logsumexp else None
+    total = sums.logsumexp(0)
+    weights = (sums - total).exp().nan_to_num(0.0).unsqueeze(-1)  # an empty list: -inf - -inf
+    return (weights * out).sum(0).to(value.dtype), total if return_logsumexp else None
+
+
+def _shares(programs: int, most: int, device: torch.device) -> int:
+    """How many programs share a list of up to `most` blocks, so that a small window keeps the whole device busy."""
+    if device.type != "cuda":
+        return 1
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(-(-wanted // programs), most // 4, 16))
+
+
+def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[str, Any]:
+    """The kernels' compile-time sizes: queries and keys per tile, the head dimension, and how to compute."""
+    width = query.shape[-1]
+    padded = max(16, triton.next_power_of_2(width))
+    needed = triton.next_power_of_2(size if queries is None else min(size, queries))
+    # 16 KiB of keys at a time: with values, and some loaded ahead, that fits beside the queries
+    keys = min(64, triton.next_power_of_2(size), 2**14 // (padded * query.itemsize))
+    return {
+        "QUERIES": max(16, min(128 if width <= 128 else 64, needed)),
+        "KEYS": max(16, keys),
+        "WIDTH": width,
+        "PADDED": padded,
+        # the interpreter computes bfloat16 as if it were an integer
+        "UPCAST": query.dtype == torch.bfloat16 and interpreting(),
+        # float32 stays float32 instead of the tensor cores' 10 bits
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+
+
+def _launch(query: Tensor, shapes: dict[str, Any]) -> dict[str, int]:
+    """Warps and pipeline stages; no tuning run, which would take the first step of every shape."""
+    large = shapes["QUERIES"] * shapes["PADDED"] >= 128 * 128
+    return {"num_warps": 8 if large else 4, "num_stages": 2 if query.dtype == torch.float32 else 3}
+
+
+@triton.jit
+def _load(pointer, rows, stride, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr):
+    """[rows, PADDED] of a matrix with so many elements from row to row, 0 where not `inside` or beyond WIDTH."""
+    column = tl.arange(0, PADDED)
+    at = pointer + rows[:, None] * stride + column[None, :]
+    tile = tl.load(at, mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _attention_kernel(
+    query, key, value, out, sums, counts, blocks, host, tile_block, tile_first, tile_count,
+    query_row, query_head, query_step, key_row, key_head, key_step, value_row, value_head, value_step,
+    out_share, out_row, out_head, out_step, heads, groups, columns, batch, tiles, query_blocks, most, scale,
+    SIZE: tl.constexpr, SPLITS: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries (or a part of it) of one row and head, one share of its list; softmax in base 2."""
+    tile = tl.program_id(0) // SPLITS
+    part = tl.program_id(0) % SPLITS
+    row = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    count = tl.load(tile_count + row * tiles + tile)
+    if part * QUERIES >= count:
+        return
+    offset = part * QUERIES + tl.arange(0, QUERIES)
+    here = offset < count
+    column = tl.load(tile_first + row * tiles + tile) + offset
+    q = _load(query + row * query_row + head * query_head, column, query_step, here, WIDTH, PADDED, UPCAST)
+    key += row * key_row + (head // groups) * key_head
+    value += row * value_row + (head // groups) * value_head
+    length = tl.load(host + row)
+    if DENSE:
+        number = (length + SIZE - 1) // SIZE
+    else:
+        listed = (tl.load(host + batch + row).to(tl.int64) * heads + head) * query_blocks
+        listed += tl.load(tile_block + row * tiles + tile)
+        number = tl.load(counts + listed)
+        blocks += listed * most
+    PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
+    share = tl.program_id(2)
+    shares = tl.num_programs(2)
+    to_bits = scale * 1.4426950408889634
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, PADDED], tl.float32)
+    for step in range(number * share // shares * PARTS, number * (share + 1) // shares * PARTS):
+        if DENSE:
+            block = step // PARTS
+        else:
+            block = tl.load(blocks + step // PARTS).to(tl.int32)
+        inner = (step % PARTS) * KEYS + tl.arange(0, KEYS)
+        position = block * SIZE + inner
+        seen = (inner < SIZE) & (position < length)
+        k = _load(key, position, key_step, seen, WIDTH, PADDED, UPCAST)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * to_bits
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        # a tile beyond the row's end leaves -inf - -inf
+        base = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = _load(value, position, value_step, seen, WIDTH, PADDED, UPCAST)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        highest = above
+    some = total > 0
+    mixed = mixed / tl.where(some, total, 1.0)[:, None]
+    width = tl.arange(0, PADDED)
+    at = out + share * out_share + row * out_row + head * out_head + column[:, None] * out_step + width[None, :]
+    tl.store(at, mixed.to(out.dtype.element_ty), mask=here[:, None] & (width[None, :] < WIDTH))
+    found = (highest + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453
+    at = ((share * batch + row) * heads + head) * columns + column
+    tl.store(sums + at, tl.where(some, found, float("-inf")), mask=here)
+
+
+@triton.jit
+def _logsumexp_kernel(
+    query, key, sums, bounds, query_row, query_head, query_step, key_row, key_head, key_step,
+    heads, groups, columns, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of each query's scores over all keys, or (AFTER) over those from the answer's first block on."""
+    row = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    length = tl.load(bounds + row)
+    column = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    here = column < length
+    q = _load(query + row * query_row + head * query_head, column, query_step, here, WIDTH, PADDED, UPCAST)
+    key += row * key_row + (head // groups) * key_head
+    begin = 0
+    if AFTER:
+        begin = tl.load(bounds + tl.num_programs(1) // heads + row) * SIZE
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    for start in range(begin, length, KEYS):
+        position = start + tl.arange(0, KEYS)
+        seen = position < length
+        k = _load(key, position, key_step, seen, WIDTH, PADDED, UPCAST)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        total = total * tl.exp2(highest - above) + tl.sum(tl.exp2(scores - above[:, None]), 1)
+        highest = above
+    found = (highest + tl.log2(total)) * 0.6931471805599453
+    tl.store(sums + (row * heads + head) * columns + column, found, mask=here)
+
+
+@triton.jit
+def _means_kernel(
+    query, key, sums, means, bounds, rows, query_row, query_head, query_step, key_row, key_head, key_step,
+    heads, groups, columns, scale, blocks, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of queries against every block of keys: probabilities are summed and forgotten."""
+    block = tl.program_id(0)
+    row = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    length = tl.load(bounds + row)
+    first = tl.load(bounds + rows + row)
+    offset = tl.arange(0, QUERIES)
+    column = block * SIZE + offset
+    here = (offset < SIZE) & (column < length)
+    q = _load(query + row * query_row + head * query_head, column, query_step, here, WIDTH, PADDED, UPCAST)
+    key += row * key_row + (head // groups) * key_head
+    means += ((row * heads + head) * blocks + block) * blocks
+    at = (row * heads + head) * columns + column
+    LOG2E: tl.constexpr = 1.4426950408889634
+    over_all = tl.load(sums + at, mask=here, other=0.0) * LOG2E
+    at = ((row + rows) * heads + head) * columns + column
+    over_answer = tl.load(sums + at, mask=here, other=0.0) * LOG2E
+    real = tl.minimum(SIZE, length - block * SIZE)
+    for other in range(0, blocks):
+        norm = tl.where(other < first, over_all, over_answer)
+        found = tl.zeros([QUERIES], tl.float32)
+        for start in tl.static_range(0, SIZE, KEYS):
+            inner = start + tl.arange(0, KEYS)
+            position = other * SIZE + inner
+            seen = (inner < SIZE) & (position < length)
+            k = _load(key, position, key_step, seen, WIDTH, PADDED, UPCAST)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            weights = tl.exp2(scores - norm[:, None])
+            found += tl.sum(tl.where(seen[None, :] & here[:, None], weights, 0.0), 1)
+        area = tl.maximum(real, 1) * tl.maximum(tl.minimum(SIZE, length - other * SIZE), 1)
+        tl.store(means + other, tl.sum(found, 0) / area.to(tl.float32))

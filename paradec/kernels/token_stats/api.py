@@ -1,0 +1,124 @@
+"""Which path serves which logits, and what is checked before any of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paradec.checks import check_choice, check_number, check_temperature, shown
+from paradec.kernels import has_triton, interpreting
+from paradec.kernels.token_stats.portable import portable_stats
+from paradec.kernels.token_stats.reference import FIELDS, Draws, TokenStats
+
+PATHS = ("float64", "chunked", "triton")
+SMALL_VOCABULARY = 2**13
+"""Up to so many words "float64" serves all logits: little beside any forward."""
+IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
+"""What the kernel finds: a logarithm of p + 1e-10 takes the normalized p, and so a second read."""
+
+
+def token_stats(
+    logits: Tensor,
+    *,
+    fields: Sequence[str] | None = None,
+    temperature: float = 1.0,
+    ids: Tensor | None = None,
+    draws: Draws | None = None,
+    path: str | None = None,
+) -> TokenStats:
+    """Statistics of each row's distribution softmax(logits / temperature).
+
+    Args:
+        logits: [..., V] of any float dtype, rows strided as they like; -inf excludes a word.
+        fields: which of `FIELDS` are wanted; None is all. `token` and `prob` always come.
+        temperature: divides the logits before everything but `gap` (Dream); LLaDA's statistics have 1.
+        ids: [...] or [..., K] int64: words whose probabilities are wanted, each from 0 to V - 1 (not checked on
+            accelerators, which would have to be waited for).
+        draws: asks for a sample by the Gumbel-max trick.
+        path: one of `PATHS`; None asks `path_for`.
+
+    Raises:
+        TypeError: logits that are no float tensor. ValueError: any other argument out of its range, or a path that
+            this machine does not have.
+    """
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")
+    if not logits.dim() or not logits.shape[-1]:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no words; expected [..., V]")
+    wanted = frozenset(FIELDS) if fields is None else frozenset(fields)
+    for name in wanted:
+        check_choice("fields", name, FIELDS)
+    check_number("temperature", temperature, low=1e-6, high=1e6)
+    if ids is not None:
+        _check_ids(ids, logits)
+    if draws is not None:
+        _check_draws(draws, logits)
+    if path is not None:
+        check_choice("path", path, PATHS)
+        if path == "triton":
+            _check_triton(logits, wanted)
+    return read_stats(logits, wanted, float(temperature), ids, draws, path)
+
+
+def read_stats(
+    logits: Tensor,
+    wanted: frozenset[str],
+    temperature: float = 1.0,
+    ids: Tensor | None = None,
+    draws: Draws | None = None,
+    path: str | None = None,
+) -> TokenStats:
+    """`token_stats` without its checks, for callers at every step."""
+    if path is None:
+        path = path_for(logits, wanted)
+    if path == "triton":
+        # here alone: `import paradec` stays without triton
+        from paradec.kernels.token_stats.triton import triton_stats
+
+        return triton_stats(logits, wanted, temperature, ids, draws)
+    return portable_stats(path, logits, wanted, temperature, ids, draws)
+
+
+def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
+    """The path that serves these logits: it depends on dtype, vocabulary and device, never on how many rows there
+    are."""
+    if logits.dtype == torch.float64 or logits.shape[-1] <= SMALL_VOCABULARY:
+        return "float64"
+    return "triton" if logits.is_cuda and fields <= IN_ONE_READ and has_triton() else "chunked"
+
+
+def _check_ids(ids: Tensor, logits: Tensor) -> None:
+    lead = logits.shape[:-1]
+    if ids.dtype != torch.int64 or ids.shape[: len(lead)] != lead or ids.dim() > logits.dim():
+        raise ValueError(
+            f"ids must be int64 of shape {tuple(lead)} or {(*lead, 'K')}, not {ids.dtype} {tuple(ids.shape)}"
+        )
+    if ids.is_cpu and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
+        raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())} must be from 0 to {logits.shape[-1] - 1}")
+
+
+def _check_draws(draws: Draws, logits: Tensor) -> None:
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"draws take logits [R, V] or [R, W, V], not {tuple(logits.shape)}")
+    rows, lead = logits.shape[0], tuple(logits.shape[:-1])
+    for name, shape in (("keys", (rows, 2)), ("steps", (rows,)), ("positions", lead)):
+        given = getattr(draws, name)
+        if given.dtype != torch.int64 or tuple(given.shape) != shape:
+            raise ValueError(f"draws.{name} must be int64 {shape}, not {given.dtype} {tuple(given.shape)}")
+    check_temperature("draws.temperature", draws.temperature)
+    if draws.temperature == 0:
+        raise ValueError("draws.temperature=0 draws nothing: leave draws out, the best word is `token`")
+
+
+def _check_triton(logits: Tensor, wanted: frozenset[str]) -> None:
+    missing = sorted(wanted - IN_ONE_READ)
+    if missing:
+        raise ValueError(f"path='triton' has no {missing[0]}, which takes a second read; use path='chunked'")
+    if logits.dtype == torch.float64:
+        raise ValueError("path='triton' computes in float32; for float64 logits use path='float64'")
+    if not logits.is_cuda and not interpreting():
+        raise ValueError(f"path='triton' takes logits on a CUDA device, not on {logits.device}; use path='chunked'")
+    if not has_triton():
+        raise ValueError("path='triton' needs the package triton; install it, or use path='chunked'")

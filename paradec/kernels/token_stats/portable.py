@@ -1,0 +1,224 @@
+"""The PyTorch paths, "float64" and "chunked": a few rows at a time, which stay in a processor's caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.kernels.token_stats.reference import EPSILON, Draws, TokenStats
+
+CPU_CHUNK = 2**17
+"""Words that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, what a core has to itself."""
+FLOAT64_CPU_CHUNK = 2**19
+"""The same for "float64", which takes twice as long per word outside the processor's caches."""
+CHUNK = 2**25
+"""The same on accelerators."""
+NOISE_CHUNK = 2**22
+"""The same where noise is drawn, which takes some 100 bytes a word while it is made."""
+FLOOR, LEAST = -87.0, 2e-38
+"""Where a word's difference to the best one, over the temperature, is cut off in float32; and the share up to which a
+word then counts as one without any. exp(-87) is 1.6e-38, and processors take ten times as long over an exp whose result
+is no normal number, as at low temperatures and of excluded words."""
+
+
+def portable_stats(
+    path: str, logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: Draws | None
+) -> TokenStats:
+    """`token_stats`, unchecked. path: "float64" or "chunked"."""
+    if draws is not None:
+        sample = _samples(logits, draws)
+        asked = sample if ids is None else torch.cat((ids.reshape(*sample.shape, -1), sample.unsqueeze(-1)), -1)
+        found = portable_stats(path, logits, wanted, temperature, asked, None)
+        if ids is None:
+            return found._replace(ids_prob=None, sample=sample, sample_prob=found.ids_prob)
+        both = found.ids_prob
+        assert both is not None
+        return found._replace(ids_prob=both[..., :-1].reshape(ids.shape), sample=sample, sample_prob=both[..., -1])
+    if path == "chunked":
+        return _from_sums(_all_sums(logits, wanted, temperature), logits, temperature, ids)
+    if logits.numel() <= (FLOAT64_CPU_CHUNK if logits.is_cpu else CHUNK):
+        return float64_stats(logits, wanted, temperature, ids)
+    lead, parts, at = logits.shape[:-1], [], 0
+    queue = None if ids is None else ids.reshape(-1, *ids.shape[len(lead) :])
+    for rows in _pieces(logits, FLOAT64_CPU_CHUNK, CHUNK):
+        here = slice(at, at + len(rows))
+        parts.append(float64_stats(rows, wanted, temperature, None if queue is None else queue[here]))
+        at = here.stop
+    fields: list[Any] = [None if each is None else each.view(lead + each.shape[1:]) for each in _joined(parts)]
+    return TokenStats(*fields)
+
+
+def _joined(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Any]:
+    """Field by field, the parts' rows one below the other."""
+    return [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
+
+
+def _pieces(logits: Tensor, on_cpu: int, elsewhere: int) -> Iterator[Tensor]:
+    """[..., V] as views [n, V] of about so many words, in order: one at least."""
+    rows = max(1, (on_cpu if logits.is_cpu else elsewhere) // logits.shape[-1])
+    if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
+        yield from logits.reshape(-1, logits.shape[-1]).split(rows)
+    else:
+        for part in logits:
+            yield from _pieces(part, on_cpu, elsewhere)
+
+
+def float64_stats(
+    logits: Tensor, wanted: frozenset[str], temperature: float = 1.0, ids: Tensor | None = None
+) -> TokenStats:
+    """In float64 and few passes. Arguments as in `token_stats`, unchecked, and all at once in memory."""
+    # what follows works in place where it can: these passes over the vocabulary are most of a small model's step
+    wide = None
+    if temperature != 1:
+        # what is divided are differences, which stay finite, or -inf, at every temperature
+        wide = logits.to(torch.float64, copy=True)
+        p = wide.sub_(wide.amax(-1, keepdim=True)).div_(temperature).softmax(dim=-1)
+    elif "entropy" in wanted or "smoothed_entropy" in wanted:
+        wide = logits.to(torch.float64, copy=True)
+        p = wide.softmax(dim=-1)
+    else:
+        p = logits.softmax(dim=-1, dtype=torch.float64)
+    best, first = p.max(dim=-1)
+    if not wanted and ids is None:
+        return TokenStats(first, best)
+    ids_prob = second = margin = entropy = smoothed = gap = logsumexp = nonfinite = None
+    if ids is not None:
+        ids_prob = p.gather(-1, ids) if ids.dim() == p.dim() else p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    if "gap" in wanted:
+        highest = logits.topk(min(2, logits.shape[-1]), dim=-1).values.double()
+        gap = highest[..., 0] - highest[..., 1] if logits.shape[-1] > 1 else torch.full_like(best, torch.inf)
+    if "smoothed_entropy" in wanted:
+        # `wide` is free to be overwritten where the other entropy does not need it
+        logarithm = (p + EPSILON).log_() if "entropy" in wanted else torch.add(p, EPSILON, out=wide).log_()
+        smoothed = -logarithm.mul_(p).sum(-1)
+    if not wanted.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
+        at = first.unsqueeze(-1)
+        if "entropy" in wanted:
+            # sum p (z - z_best) + ln p_best needs no logarithm per word; both terms are negative, so nothing cancels
+            assert wide is not None
+            spread = wide.sub_(wide.gather(-1, at)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
+        p.scatter_(-1, at, 0)
+        if "entropy" in wanted or "logsumexp" in wanted:
+            beyond = (p.sum(-1) / best).log1p()  # -ln p_best
+        if "entropy" in wanted:
+            entropy = beyond - spread
+        if "logsumexp" in wanted:
+            logsumexp = logits.gather(-1, at).squeeze(-1).double() / temperature + beyond
+        if "second_prob" in wanted or "margin" in wanted:
+            second = p.amax(-1)
+            margin = best - second
+    if "nonfinite" in wanted:
+        nonfinite = best.isnan()
+    return TokenStats(first, best, second, margin, entropy, smoothed, logsumexp, gap, nonfinite, ids_prob)
+
+
+class _Sums(NamedTuple):
+    """What the portable path reads of rows [n, V]; all else follows from it at once for all rows. Each [n]."""
+
+    token: Tensor
+    top: Tensor
+    """Float64, as all that follows: the largest logit."""
+    second: Tensor
+    rest: Tensor
+    weight: Tensor | None
+    others: Tensor | None
+    """Sum of p / (p + EPSILON / 2) over all words but the best."""
+
+
+def _all_sums(logits: Tensor, wanted: frozenset[str], temperature: float) -> _Sums:
+    """Of all rows of [..., V], each field [N]."""
+    pieces = list(_pieces(logits.detach(), CPU_CHUNK, CHUNK))
+    shape = max(map(len, pieces)), logits.shape[-1]
+    scratch = [torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(2)]
+    return _Sums(*_joined(_sums(rows, wanted, temperature, scratch) for rows in pieces))
+
+
+def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, scratch: list[Tensor]) -> _Sums:
+    """Of as many rows as fit into the caches. scratch: two of [at least n, V] float32, overwritten."""
+    apart, share = (buffer[: len(logits)] for buffer in scratch)
+    if logits.dtype.itemsize < 4:  # differences would be rounded to it
+        logits = apart.copy_(logits)
+    at, top, second = _two_best(logits)
+    torch.sub(logits, top, out=apart)
+    if temperature != 1:
+        apart.mul_(1 / temperature)
+    torch.exp(apart.clamp_(min=FLOOR).scatter_(-1, at, FLOOR), out=share)
+    rest = torch.threshold_(share, LEAST, 0.0).sum(-1).double()  # NaN stays
+    weight = others = None
+    if "entropy" in wanted or "smoothed_entropy" in wanted:
+        weight = apart.mul_(share).sum(-1).double()
+    if "smoothed_entropy" in wanted:
+        # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h); the best word's share stands at 0
+        half = EPSILON / 2 * (1 + rest)
+        others = share.shape[-1] - half * torch.add(share, half.float().unsqueeze(-1), out=apart).reciprocal_().sum(-1)
+    return _Sums(at.squeeze(-1), top.squeeze(-1).double(), second.double(), rest, weight, others)
+
+
+def _from_sums(sums: _Sums, logits: Tensor, temperature: float, ids: Tensor | None) -> TokenStats:
+    """Statistics of logits [..., V] from the fields of `_Sums` for each of their rows."""
+    lead = logits.shape[:-1]
+    token, top, second, rest = (each.view(lead) for each in sums[:4])
+    weight, others = (None if each is None else each.view(lead) for each in sums[4:])
+    total = 1 + rest
+    nonfinite = ~(top.isfinite() & rest.isfinite())
+    best = torch.where(nonfinite, torch.nan, 1 / total)
+    ids_prob = entropy = smoothed = None
+    if ids is not None:
+        chosen = logits.gather(-1, ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)).double()
+        ids_prob = (((chosen - top.unsqueeze(-1)) / temperature).exp() * best.unsqueeze(-1)).view(ids.shape)
+    second_prob = ((second - top) / temperature).exp() * best
+    if weight is not None:
+        entropy = torch.where(nonfinite, torch.nan, rest.log1p() - weight / total)
+        if others is not None:
+            # p ln(p + e) is p ln p + p ln(1 + e/p), and that addend e p / (p + e/2) to within e/13: no second logarithm
+            smoothed = entropy - EPSILON * others - best * (EPSILON / best).log1p()
+    return TokenStats(
+        token=token,
+        prob=best,
+        second_prob=second_prob,
+        margin=best - second_prob,
+        entropy=entropy,
+        smoothed_entropy=smoothed,
+        logsumexp=torch.where(nonfinite, torch.nan, top / temperature + rest.log1p()),
+        gap=torch.where(nonfinite, torch.nan, top - second),
+        nonfinite=nonfinite,
+        ids_prob=ids_prob,
+    )
+
+
+def _two_best(source: Tensor, size: int = 512) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the largest entry of [..., V] is (the lowest index on ties) [..., 1], itself [..., 1], and the second
+    largest [...].
+
+    Largest of stretches first, which is one vectorized pass; an index is then looked for in one stretch alone.
+    """
+    words = source.shape[-1]
+    whole = words // size * size
+    stretches = source[..., :whole].unflatten(-1, (whole // size, size)).amax(-1)
+    if whole < words:
+        stretches = torch.cat((stretches, source[..., whole:].amax(-1, keepdim=True)), -1)
+    top, stretch = stretches.max(-1, keepdim=True)
+    column = stretch * size + torch.arange(size, device=source.device)
+    inside = source.gather(-1, column.clamp(max=words - 1)).masked_fill_(column >= words, -torch.inf)
+    at = inside.argmax(-1, keepdim=True)
+    second = inside.scatter_(-1, at, -torch.inf).amax(-1)
+    others = stretches.scatter_(-1, stretch, -torch.inf).amax(-1)
+    return stretch * size + at, top, second.maximum(others)
+
+
+def _samples(logits: Tensor, draws: Draws) -> Tensor:
+    """Draw a word from each of the rows [..., V], in float64: [...]."""
+    found, at, noise = [], 0, draws.by_row()
+    for rows in _pieces(logits, CPU_CHUNK, NOISE_CHUNK):
+        here = slice(at, at + len(rows))
+        keys, steps, positions = (own[here] for own in noise)
+        uniform = rng.uniform(keys, steps, positions.unsqueeze(1), rows.shape[-1], rng.TOKEN_STREAM).squeeze(1)
+        # less the largest, which would take the noise's digits
+        wide = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(draws.temperature)
+        found.append(wide.add_(rng.gumbel(uniform)).argmax(-1))
+        at = here.stop
+    return torch.cat(found).view(logits.shape[:-1])

@@ -1,0 +1,125 @@
+"""What the statistics are: `TokenStats` and each field by its definition, in float64 and with nothing spared.
+
+Every path is held to `reference_stats`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paradec import rng
+
+EPSILON = 1e-10
+"""What Dream adds to probabilities within the logarithm."""
+
+
+class TokenStats(NamedTuple):
+    """What `token_stats` found. `[...]` are the logits' dimensions but the last; fields that were not asked for may be
+    None. Floats are float64. Where a row is `nonfinite` its floats are NaN and its ids mean nothing."""
+
+    token: Tensor
+    """[...] int64: the likeliest word, the lowest id on ties."""
+    prob: Tensor
+    """[...]: its probability."""
+    second_prob: Tensor | None = None
+    """[...]: the probability of the second likeliest; that of `token` again where two tie."""
+    margin: Tensor | None = None
+    """[...]: prob - second_prob."""
+    entropy: Tensor | None = None
+    """[...]: -sum p ln p, in nats."""
+    smoothed_entropy: Tensor | None = None
+    """[...]: -sum p ln(p + 1e-10), Dream's form of it."""
+    logsumexp: Tensor | None = None
+    """[...]: of the logits over `temperature`."""
+    gap: Tensor | None = None
+    """[...]: the largest logit minus the second largest, at the logits' own scale; inf where there is one word only."""
+    nonfinite: Tensor | None = None
+    """[...] bool: a logit is NaN or +inf, or all are -inf."""
+    ids_prob: Tensor | None = None
+    """Shaped as `ids`: their probabilities."""
+    sample: Tensor | None = None
+    """[...] int64: a word drawn from softmax(logits / draws.temperature)."""
+    sample_prob: Tensor | None = None
+    """[...]: its probability, under the same distribution as `prob`."""
+
+
+FIELDS = TokenStats._fields[:9]
+"""What `fields` may name; `ids_prob`, `sample` and `sample_prob` are there whenever `ids` and `draws` are."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where Gumbel noise comes from: word v of a position takes the number v of `rng.uniform`, so that a draw depends
+    neither on the batch nor on how the vocabulary is split.
+
+    Args:
+        keys: [R, 2] int64 row keys (`rng.row_keys`).
+        steps: [R] int64.
+        positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
+        temperature: words are drawn from softmax(logits / temperature), whatever the temperature of the statistics.
+    """
+
+    keys: Tensor
+    steps: Tensor
+    positions: Tensor
+    temperature: float = 1.0
+
+    def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys [N, 2], steps [N] and positions [N], one of each per row of the flattened logits."""
+        width = self.positions[0].numel() if len(self.positions) else 1
+        return (
+            self.keys.repeat_interleave(width, 0),
+            self.steps.repeat_interleave(width, 0),
+            self.positions.reshape(-1),
+        )
+
+
+def reference_stats(
+    logits: Tensor, temperature: float = 1.0, ids: Tensor | None = None, draws: Draws | None = None
+) -> TokenStats:
+    """All fields of logits [..., V]. Arguments as in `token_stats`, unchecked.
+
+    - z = (logits - max logits) / temperature
+    - p = exp(z) / sum exp(z)
+    - entropy = -sum p ln p = ln sum exp(z) - sum p z
+    - logsumexp = max logits / temperature + ln sum exp(z)
+    - sample = argmax (logits / draws.temperature + Gumbel noise)
+    """
+    logits = logits.double()
+    top, token = logits.max(-1, keepdim=True)
+    z = (logits - top) / temperature  # at most 0: no temperature overflows
+    nonfinite = z.isnan().any(-1)
+    z = z.masked_fill(nonfinite.unsqueeze(-1), torch.nan)
+    # 1 is the best word's; added to the others' it would take their digits
+    rest = z.exp().scatter(-1, token, 0).sum(-1)
+    p = z.exp() / (1 + rest.unsqueeze(-1))
+    # beside the only word, one that is excluded
+    best, second = F.pad(p, (0, 1)).sort(-1, descending=True).values[..., :2].unbind(-1)
+    highest, following = F.pad(logits, (0, 1), value=-torch.inf).sort(-1, descending=True).values[..., :2].unbind(-1)
+    ids_prob = sample = sample_prob = None
+    if ids is not None:
+        ids_prob = p.gather(-1, ids.reshape(*p.shape[:-1], -1)).view(ids.shape)
+    if draws is not None:
+        keys, steps, positions = draws.by_row()
+        uniform = rng.uniform(keys, steps, positions.unsqueeze(1), logits.shape[-1], rng.TOKEN_STREAM)
+        sample = ((logits - top) / draws.temperature + rng.gumbel(uniform).view(logits.shape)).argmax(-1)
+        sample_prob = p.gather(-1, sample.unsqueeze(-1)).squeeze(-1)
+    return TokenStats(
+        token=token.squeeze(-1),
+        prob=best,
+        second_prob=second,
+        margin=best - second,
+        entropy=rest.log1p() - torch.where(p == 0, 0, p * z).sum(-1),
+        smoothed_entropy=-(p * (p + EPSILON).log()).sum(-1),
+        logsumexp=(top.squeeze(-1) / temperature + rest.log1p()).masked_fill(nonfinite, torch.nan),
+        gap=(highest - following).masked_fill(nonfinite, torch.nan),
+        nonfinite=nonfinite,
+        ids_prob=ids_prob,
+        sample=sample,
+        sample_prob=sample_prob,
+    )
