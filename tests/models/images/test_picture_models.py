@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -312,7 +313,27 @@ def test_a_zero_in_a_preset_s_mapping_counts() -> None:
     assert images.picture_request(model, {}, Request()).guidance_scale == model.defaults["guidance_scale"] == 4.0
 
 
+def test_steps_are_for_samplers_with_a_schedule() -> None:
+    """The model's own go to those alone; one's own are said to have no effect with others."""
+    model = Tiles()
+    assert images.picture_request(model, {}).steps == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert images.picture_request(model, {"sampler": "threshold"}).steps is None
+    with pytest.warns(UserWarning, match="steps=4 has no effect: sampler 'threshold' has no schedule") as heard:
+        paradec.generate_images(model, class_labels=[1, 2], sampler="threshold", steps=4, output_type="latent")
+    assert heard[0].filename == __file__
+
+
 # ---- MAR's request --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 0.5])
+def test_the_temperature_of_mar_is_its_samplers(temperature: float) -> None:
+    for asked in ({"temperature": temperature}, {"sampler": samplers.create("mar"), "temperature": temperature}):
+        request = images.picture_request(tiny_mar(), asked)
+        assert request.sampler == samplers.create("mar", temperature=temperature)
+        assert request.temperature == DEFAULTS["temperature"]
 
 
 def test_mar_starts_from_a_request() -> None:
