@@ -371,10 +371,9 @@ def main() -> None:
         if value is not None and value < low:
             parser.error(f"--{name} {value} must be at least {low}")
 
+    from antibody_model import load_antiberty
     from rich.console import Console
     from rich.progress import Progress
-
-    from paradec.evaluation.antiberty import load_antiberty
 
     torch.set_num_threads(1)
     names = arguments.samplers.split(",") if arguments.samplers else None

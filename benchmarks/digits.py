@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from digit_quality import frechet_distance, load_classifier, moments
 from provenance import write_result
 from tables import digits_table
 from torch import Tensor
 
 import paradec
-from paradec.evaluation.digits import frechet_distance, load_classifier, moments
 from paradec.evaluation.metrics import wilson
 from paradec.images import contact_sheet, step_pictures
 

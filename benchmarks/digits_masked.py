@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from digit_quality import frechet_distance, load_classifier
 from digits import BATCH, judged
 from provenance import write_result
 from torch import Tensor
 
 import paradec
 from paradec import TaylorSeer
-from paradec.evaluation.digits import frechet_distance, load_classifier
 from paradec.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import paradec
-from paradec.evaluation import forecasts
+from paradec.evaluation.plot import check_plot
 from paradec.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="two pictures, 10 steps, no file")
     args = parser.parse_args()
     if args.plot:
-        forecasts.check_plot(args.plot)
+        check_plot(args.plot)
     if args.tiny:
         args.classes, args.steps = [3, 8], 10
 
@@ -66,9 +66,11 @@ def main() -> None:
     if not args.tiny:
         contact_sheet(to_pil(torch.cat(rows)), columns=len(args.classes), enlarge=4).save(args.compare)
     if args.plot:
-        points = forecasts.sweep(pipe, lambda: paint(args.steps), first_enhance=1)
-        print(forecasts.table(points))
-        forecasts.draw(points, args.plot)
+        import forecast_cost  # beside this file
+
+        points = forecast_cost.sweep(pipe, lambda: paint(args.steps), first_enhance=1)
+        print(forecast_cost.table(points))
+        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
 import paradec
-from paradec.evaluation import forecasts
+from paradec.evaluation.plot import check_plot
 from paradec.images import contact_sheet
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     if args.plot:
-        forecasts.check_plot(args.plot)
+        check_plot(args.plot)
 
     if args.tiny:
         pipe, labels = tiny(), [1, 2]
@@ -70,9 +70,11 @@ def main() -> None:
     if args.compare:
         contact_sheet(pipe.numpy_to_pil(np.concatenate((plain, fast))), columns=len(labels)).save(args.compare)
     if args.plot:
-        points = forecasts.sweep(pipe, lambda: torch.from_numpy(run()), first_enhance=2)
-        print(forecasts.table(points))
-        forecasts.draw(points, args.plot)
+        import forecast_cost  # beside this file
+
+        points = forecast_cost.sweep(pipe, lambda: torch.from_numpy(run()), first_enhance=2)
+        print(forecast_cost.table(points))
+        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

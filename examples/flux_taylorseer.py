@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 import paradec
-from paradec.evaluation import forecasts
+from paradec.evaluation.plot import check_plot
 from paradec.images import contact_sheet
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     if args.plot:
-        forecasts.check_plot(args.plot)
+        check_plot(args.plot)
 
     if args.tiny:
         pipe, call = tiny()
@@ -82,9 +82,11 @@ def main() -> None:
             pictures += run("pil")
         contact_sheet(pictures, columns=2).save(args.compare)
     if args.plot:
-        points = forecasts.sweep(pipe, run)
-        print(forecasts.table(points))
-        forecasts.draw(points, args.plot)
+        import forecast_cost  # beside this file
+
+        points = forecast_cost.sweep(pipe, run)
+        print(forecast_cost.table(points))
+        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

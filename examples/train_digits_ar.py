@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,9 +34,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample, kl_div, l1_loss, mse_loss, normalize
 
-from paradec.evaluation.digits import DigitClassifier, frechet_distance, moments
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig
 from paradec.models.images.vq import VQConfig, VQModel
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from digit_quality import DigitClassifier, frechet_distance, moments  # noqa: E402
 
 VQ = VQConfig(
     codebook_size=256,

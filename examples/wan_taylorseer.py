@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
 import paradec
-from paradec.evaluation import forecasts
+from paradec.evaluation.plot import check_plot
 from paradec.hooks import bac
 from paradec.images import contact_sheet
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     if args.plot:
-        forecasts.check_plot(args.plot)
+        check_plot(args.plot)
     steps = args.steps or (12 if args.tiny else 50)
 
     if args.tiny:
@@ -97,9 +97,11 @@ def main() -> None:
     if args.compare:
         contact_sheet(frames, columns=len(frames)).save(args.compare)
     if args.plot:
-        points = forecasts.sweep(pipe, run, first_enhance=1)
-        print(forecasts.table(points))
-        forecasts.draw(points, args.plot)
+        import forecast_cost  # beside this file
+
+        points = forecast_cost.sweep(pipe, run, first_enhance=1)
+        print(forecast_cost.table(points))
+        forecast_cost.draw(points, args.plot)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,20 @@
 
 Imports, pickles and pipelines' config files name modules; a finder answers for the old names with the module itself,
 so that there is one of each.
+
+Methods that subclasses override and that have another name now: of `ForecastSampler`, `refreshes(state)` is
+`evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which adds
+to `course.change` itself.
+
+What only scripts used has left the package, and has no new name in it: `paradec.evaluation.antiberty` is
+benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_quality.py, and
+`paradec.evaluation.forecasts` is examples/forecast_cost.py.
+
+Two modules were cut in several: what `paradec.decode_command` printed is in `paradec.cli.show` and what it checked in
+`paradec.cli.generate`; questions left `paradec.evaluation.compare` for `paradec.evaluation.questions`.
+
+`generate_masked_images`, `generate_continuous_images` and `continuous_sampler` are no more: `generate_images` takes
+every kind of image model, and asks its adapter (`paradec.models.images.base`).
 """
 
 from __future__ import annotations
@@ -15,12 +29,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "paradec.cli.decode": "paradec.cli.batches",
+    "paradec.cli.live": "paradec.cli.show",
     "paradec.continuous_images": "paradec.images",
-    "paradec.decode_command": "paradec.cli.decode",
+    "paradec.decode_command": "paradec.cli.batches",
     "paradec.engine": "paradec.samplers.masked.device_step",
     "paradec.image_command": "paradec.cli.image",
     "paradec.kernels.sparsed": "paradec.kernels.block_sparse",
-    "paradec.live": "paradec.cli.live",
+    "paradec.live": "paradec.cli.show",
     "paradec.masked_images": "paradec.images",
     "paradec.models.chameleon": "paradec.models.images.chameleon",
     "paradec.models.continuous": "paradec.models.images.continuous",

@@ -1,8 +1,15 @@
-"""Which function call a run belongs to: found on the call stack, since a pipeline's components are not told.
+"""Whose run a call is: read off the call stack, because nothing else tells.
 
-A scheduler hears when a run begins (`set_timesteps`) and when a step is over (`step`), but not who is calling, nor
-that a run was broken off. Other threads, a second pipeline with the same transformer, callbacks and training code may
-call in between. What a run remembers must serve the calls of the function that began it, and no others.
+Why: a run belongs to the function call that drives it, a pipeline's `__call__` or a loop of one's own. A scheduler is
+told when a run begins (`set_timesteps`) and when a step is over (`step`), but not by whom, nor that a run was broken
+off. A flag set around `__call__` (`hooks.guard`) does not tell either: callbacks call from inside of it, a pipeline
+that shares the scheduler has another `__call__`, a loop of one's own has none, and a scheduler knows no pipeline.
+
+What is read: the address and the code of the frames of running functions, from the call outwards, and the `self` of a
+pipeline's `__call__`. Frames are not kept, so that nothing outlives a run that was broken off.
+
+A call of the model that has the driver's frame not above it, or reached it by other functions than in the first step,
+is not the run's and is left alone. If the frame is not in its thread any more, the run is over and another may begin.
 """
 
 from __future__ import annotations
@@ -19,22 +26,19 @@ BEGIN = threading.RLock()
 
 
 class Driver:
-    """The function call that drives a run: a pipeline's `__call__`, or the function that holds a loop of one's own.
+    """The function call that drives a run of `scheduler`; `frame` is where the run begins.
 
-    Frames are told by their addresses and never kept, so that nothing outlives a run that was broken off; where a
-    pipeline's `__call__` has begun the run, a later call at the same address is told by its `self`.
-
-    Args:
-        scheduler: whose run it is.
-        frame: where the run begins; the driver is this function or one of its callers. The nearest `__call__` of an
-            object with this scheduler, if there is one; else the nearest that is still running when the model is
-            called, up to the nearest generator or coroutine: what resumes that may drive others in turn.
+    Of the callers there it is the nearest `__call__` of a pipeline with this scheduler; without one, the nearest that
+    is still running when the model is called: a loop of one's own. They are looked at up to the nearest generator or
+    coroutine: what resumes that may drive others in turn.
     """
 
     def __init__(self, scheduler: Any, frame: FrameType):
         self.thread = threading.get_ident()
         self.pipeline: weakref.ref[Any] | None = None
+        """Told apart by `self`, since another pipeline's `__call__` may have the same address later."""
         self.frames: dict[int, CodeType] = {}
+        """What may be the driver's frame, by address, the nearest first; one, once the model was called."""
         self.paths: list[list[CodeType]] = []
         """The functions between the driver and the model, of every call in the first step."""
         self.stepped = False
@@ -43,18 +47,15 @@ class Driver:
         while caller is not None:
             pipeline = pipeline_in(caller)
             if pipeline is not None and pipeline.scheduler is scheduler:
-                self.frames, self.pipeline = {}, weakref.ref(pipeline)
+                self.frames, self.pipeline = {id(caller): caller.f_code}, weakref.ref(pipeline)
+                return
             self.frames[id(caller)] = caller.f_code
-            if self.pipeline is not None or _pauses(caller):
-                break
+            if _pauses(caller):
+                return
             caller = caller.f_back
 
     def calls(self, frame: FrameType | None) -> bool:
-        """Whether a call of the model from here is the run's.
-
-        Calls come by the way that they came in the first step: what a callback calls, or another pipeline that a
-        callback runs, is not the run's.
-        """
+        """Whether a call of the model from here is the run's, not a callback's or that of a pipeline inside of one."""
         if threading.get_ident() != self.thread:
             return False
         path = []
@@ -63,13 +64,10 @@ class Driver:
             frame = frame.f_back
         if frame is None:
             return False
-        if len(self.frames) > 1:
-            self.frames = {id(frame): frame.f_code}
-        if path in self.paths:
-            return True
-        if not self.stepped:
+        self.frames = {id(frame): frame.f_code}
+        if not self.stepped and path not in self.paths:
             self.paths.append(path)
-        return not self.stepped
+        return path in self.paths
 
     def alive(self) -> bool:
         """Whether the function is still running."""
@@ -96,15 +94,28 @@ def begin(before: Driver | None, scheduler: Any, frame: FrameType, name: str) ->
         RuntimeError: that run is still going on, in another thread or further up in this one.
     """
     driver = Driver(scheduler, frame)
-    if before is None:
-        return driver
-    if before.thread != driver.thread:
-        going_on = before.alive()
-    else:  # a loop of one's own may have been left for another one in the same function
-        going_on = before.pipeline is not None and before.frames.keys() != driver.frames.keys() and before.alive()
-    if going_on:
-        raise refusal(name, before.thread != driver.thread)
+    if before is not None:
+        elsewhere = before.thread != driver.thread
+        # in one thread, a loop of one's own may have been left for another one in the same function
+        within = before.pipeline is not None and before.frames.keys() != driver.frames.keys()
+        if (elsewhere or within) and before.alive():
+            raise refusal(name, elsewhere)
     return driver
+
+
+def step(driver: Driver | None, scheduler: Any, frame: FrameType, name: str) -> Driver:
+    """The driver of the run that a step is about to be made of: the present one, unless that is another thread's and
+    has not done anything yet, or is over.
+
+    Raises:
+        RuntimeError: another thread's run is going on.
+    """
+    if driver is not None:
+        if driver.thread == threading.get_ident():
+            return driver
+        if (driver.pipeline is not None or driver.paths or driver.stepped) and driver.alive():
+            raise refusal(name, True)
+    return Driver(scheduler, frame)
 
 
 def refusal(name: str, elsewhere: bool) -> RuntimeError:
@@ -114,30 +125,6 @@ def refusal(name: str, elsewhere: bool) -> RuntimeError:
         f"{name} is in the middle of a run, {where}; it can serve one run at a time. Wait for the end of that run, or "
         "use a pipeline with a scheduler of its own"
     )
-
-
-def step(driver: Driver | None, scheduler: Any, frame: FrameType, name: str) -> Driver:
-    """The driver of the run that a step is about to be made of: the present one, unless that is another thread's and
-    has not done anything yet, or is dead.
-
-    Raises:
-        RuntimeError: another thread's run is going on.
-    """
-    if driver is None:
-        return Driver(scheduler, frame)
-    if driver.thread != threading.get_ident():
-        begun_only = driver.pipeline is None and not driver.paths and not driver.stepped
-        if not begun_only and driver.alive():
-            raise refusal(name, True)
-        driver = Driver(scheduler, frame)
-    return driver
-
-
-def _pauses(frame: FrameType) -> bool:
-    """Whether a frame is a generator's or coroutine's, those of context managers aside, whose body others are."""
-    if not frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
-        return False
-    return frame.f_back is None or frame.f_back.f_globals.get("__name__") != "contextlib"
 
 
 def pipeline_in(frame: FrameType) -> Any:
@@ -164,3 +151,10 @@ def called_by(frame: FrameType | None, owner: Any) -> bool:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch.", "paradec.hooks.")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_varnames[:1] == ("self",) and frame.f_locals.get("self") is owner
+
+
+def _pauses(frame: FrameType) -> bool:
+    """Whether a frame is a generator's or coroutine's, those of context managers aside, whose body others are."""
+    if not frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        return False
+    return frame.f_back is None or frame.f_back.f_globals.get("__name__") != "contextlib"

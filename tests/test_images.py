@@ -11,18 +11,21 @@ import pytest
 import torch
 from image_models import greedy, tiny_llamagen
 from PIL import Image
+from scripts import load_script
 from typer.testing import CliRunner
 
 import paradec
 from paradec import pictures
 from paradec.cli import app
-from paradec.evaluation.digits import frechet_distance, load_classifier, moments
 from paradec.images import ImageOutput, contact_sheet, step_pictures
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.samplers.causal.sjd import SJD
 
 RUNNER = CliRunner()
 DATA = Path(paradec.__file__).parent / "assets"
+digit_quality = load_script("benchmarks/digit_quality.py")
+frechet_distance, moments = digit_quality.frechet_distance, digit_quality.moments
+load_classifier = digit_quality.load_classifier
 
 
 @pytest.fixture(scope="module")

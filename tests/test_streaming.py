@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
 
 import paradec
-from paradec.cli.live import UNDECIDED, LiveView
+from paradec.cli.show import UNDECIDED, LiveView
 from paradec.models.adapter import Model
 
 PROMPT = "Reverse: pear fig apple kiwi"

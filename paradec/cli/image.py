@@ -1,17 +1,25 @@
-"""What `paradec image` does around `generate_images`: which model it is, reading classes, the sheets, the summary."""
+"""`paradec image`: pictures of a model of `paradec.load`, or of a diffusers pipeline (`paradec.cli.pipeline`).
+
+Which of the two it is, and whether they take the options, is known before weights are read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+import paradec
 from paradec import caches
 from paradec.checks import check_int, check_number, check_temperature, check_text
-from paradec.cli.decode import forwards
-from paradec.images import ImageOutput, contact_sheet, step_pictures
+from paradec.cli import options, show
+from paradec.cli.sheets import ImageJob
+from paradec.interrupts import EXIT_CODE, raise_again
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.images.loading import (
     FAMILIES,
@@ -26,118 +34,193 @@ from paradec.request import LARGEST_GUIDANCE
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""
-MOST_CLASSES = 100_000
-"""Longest range of classes that is written out."""
-TRACE_SIDE = 160
-"""Pixels along a picture of `--trace`, about."""
+
+Out = Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-maskgit "
+        "and digits-dit are inside the package."
+    ),
+]
+Prompts = Annotated[list[str] | None, typer.Option(help="What to show; may be repeated.")]
+Classes = Annotated[
+    str | None, typer.Option("--class", "--class-labels", metavar="N,N,...", help="Classes, by commas; N-M is a range.")
+]
+Sampler = Annotated[
+    str | None,
+    typer.Option(
+        help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, recap, "
+        "...; MAR: mar, recap; diffusion pipelines: taylorseer."
+    ),
+]
+Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]
+Order = Annotated[int | None, typer.Option(help="Of taylorseer: of the expansion.")]
+Steps = Annotated[int | None, typer.Option(help="Solver steps, or forwards planned; not autoregressive.")]
+Cache = Annotated[str | None, typer.Option(help="Masked models: a name from `paradec caches`.")]
+NumImages = Annotated[int, typer.Option("--num-images", "-n", help="Pictures for each prompt or class.")]
+Side = Annotated[int | None, typer.Option(help="In pixels; by default the model's own.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+GuidanceScale = Annotated[float | None, typer.Option(help="1 is off; by default the authors'.")]
+Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest token.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 takes all.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: the plain run's pictures stand above.")]
+Columns = Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")]
+Enlarge = Annotated[int, typer.Option(help="Pixels that a pixel becomes, along each side.")]
+Drafter = Annotated[
+    str | None,
+    typer.Option(help="Of speculative and lantern: a smaller model of the family, digits-ar-drafter say, or EAGLE's."),
+]
+VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
+VAE = Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")]
+TracePictures = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Draw which step made which token final, dark to yellow.")
+]
 
 
-@dataclass
-class ImageJob:
-    """One command: checked when made, before a model is loaded.
+def image(
+    out: Out,
+    model: Model = "digits-ar",
+    prompt: Prompts = None,
+    class_: Classes = None,
+    sampler: Sampler = None,
+    set_: options.Set = None,
+    interval: Interval = None,
+    order: Order = None,
+    steps: Steps = None,
+    cache: Cache = None,
+    num_images: NumImages = 1,
+    height: Side = None,
+    width: Side = None,
+    negative_prompt: NegativePrompt = None,
+    guidance_scale: GuidanceScale = None,
+    temperature: Temperature = None,
+    top_p: options.TopP = None,
+    top_k: TopK = None,
+    seed: options.Seed = None,
+    compare: Compare = False,
+    columns: Columns = None,
+    enlarge: Enlarge = 1,
+    drafter: Drafter = None,
+    vq: VQ = None,
+    vae: VAE = None,
+    trace: TracePictures = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and say what it took."""
+    options.check_writable("--out", out)
+    options.check_writable("--trace", trace)
+    job = ImageJob(out, trace, columns, enlarge, prompt, class_)
+    settings = options.settings(set_)
+    for name, value in (("interval", interval), ("order", order)):
+        if value is not None and name in settings:
+            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
+        settings |= {} if value is None else {name: value}
+    show.quiet_loading()
+    index = pipeline_index(model)
+    common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
+    common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
+    tokens: dict[str, Any] = {"cache": cache, "top_p": top_p, "top_k": top_k}
+    check_options(common | tokens)
+    place: dict[str, Any] = {"dtype": dtype, "device": device}
+    files: dict[str, Any] = {"vq": vq, "vae": vae}
+    if index is not None:
+        from paradec.cli.pipeline import PipelineJob
+
+        for name, value in (tokens | files | {"drafter": drafter}).items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
+        work = PipelineJob(job, index, sampler, settings, compare=compare, **place, **common)
+        work.run(bars=show.on_terminal(sys.stderr), as_json=as_json)
+        return
+    if compare:
+        raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
+    given = {name: file for name, file in files.items() if file is not None}
+    loaded, method = load_with_sampler(model, sampler, settings, drafter, common | tokens, place, given)
+    raise typer.Exit(make_pictures(job, loaded, method, common | tokens, as_json))
+
+
+def load_with_sampler(
+    source: str,
+    sampler: str | None,
+    settings: dict[str, Any],
+    drafter: str | None,
+    request: dict[str, Any],
+    place: dict[str, Any],
+    files: dict[str, Any],
+) -> tuple[Any, Any]:
+    """A model of `paradec.load` and its sampler, which is checked first.
+
+    Args:
+        settings: of the sampler. request: arguments of `generate_images`. place: dtype and device. files: of decoders.
 
     Raises:
-        ValueError: no prompt or class (or both), classes that are no numbers, files that cannot be written.
+        ValueError: a sampler that this model does not take, or an option that the sampler does not take.
     """
+    # a tree cannot be without its drafter, which is loaded last: it may need the model
+    late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
+    method = sampler_for(source, sampler, settings)
+    check_drafter(method, drafter)
+    check_options_of(method, source, request)
+    loaded = paradec.load(source, **place, **files)
+    if drafter is not None:
+        method = dataclasses.replace(method, drafter=load_draft_model(drafter, loaded, **place), **late)
+    return loaded, method
 
-    out: Path
-    trace: Path | None = None
-    columns: int | None = None
-    enlarge: int = 1
-    prompts: list[str] | None = None
-    classes: str | None = None
-    conditions: dict[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        for name, file in (("--out", self.out), ("--trace", self.trace)):
-            if file is not None and (file.is_dir() or not file.parent.is_dir()):
-                raise ValueError(f"cannot write {name} {str(file)!r}: not a file in an existing folder")
-            if file is not None and file.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-                raise ValueError(f"{name} {str(file)!r} must end in .png, .jpg, .jpeg or .webp")
-        check_int("--columns", self.columns, low=1, none=True)
-        check_int("--enlarge", self.enlarge, low=1, high=64)
-        if (self.prompts is None) == (self.classes is None):
-            raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
-        for prompt in self.prompts or ():
-            check_text("--prompt", prompt)
-        if self.prompts is not None:
-            self.conditions = {"prompts": self.prompts}
-        elif self.classes is not None:
-            self.conditions = {"class_labels": read_classes(self.classes)}
-
-    def write(self, images: Sequence[Any] | None, steps: Any = None) -> None:
-        """Write the sheets.
-
-        Args:
-            images: None after an interrupt: there are no pictures then.
-            steps: [B, h, w] int64, which step made which token final, for `--trace`.
-        """
-        if images is not None:
-            contact_sheet(images, self.columns, enlarge=self.enlarge).save(self.out)
-        if self.trace is not None:
-            contact_sheet(step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:]))), self.columns).save(
-                self.trace
+def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, Any], as_json: bool) -> int:
+    """Run `paradec.generate_images`, write the sheets, print what it took. Returns the exit code."""
+    code = 0
+    raise_again()
+    try:
+        with show.Bar() as bar:
+            output = paradec.generate_images(
+                model,
+                **job.conditions,
+                **request,
+                sampler=sampler,
+                trace=job.trace is not None,
+                callback=bar.update,
             )
-
-    def summary(self, output: ImageOutput) -> str:
-        """One line."""
-        what = f"{count(len(output.row_nfe))} of {output.grid.height} x {output.grid.width} tokens"
-        end = f" in {self.out}" if output.images is not None else ", interrupted"
-        drafts = f", {forwards(output.draft_nfe)} of the drafter" if any(output.draft_nfe) else ""
-        took = f"{forwards(output.row_nfe)}{drafts}, {output.tokens_per_forward:.2f} tokens per forward"
-        return f"{what}{end}: {took}, {output.seconds:.2f} s"
-
-    def report(self, output: ImageOutput, sampler: Any) -> dict[str, Any]:
-        """The same as data."""
-        return {
-            "out": None if output.images is None else str(self.out),
-            **self.conditions,
-            "codes": None if output.codes is None else output.codes.tolist(),
-            "nfe": output.nfe,
-            "row_nfe": output.row_nfe,
-            "draft_nfe": output.draft_nfe,
-            "row_forwards": output.row_forwards,
-            "forwarded_tokens": output.forwarded_tokens,
-            "tokens_per_forward": output.tokens_per_forward,
-            "accepted": output.accepted.T.tolist(),
-            "seconds": output.seconds,
-            "sampler": sampler.to_dict(),
-            "interrupted": output.images is None,
-        }
+    except paradec.Interrupted as interrupt:
+        code, output = EXIT_CODE, interrupt.output
+    job.write(output.images, None if job.trace is None else output.steps)
+    if as_json:
+        typer.echo(json.dumps(show.pictures_report(job.out, job.conditions, output, sampler)))
+    else:
+        typer.echo(show.pictures_summary(job.out, output))
+    return code
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Check what can be checked without the model. options: arguments of the command.
+def check_options(request: dict[str, Any]) -> None:
+    """Check what can be checked without the model. request: arguments of `generate_images`.
 
     Raises:
         ValueError: an option out of its range; the message names it.
     """
-    check_int("--num-images", options["num_images"], low=1, high=MOST_IMAGES)
+    check_int("--num-images", request["num_images"], low=1, high=MOST_IMAGES)
     for name in ("steps", "height", "width"):
-        check_int(f"--{name}", options[name], low=1, high=MOST[name], none=True)
-    check_int("--seed", options["seed"], low=0, high=2**63 - 1, none=True)
-    check_number("--guidance-scale", options["guidance_scale"], low=0, high=LARGEST_GUIDANCE, none=True)
-    check_temperature("--temperature", options["temperature"], none=True)
-    check_number("--top-p", options["top_p"], low=0, high=1, none=True, open_low=True)
-    check_int("--top-k", options["top_k"], low=0, none=True)
-    if options["cache"] is not None:
-        caches.create(options["cache"])
-    if options["negative_prompt"] is not None:
-        check_text("--negative-prompt", options["negative_prompt"])
+        check_int(f"--{name}", request[name], low=1, high=MOST[name], none=True)
+    check_int("--seed", request["seed"], low=0, high=2**63 - 1, none=True)
+    check_number("--guidance-scale", request["guidance_scale"], low=0, high=LARGEST_GUIDANCE, none=True)
+    check_temperature("--temperature", request["temperature"], none=True)
+    check_number("--top-p", request["top_p"], low=0, high=1, none=True, open_low=True)
+    check_int("--top-k", request["top_k"], low=0, none=True)
+    if request["cache"] is not None:
+        caches.create(request["cache"])
+    if request["negative_prompt"] is not None:
+        check_text("--negative-prompt", request["negative_prompt"])
 
 
-def check_options_of(sampler: Any, source: str, options: dict[str, Any]) -> None:
+def check_options_of(sampler: Any, source: str, request: dict[str, Any]) -> None:
     """Raise ValueError for an option that models with samplers of this family do not have."""
     others = [name for name in ("steps", "cache", "top_k", "top_p") if name in sampler.unserved]
     for name in others:
-        if options[name] is not None:
+        if request[name] is not None:
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is not for {source!r}, which has samplers of family {sampler.family!r}")
-
-
-def count(pictures: int) -> str:
-    """ "1 picture", "2 pictures"."""
-    return f"{pictures} picture{'' if pictures == 1 else 's'}"
 
 
 def pipeline_index(source: str) -> dict[str, Any] | None:
@@ -193,21 +276,3 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     if read_json(source, "config.json", None).get("model_type") in FAMILIES:
         return load(source, **options)
     return load_drafter(source, base=base)
-
-
-def read_classes(text: str) -> list[int]:
-    """ "3,5-7" -> [3, 5, 6, 7].
-
-    Raises:
-        ValueError: something else than numbers and ranges.
-    """
-    classes: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"--class {text!r} must be numbers and ranges, separated by commas: 3,5-7")
-        stop = int(last) if dash else int(first)
-        if not int(first) <= stop < int(first) + MOST_CLASSES:
-            raise ValueError(f"--class {text!r}: the range {part.strip()} is empty or too long")
-        classes += range(int(first), stop + 1)
-    return classes

@@ -1,22 +1,26 @@
-"""What `paradec image` does with a diffusers pipeline: which class it is, its arguments, plain and accelerated runs."""
+"""What `paradec image` does with a diffusers pipeline: which class it is, its arguments, plain and accelerated runs.
+
+Imports diffusers, so that the command imports it when it is needed."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
+import typer
 from PIL.Image import Image
 
 import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
 from paradec.checks import check_choice
-from paradec.cli.image import ImageJob, count
+from paradec.cli import show
+from paradec.cli.sheets import ImageJob, Made
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -24,26 +28,6 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 AMUSED = ("maskgit", "halton", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass
-class Made:
-    """What a command made. `B` pictures."""
-
-    images: list[Image]
-    seconds: float
-    told: Any
-    """The session's report; None where there was no session."""
-    steps: np.ndarray | None = None
-    """[B, h, w] int64: the step at which each code became final, for pipelines of codes."""
-    plain: list[Image] | None = None
-    plain_seconds: float = 0.0
-
-    @property
-    def difference(self) -> float:
-        """Mean absolute difference of the pixels to the plain run's, from 0 to 1."""
-        pairs = zip(self.images, self.plain, strict=True)
-        return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in pairs]) / 255)
 
 
 @dataclass
@@ -117,8 +101,15 @@ class PipelineJob:
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"--device {self.device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
-    def run(self, bars: bool = False) -> Made:
-        """Load the pipeline, make the pictures and write the sheets. bars: whether to show progress."""
+    def run(self, bars: bool = False, as_json: bool = False) -> None:
+        """Load the pipeline, make the pictures, write the sheets and print what it took.
+
+        Args:
+            bars: whether to show progress. as_json: whether to print it as data.
+
+        Raises:
+            CheckpointError: the pipeline cannot be loaded.
+        """
         options = {} if self.dtype is None else {"torch_dtype": getattr(torch, self.dtype)}
         diffusers.utils.logging.set_verbosity_error()
         if not bars:
@@ -146,7 +137,11 @@ class PipelineJob:
         made = self._paint_codes(pipe, call, paint) if self.codes else self._paint(pipe, paint)
         self.job.columns = rows if made.plain is not None and self.job.columns is None else self.job.columns
         self.job.write((made.plain or []) + made.images, made.steps)
-        return made
+        if as_json:
+            report = show.pipeline_report(self.job.out, self.job.conditions, self.cls.__name__, self.method, made)
+            typer.echo(json.dumps(report))
+        else:
+            typer.echo(show.pipeline_summary(self.job.out, made))
 
     def _call(self, pipe: Any) -> dict[str, Any]:
         """The pipeline's arguments, what it is conditioned on first, a row for every picture."""
@@ -171,7 +166,7 @@ class PipelineJob:
 
     def _paint_codes(self, pipe: Any, call: dict[str, Any], paint: Any) -> Made:
         """With the sampler as the pipeline's scheduler, and for ReCAP hooks as well."""
-        own = {} if self.temperature is None else {"temperature": self.temperature}
+        own: dict[str, Any] = {} if self.temperature is None else {"temperature": self.temperature}
         if self.method.name == "recap":
             session = paradec.accelerate(pipe, self.method)
             if own:
@@ -186,33 +181,3 @@ class PipelineJob:
         images, seconds = paint()
         masked = torch.stack([codes == mask for codes in seen])  # [T, B, h, w]
         return Made(images, seconds, None if session is None else session.report(), masked.sum(0).numpy())
-
-    def summary(self, made: Made) -> str:
-        """What was made, and what it took."""
-        width, height = made.images[0].size
-        lines = [f"{count(len(made.images))} of {height} x {width} pixels in {self.job.out}, {made.seconds:.2f} s"]
-        if made.plain is not None:
-            lines[0] += f" (plain, above: {made.plain_seconds:.2f} s; pixels {made.difference:.4f} apart)"
-        if made.told is not None:
-            lines.append(getattr(made.told, "summary", str(made.told)))
-        return "\n".join(lines)
-
-    def report(self, made: Made) -> dict[str, Any]:
-        """The same as data."""
-        found = {
-            "out": str(self.job.out),
-            **self.job.conditions,
-            "pipeline": self.cls.__name__,
-            "pictures": len(made.images),
-            "seconds": made.seconds,
-            "sampler": self.method.to_dict(),
-        }
-        if made.plain is not None:
-            found |= {"plain_seconds": made.plain_seconds, "pixel_difference": made.difference}
-        if hasattr(made.told, "calls"):
-            fields = ("transformer", "step", "branch", "kind", "evaluated", "forecast", "bytes", "seconds")
-            calls = [{name: getattr(call, name) for name in fields} for call in made.told.calls]
-            found |= {"full_steps": made.told.full_steps, "bytes": made.told.bytes, "calls": calls}
-        elif made.told is not None:
-            found |= {"cells": made.told.cells, "bytes": made.told.bytes}
-        return found

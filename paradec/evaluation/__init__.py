@@ -1,13 +1,7 @@
 """Tasks with checkable answers, the prompts shipped for them, and the comparison of samplers on them."""
 
-from paradec.evaluation.compare import (
-    Comparison,
-    Configuration,
-    compare,
-    configurations,
-    packaged_questions,
-    read_questions,
-)
+from paradec.evaluation.compare import Comparison, Configuration, compare, configurations
+from paradec.evaluation.questions import packaged_questions, read_questions
 from paradec.evaluation.tasks import TASKS, Example, Task, get_task, load_prompts
 
 __all__ = [

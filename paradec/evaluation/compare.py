@@ -12,11 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ from paradec import caches, samplers
 from paradec.attention.sparsed import SparseD
 from paradec.checks import check_int, shown
 from paradec.evaluation.metrics import aup, wilson
-from paradec.evaluation.tasks import get_task, load_prompts, spread
+from paradec.evaluation.questions import Question, packaged_questions
 from paradec.generate import generate
 from paradec.models.adapter import Model
 from paradec.models.loading import load
 from paradec.prompts import encode
 from paradec.protocol import Interrupted, Sampler, plain
-from paradec.registry import unknown
 from paradec.request import Request
 from paradec.samplers.masked.start import attention_of, block_policy
 
@@ -47,128 +45,6 @@ are fastest and the one that is most often right."""
 
 Progress = Callable[["Comparison", "Configuration", float], None]
 """Called after every batch with what is finished, the configuration under way, and the share of the work done."""
-
-
-# What is asked ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt and the judge of its answer.
-
-    Attributes:
-        task: what the prompt is counted under.
-        prompt: what the user says.
-        right: whether a text (without special tokens) is a right answer.
-        many: whether there are several right answers; None when that is not known.
-        key: what is asked and how it is judged, as text; a comparison is only resumed on equal questions.
-    """
-
-    task: str
-    prompt: str
-    right: Callable[[str], bool]
-    many: bool | None = None
-    key: str = ""
-
-
-def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """The prompts inside the package (`paradec.evaluation.TASKS`), with their checkers.
-
-    Args:
-        tasks: names of the tasks wanted; None takes all.
-        limit: how many prompts of each task; None takes all.
-
-    Raises:
-        ValueError: an unknown task, or a limit below 1.
-    """
-    check_int("limit", limit, low=1, none=True)
-
-    def question(example: Any) -> Question:
-        task = get_task(example.task)
-        return Question(
-            task.name,
-            example.prompt,
-            lambda text: task.check(example, text),
-            task.many_answers,
-            f"{task.name}: {example.prompt}",
-        )
-
-    return [question(example) for example in load_prompts(tasks, limit)]
-
-
-def read_questions(
-    file: str | os.PathLike[str], tasks: str | Iterable[str] | None = None, limit: int | None = None
-) -> list[Question]:
-    """Read one's own prompts: a file of JSON lines, one object per prompt.
-
-        {"prompt": "What is 2 + 3?", "answer": "5"}
-        {"prompt": "Name a prime.", "answer": ["2", "3", "5", "7"], "task": "primes"}
-        {"prompt": "Say hello.", "regex": "(?i)hello|hi"}
-
-    `answer` (a text, or a list of them) must be the whole answer; spaces around words and empty lines at either end do
-    not count. `regex` (Python's) must be found in the answer. `task` groups prompts; it is "prompts" by default.
-
-    Args:
-        file: path of the file, UTF-8.
-        tasks: names of the tasks wanted; None takes all.
-        limit: how many prompts of each task, at even distances; None takes all.
-
-    Raises:
-        ValueError: a line that is no such object, an unknown task, or no prompts; the message names the line.
-        OSError: the file cannot be read.
-    """
-    check_int("limit", limit, low=1, none=True)
-    questions = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                questions.append(_question(line))
-            except ValueError as error:
-                raise ValueError(f"{str(file)!r}, line {number}: {error}") from None
-    by_task: dict[str, list[Question]] = {}
-    for question in questions:
-        by_task.setdefault(question.task, []).append(question)
-    wanted = list(by_task) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
-    for name in wanted:
-        if name not in by_task:
-            raise ValueError(unknown(f"task in {str(file)!r}", name, by_task))
-    if not questions:
-        raise ValueError(f"{str(file)!r} has no prompts")
-    return [question for name, group in by_task.items() if name in wanted for question in spread(group, limit)]
-
-
-def _question(line: str) -> Question:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{shown(fields)} is not an object with a prompt and an answer")
-    for name in fields:
-        if name not in ("prompt", "answer", "regex", "task"):
-            raise ValueError(unknown("field", name, ("prompt", "answer", "regex", "task")))
-    prompt, task = fields.get("prompt"), fields.get("task", "prompts")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"prompt={shown(prompt)} must be a text")
-    if not isinstance(task, str) or not task:
-        raise ValueError(f"task={shown(task)} must be a text")
-    if ("answer" in fields) == ("regex" in fields):
-        raise ValueError("give either answer or regex")
-    if "answer" in fields:
-        answers = [fields["answer"]] if isinstance(fields["answer"], str) else fields["answer"]
-        if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-            raise ValueError(f"answer={shown(fields['answer'])} must be a text or a list of texts")
-        accepted = [_words(answer) for answer in answers]
-        return Question(task, prompt, lambda text: _words(text) in accepted, len(accepted) > 1 or None, line.strip())
-    try:
-        pattern = re.compile(fields["regex"])
-    except (re.error, TypeError) as error:
-        raise ValueError(f"regex={shown(fields['regex'])} is no regular expression ({error})") from None
-    return Question(task, prompt, lambda text: pattern.search(text) is not None, None, line.strip())
-
-
-def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
 
 
 # What is compared ------------------------------------------------------------------------------------------------
@@ -509,42 +385,18 @@ def compare(
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
     comparison.results = [finished[name] for name in order if name in finished]
+    request = {"cache": cache, "attention": attention, "seed": seed}
+    request |= {"max_new_tokens": new, "block_length": block_length}
     done = 0.0
+
     try:
         for configuration, expected in zip(todo, work, strict=True):
             if configuration.name not in finished:
-                method = configuration.make()
-                policy = block_policy(method, model, None, block_length)
-                right: dict[str, list[bool]] = {}
                 result = Result(configuration)
-                for first in range(0, len(questions), batch):
-                    rows = questions[first : first + batch]
-                    prompts = [question.prompt for question in rows]
-                    counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
-                    output = generate(
-                        model,
-                        prompts,
-                        sampler=method,
-                        cache=cache,
-                        attention=attention,
-                        seed=seed,
-                        max_new_tokens=new,
-                        block_length=block_length,
-                        **configuration.request(new, max(counts)),
-                    )
-                    for question, text in zip(rows, output.text, strict=True):
-                        right.setdefault(question.task, []).append(question.right(text))
-                    result.forwards += sum(output.row_nfe)
-                    result.forwarded_tokens += output.forwarded_tokens
-                    result.tokens += sum(output.tokens)
-                    result.seconds += output.seconds
+                for asked_so_far in _measure(result, model, questions, batch, request):
                     if progress is not None:
-                        progress(
-                            comparison,
-                            configuration,
-                            (done + expected * (first + len(rows)) / len(questions)) / sum(work),
-                        )
-                result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
+                        share = (done + expected * asked_so_far / len(questions)) / sum(work)
+                        progress(comparison, configuration, share)
                 finished[configuration.name] = result
             done += expected
             comparison.results = [finished[name] for name in order if name in finished]
@@ -554,6 +406,36 @@ def compare(
         raise stopped from interrupt
     comparison.complete = True
     return comparison
+
+
+def _measure(
+    result: Result, model: Model, questions: Sequence[Question], batch: int, request: dict[str, Any]
+) -> Iterator[int]:
+    """Ask one configuration all questions, `batch` together, and add to its result what it took.
+
+    Args:
+        request: arguments of `generate` that all configurations share.
+
+    Yields:
+        After every batch how many questions were asked. The right answers are counted when all were.
+    """
+    configuration, new = result.configuration, request["max_new_tokens"]
+    method = configuration.make()
+    policy = block_policy(method, model, None, request["block_length"])
+    right: dict[str, list[bool]] = {}
+    for first in range(0, len(questions), batch):
+        rows = questions[first : first + batch]
+        prompts = [question.prompt for question in rows]
+        counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
+        output = generate(model, prompts, sampler=method, **request, **configuration.request(new, max(counts)))
+        for question, text in zip(rows, output.text or (), strict=True):
+            right.setdefault(question.task, []).append(question.right(text))
+        result.forwards += sum(output.row_nfe)
+        result.forwarded_tokens += output.forwarded_tokens
+        result.tokens += sum(output.tokens)
+        result.seconds += output.seconds
+        yield first + len(rows)
+    result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
 
 
 def _serves(configuration: Configuration, model: Model, prompt: str, asked: dict[str, Any]) -> bool:

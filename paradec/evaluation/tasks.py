@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 WORDS: tuple[str, ...] = tuple(
     """
@@ -122,7 +122,7 @@ class Task:
 
     def _draw(self, rng: Random, size: int) -> Example:
         *items, word = rng.sample(self.alphabet, size + 1)
-        drawn = {
+        drawn: dict[str, Any] = {
             "word": word if "{word}" in self.template else None,
             "target": rng.choice(items) if "{target}" in self.template else None,
             "index": rng.randrange(size + self.slots) if "{index}" in self.template else None,
@@ -150,6 +150,21 @@ def is_held_out(prompt: str) -> bool:
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] < 16
 
 
+# What the templates of some tasks draw; the others have None there --------------------------------
+
+
+def _word(x: Example) -> str:
+    return cast(str, x.word)
+
+
+def _target(x: Example) -> str:
+    return cast(str, x.target)
+
+
+def _index(x: Example) -> int:
+    return cast(int, x.index)
+
+
 # One right answer --------------------------------------------------------------------------------
 
 
@@ -166,16 +181,16 @@ def _sort(x: Example, rng: Random) -> Lines:
 
 
 def _insert_at(x: Example, rng: Random) -> Lines:
-    return [[*x.items[: x.index], x.word, *x.items[x.index :]]]
+    return [[*x.items[: _index(x)], _word(x), *x.items[_index(x) :]]]
 
 
 def _insert_after(x: Example, rng: Random) -> Lines:
-    cut = x.items.index(x.target) + 1
-    return [[*x.items[:cut], x.word, *x.items[cut:]]]
+    cut = x.items.index(_target(x)) + 1
+    return [[*x.items[:cut], _word(x), *x.items[cut:]]]
 
 
 def _remove_at(x: Example, rng: Random) -> Lines:
-    return [[*x.items[: x.index], *x.items[x.index + 1 :]]]
+    return [[*x.items[: _index(x)], *x.items[_index(x) + 1 :]]]
 
 
 def _remove_name(x: Example, rng: Random) -> Lines:
@@ -183,11 +198,11 @@ def _remove_name(x: Example, rng: Random) -> Lines:
 
 
 def _replace_at(x: Example, rng: Random) -> Lines:
-    return [[*x.items[: x.index], x.word, *x.items[x.index + 1 :]]]
+    return [[*x.items[: _index(x)], _word(x), *x.items[_index(x) + 1 :]]]
 
 
 def _replace_name(x: Example, rng: Random) -> Lines:
-    return [[x.word if item == x.target else item for item in x.items]]
+    return [[_word(x) if item == x.target else item for item in x.items]]
 
 
 def _rotations(x: Example, rng: Random) -> Lines:
@@ -209,11 +224,11 @@ def _is_shuffle(x: Example, lines: Lines) -> bool:
 
 def _insert_random(x: Example, rng: Random) -> Lines:
     cut = rng.randrange(len(x.items) + 1)
-    return [[*x.items[:cut], x.word, *x.items[cut:]]]
+    return [[*x.items[:cut], _word(x), *x.items[cut:]]]
 
 
 def _is_insertion(x: Example, lines: Lines) -> bool:
-    options = ([*x.items[:k], x.word, *x.items[k:]] for k in range(len(x.items) + 1))
+    options = ([*x.items[:k], _word(x), *x.items[k:]] for k in range(len(x.items) + 1))
     return len(lines) == 1 and lines[0] in options
 
 
@@ -229,11 +244,11 @@ def _is_removal(x: Example, lines: Lines) -> bool:
 
 def _replace_random(x: Example, rng: Random) -> Lines:
     gone = rng.randrange(len(x.items))
-    return [[*x.items[:gone], x.word, *x.items[gone + 1 :]]]
+    return [[*x.items[:gone], _word(x), *x.items[gone + 1 :]]]
 
 
 def _is_replacement(x: Example, lines: Lines) -> bool:
-    options = ([*x.items[:k], x.word, *x.items[k + 1 :]] for k in range(len(x.items)))
+    options = ([*x.items[:k], _word(x), *x.items[k + 1 :]] for k in range(len(x.items)))
     return len(lines) == 1 and lines[0] in options
 
 

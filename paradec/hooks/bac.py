@@ -1,7 +1,7 @@
-"""BAC's calibration: watch a few runs, and find for every module the steps at which evaluating it is worth most.
+"""BAC's calibration: watch runs of a pipeline, and find for every module the steps at which to evaluate it.
 
-Ji et al., ICLR 2026, arXiv 2506.13456; the schedules themselves are in `paradec.samplers.forecast.bac`. The result
-goes into `paradec.TaylorSeer(schedule=..., basis="reuse")`, and is a JSON file if saved.
+How the steps are chosen is in `paradec.samplers.forecast.bac`, with the paper. The schedule goes into
+`paradec.TaylorSeer(schedule=..., basis="reuse")`, and is a JSON file if saved.
 """
 
 from __future__ import annotations

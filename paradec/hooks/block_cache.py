@@ -70,7 +70,8 @@ class BlockCache:
 
     def __init__(self, pipe: Any):
         model, scheduler = getattr(pipe, "model", None), getattr(pipe, "scheduler", None)
-        if not isinstance(model, nn.Module) or "block_length" not in getattr(scheduler, "config", {}):
+        config = getattr(scheduler, "config", {})
+        if not isinstance(model, nn.Module) or "block_length" not in config:
             raise TypeError(
                 "cache='block' is for LLaDA2Pipeline, with a model and a scheduler that has a block_length, not for "
                 f"{type(pipe).__name__}"
@@ -86,7 +87,7 @@ class BlockCache:
         self._report = BlockCacheReport()
         self._kept: dict[int, _Kept] = {}
         """By thread."""
-        self._probe(int(scheduler.config.block_length))
+        self._probe(int(config["block_length"]))
         self.patch = Patch(model, self._call)
         self.mark = StandIn(model, "_paradec_block_cache", self)
 
@@ -164,7 +165,7 @@ class BlockCache:
     def _probe(self, block: int) -> None:
         """Raise ValueError unless the model is block-causal, and answers over a cache as it does without."""
         model, device = self.model, next(self.model.parameters()).device
-        vocab = getattr(getattr(model, "config", None), "vocab_size", None)
+        vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
         generator = torch.Generator().manual_seed(0)
         first, second, other = (torch.randint(vocab, (1, block), generator=generator).to(device) for _ in range(3))
@@ -239,7 +240,7 @@ class BlockCausalModule(nn.Module):
                 f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}; LLaDA2Pipeline takes block_causal "
                 "models that predict in place ('same')"
             )
-        self.model, self.config, self.block_length = model.module, model.module.config, facts.block_length
+        self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
         self._wrap = model._wrap
 
     @property

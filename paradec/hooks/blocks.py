@@ -12,6 +12,8 @@ from typing import Literal
 
 from torch import nn
 
+from paradec.samplers.forecast.taylorseer import TaylorSeer
+
 Kind = Literal["forecast", "residual", "skip", "output"]
 
 
@@ -72,7 +74,7 @@ RETURNS: dict[str, tuple[str, ...]] = {
 
 def residual_blocks(transformer: nn.Module) -> dict[str, nn.Module]:
     """The blocks by name, in the order of the module tree."""
-    found = {}
+    found: dict[str, nn.Module] = {}
     for list_name, child in transformer.named_children():
         if isinstance(child, nn.ModuleList):
             entries = {f"{list_name}.{i}": block for i, block in enumerate(child)}
@@ -98,6 +100,17 @@ def branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
         (name,) = children
         return branches(children[name], f"{prefix}{name}.")
     return found
+
+
+def hooked(transformer: nn.Module, settings: TaylorSeer) -> list[Place]:
+    """What these settings hook: the modules that they name, or those of their target (by default "module").
+
+    Raises:
+        ValueError: as `matched` and `places`.
+    """
+    if settings.modules is not None:
+        return matched(transformer, settings.modules, settings.skip or ())
+    return places(transformer, settings.target or "module")
 
 
 def places(transformer: nn.Module, target: str) -> list[Place]:
@@ -145,7 +158,11 @@ def matched(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, .
     listed = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     names = [name for name, module in transformer.named_modules() if name and not isinstance(module, listed)]
     chosen: dict[str, Kind] = {}
-    for setting, patterns, kind in (("modules", modules, "forecast"), ("skip", skip, "skip")):
+    settings: tuple[tuple[str, tuple[str, ...], Kind], ...] = (
+        ("modules", modules, "forecast"),
+        ("skip", skip, "skip"),
+    )
+    for setting, patterns, kind in settings:
         for pattern in patterns:
             hits = [name for name in names if re.fullmatch(pattern, name)]
             if not hits:

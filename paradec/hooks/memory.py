@@ -1,15 +1,20 @@
-"""What histories will take, before a run: a skeleton of the transformer is called on the meta device, at no cost."""
+"""What histories will take, before a run, and what fits into `max_memory`.
+
+A skeleton of the transformer is called on the meta device, at no cost.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paradec.hooks.blocks import Place, matched, places
-from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.hooks.blocks import Place, hooked
+from paradec.samplers.forecast.refresh import Verification
+from paradec.samplers.forecast.taylorseer import TARGETS, TaylorSeer
 
 
 def estimate(transformer: nn.Module, settings: TaylorSeer, *args: Any, **kwargs: Any) -> int:
@@ -20,11 +25,51 @@ def estimate(transformer: nn.Module, settings: TaylorSeer, *args: Any, **kwargs:
     Raises:
         ValueError: as `paradec.accelerate`, or the transformer cannot be measured without running it.
     """
-    if settings.modules is not None:
-        found = matched(transformer, settings.modules, settings.skip or ())
-    else:
-        found = places(transformer, settings.target or "module")
-    return sizes(transformer, found, settings, args, kwargs) * settings.forecaster.slots
+    return sizes(transformer, hooked(transformer, settings), settings, args, kwargs) * settings.forecaster.slots
+
+
+def fitting(
+    transformer: nn.Module,
+    asked: TaylorSeer,
+    branches: int,
+    args: tuple,
+    kwargs: dict[str, Any],
+    known: dict[str | None, int],
+) -> tuple[TaylorSeer, int, list[str]]:
+    """The settings that fit into `asked.max_memory`: those asked for, or a lower order, or a thriftier target.
+
+    Args:
+        branches: calls of a step, which have histories of their own.
+        args, kwargs: of one call.
+        known: `sizes` of such a call by target, as far as they were measured; more are added.
+
+    Returns:
+        The settings, the bytes that they need, and what was tried before.
+
+    Raises:
+        ValueError: nothing fits, or the transformer cannot be measured without running it.
+    """
+    assert asked.max_memory is not None
+    tried: list[str] = []
+    targets = TARGETS[TARGETS.index(asked.target or "module") :]
+    for target in targets if asked.modules is None and asked.schedule is None else (None,):
+        if target == "output" and isinstance(asked.refresh, Verification):
+            continue
+        chosen = asked if target is None else replace(asked, target=target)
+        if target not in known:
+            known[target] = sizes(transformer, hooked(transformer, chosen), chosen, args, kwargs)
+        for order in range(asked.order, min(asked.order, 1) - 1, -1):
+            candidate = replace(chosen, order=order)
+            needed = known[target] * candidate.forecaster.slots * branches
+            if needed <= asked.max_memory:
+                return candidate, needed, tried
+            tried.append(f"{target or 'modules'} at order {order} needs {megabytes(needed)}")
+    raise ValueError(f"max_memory={asked.max_memory}: nothing fits; {'; '.join(tried)}")
+
+
+def megabytes(count: int) -> str:
+    """Bytes, for messages."""
+    return f"{count / 1e6:.3g} MB"
 
 
 def sizes(
@@ -46,9 +91,10 @@ def sizes(
                 found += leaf.numel() * (dtype or leaf.dtype).itemsize
 
     own = dict(transformer.named_parameters())
+    made: Any = type(transformer)  # of diffusers, or there is no `from_config`
     try:
         with torch.device("meta"):
-            skeleton = type(transformer).from_config(transformer.config).eval()
+            skeleton = made.from_config(transformer.config).eval()
         for name, parameter in skeleton.named_parameters():
             if name in own and own[name].is_floating_point():  # not where weights are quantized
                 parameter.data = parameter.data.to(own[name].dtype)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Patch
+from paradec.runs import Driver
 from paradec.samplers.masked.recap import Recap
 
 
@@ -81,13 +82,15 @@ class RecapSession:
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
         self.pipe, self.scheduler, self.before = pipe, scheduler, pipe.scheduler
         self._report = RecapReport()
+        self.cell = 2 if transformer.down_block.downsample is not None else 1
+        """Tokens along the side of a cell."""
         self.local: Tensor | None = None
         """[R, M] int64: the cells of a local step."""
         self.hidden: Tensor | None = None
         """[R, N, D]: what the last layer made of all cells."""
         self.inside: int | None = None
         """The thread in which the transformer is being called for the scheduler's run."""
-        self.run: Any = None
+        self.run: Driver | None = None
         """The driver of the run that is remembered."""
         pipe.scheduler = scheduler
         self.keeping = [_Keeping(self, layer.attn1.processor) for layer in layers]
@@ -135,7 +138,7 @@ class RecapSession:
         targets = self.scheduler.targets()
         self.local = None
         height, width = input_ids.shape[1:]
-        size = 2 if self.call.module.down_block.downsample is not None else 1
+        size = self.cell
         cells = (height // size) * (width // size)
         if targets is not None and self.hidden is not None and len(self.hidden) == len(input_ids):
             held = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
@@ -164,6 +167,7 @@ class RecapSession:
         if self.inside != threading.get_ident():
             return found
         if self.local is not None:
+            assert self.hidden is not None  # a local step follows a full one
             index = self.local.unsqueeze(-1).expand(-1, -1, found.shape[-1])
             found = self.hidden.scatter(1, index, found)
         self.hidden = found.detach()
@@ -189,6 +193,7 @@ class _Keeping:
         query, key, value = (heads(part(hidden_states)) for part in (attn.to_q, attn.to_k, attn.to_v))
         local = self.session.local
         if local is not None:
+            assert self.key is not None and self.value is not None
             index = local[:, None, :, None].expand_as(key)
             key, value = self.key.scatter(2, index, key), self.value.scatter(2, index, value)
         self.key, self.value = key.detach(), value.detach()

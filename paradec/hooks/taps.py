@@ -23,9 +23,8 @@ class Owner(Protocol):
     """What a tap reads of the transformer that it belongs to, and where it says what it did."""
 
     basis: Basis
-    index: int
-    """The solver step."""
     course: Course
+    """Its `index` is the solver step."""
     inside: int | None
     """The thread in which the transformer is being called for its run; a module that is used by itself, or in a call
     that is no run's, is left alone."""
@@ -121,12 +120,12 @@ class Tap:
         self.owner.forecast.append(self.place.name)
         if self.place.kind == "skip":
             return self.stand_in(kept)
-        bases = self.bases(kept.leaves, kept.histories, args, kwargs)
+        bases = self.residual_bases(kept.leaves, kept.histories, args, kwargs)
         values, error = [], None
         real = tree_flatten(inner(*args, **kwargs))[0] if self.verified else None
         for i, (leaf, history) in enumerate(zip(kept.leaves, kept.histories, strict=True)):
             if history is not None:
-                value = self.owner.basis.forecast(history, self.owner.index)
+                value = self.owner.basis.forecast(history, self.owner.course.index)
                 kept.histories[i] = rolled = self.owner.basis.roll(history, value)
                 base = bases[i]
                 if real is not None and error is None:
@@ -145,18 +144,20 @@ class Tap:
         if self.place.kind == "skip":
             return Kept([_Shape.of(leaf) for leaf in leaves], [None] * len(leaves), spec)
         before = kept.histories if kept is not None and len(kept.histories) == len(leaves) else [None] * len(leaves)
-        bases = self.bases(leaves, leaves, args, kwargs)
+        bases = self.residual_bases(leaves, leaves, args, kwargs)
         histories: list[History | None] = []
         for leaf, base, history in zip(leaves, bases, before, strict=True):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 value = leaf.detach().clone() if base is None else leaf.detach() - base.detach()
-                histories.append(self.owner.basis.update(history, value, self.owner.index))
+                histories.append(self.owner.basis.update(history, value, self.owner.course.index))
             else:
                 histories.append(None)
         rest = [None if history is not None else leaf for leaf, history in zip(leaves, histories, strict=True)]
         return Kept(rest, histories, spec)
 
-    def bases(self, leaves: list[Any], tensors: list[Any], args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
+    def residual_bases(
+        self, leaves: list[Any], tensors: list[Any], args: tuple, kwargs: dict[str, Any]
+    ) -> list[Tensor | None]:
         """The inputs that the outputs continue: what a residual is added to. None where an output stands alone."""
         if self.place.kind != "residual":
             return [None] * len(leaves)

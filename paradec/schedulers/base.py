@@ -23,6 +23,7 @@ from paradec.models.adapter import take_columns
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query, plain
 from paradec.registry import unknown
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
 MODULE = "paradec.schedulers"
@@ -68,6 +69,8 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
     """Where it can be used, for messages."""
     driver: runs.Driver | None = None
     """The function call that the present run belongs to."""
+    _host: Host
+    """Stands for the model, where there is a state."""
 
     def __init_subclass__(cls, sampler: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,6 +83,8 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         """What `__init__` does once the config is registered."""
         self.timesteps: Tensor = torch.arange(0)
         self._state: MaskedState | None = None
+        self._rows = torch.arange(0)
+        """Rows of the pipeline's batch that the state has."""
         self._written: Tensor | None = None
         """The tokens as the last step left them."""
         self._ignored: set[str] = set()
@@ -104,7 +109,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         """Config keys that are the sampler's, with its defaults."""
         return samplers.get(cls.sampler_name).settings()
 
-    def make_sampler(self) -> Any:
+    def make_sampler(self) -> MaskedSampler:
         """The sampler of this config."""
         config = self.config
         return samplers.create(self.sampler_name, **{name: config[name] for name in self.sampler_settings()})
@@ -150,6 +155,14 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
         """Refuse: asked for by pipelines of continuous latents."""
         raise TypeError(f"{type(self).__name__} decodes tokens, not latents; it works in {self.pipelines}")
+
+    def _commit(self, sampler: MaskedSampler, state: MaskedState, logits: Tensor) -> tuple[MaskedProposal, Tensor]:
+        """One step and commit, with the pipeline's logits [B, L, V]: the proposal, and its rows' indices [R, 1]."""
+        self._host.logits = logits[self._rows]
+        proposal = sampler.step(self._host, state)
+        sampler.commit(state, proposal)
+        self._host.logits = torch.empty(0)
+        return proposal, self._rows[torch.as_tensor(proposal.rows, device=self._rows.device)].unsqueeze(1)
 
     def _check_tokens(self, model_output: Any, sample: Any, shape: str, ndim: int) -> None:
         """Raise ValueError unless `sample` holds token ids of `ndim` dimensions and `model_output` their logits."""

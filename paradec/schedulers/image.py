@@ -118,14 +118,9 @@ class ImageScheduler(SamplerScheduler):
         if state is not None and not state.done:
             missing = state.facts.vocab_size - logits.shape[-1]
             padded = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-            self._host.logits = padded[self._rows]
-            proposal = self.sampler_of_image.step(self._host, state)
-            self.sampler_of_image.commit(state, proposal)
-            self._host.logits = torch.empty(0)
+            proposal, rows = self._commit(self.sampler_of_image, state, padded)
             after[self._rows] = state.canvas
-            running = self._rows[torch.as_tensor(proposal.rows, device=tokens.device)].unsqueeze(1)
-            drawn = torch.where(proposal.available, proposal.values, proposal.current)
-            guess[running, proposal.positions] = drawn
+            guess[rows, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
         self._written = after
         values = (after.view_as(sample), guess.view_as(sample))
         return ImageSchedulerOutput(*values) if return_dict else values
@@ -145,8 +140,9 @@ class ImageScheduler(SamplerScheduler):
         if not len(self._rows):
             return
         self.sampler_of_image = self.sampler
-        if grid is not None and hasattr(self.sampler, "height") and self.sampler.height is None:
-            self.sampler_of_image = dataclasses.replace(self.sampler, height=int(grid[0]), width=int(grid[1]))
+        if grid is not None and getattr(self.sampler, "height", 0) is None:
+            size: dict[str, Any] = {"height": int(grid[0]), "width": int(grid[1])}
+            self.sampler_of_image = dataclasses.replace(self.sampler, **size)
         seed = None
         if isinstance(generator, Sequence):
             drawn = [int(torch.randint(2**62, (1,), generator=g, device=g.device)) for g in generator]

@@ -15,6 +15,7 @@ from paradec import samplers
 from paradec.blocks import FixedBlocks
 from paradec.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.models.facts import ModelFacts
+from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.statistics import divided, token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
 
@@ -207,17 +208,13 @@ class BlockScheduler(SamplerScheduler):
         if state is None or state.done:
             tokens, found = token_statistics(model_output, ("confidence",))
             return sample, tokens, found["confidence"]
-        self._host.logits = model_output[self._rows]
-        proposal = self.sampler.step(self._host, state)
-        self.sampler.commit(state, proposal)
-        self._host.logits = torch.empty(0)
-        running = self._rows[torch.as_tensor(proposal.rows, device=sample.device)].unsqueeze(1)
+        proposal, rows = self._commit(self.sampler, state, model_output)
         block, tokens = sample.clone(), sample.clone()
         probabilities = torch.zeros(sample.shape, dtype=torch.float64, device=sample.device)
         block[self._rows] = state.canvas
-        tokens[running, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
+        tokens[rows, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
         confidence = proposal.quantities["confidence"]
-        probabilities[running, proposal.positions] = torch.where(proposal.available, confidence, 0.0)
+        probabilities[rows, proposal.positions] = torch.where(proposal.available, confidence, 0.0)
         return block, tokens, probabilities
 
     def _running(self, batch: int) -> Tensor:
@@ -368,7 +365,7 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
     def sampler_settings(cls) -> dict[str, Any]:
         return {}
 
-    def make_sampler(self) -> Any:
+    def make_sampler(self) -> MaskedSampler:
         found = samplers.create(self.config.combination)
         if found.family != "masked" or found.drafts or found.shadows:
             raise ValueError(

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from places import ROOT
+from scripts import load_script
 
 import paradec
 from paradec.protocol import Query
 
-
-def load_benchmark() -> ModuleType:
-    sys.path.append(str(ROOT / "benchmarks"))  # scripts import what stands beside them
-    spec = importlib.util.spec_from_file_location("antibody_benchmark", ROOT / "benchmarks" / "antibody.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-antibody = load_benchmark()
+antibody = load_script("benchmarks/antibody.py")
 CHAINS = antibody.read_chains()
 
 # What is conserved, by place in the sequence: the first cysteine, the tryptophan after CDR1, the second cysteine that

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from scripts import load_script
 
 import paradec
-from paradec.evaluation.digits import load_classifier
 from paradec.images import ImageOutput
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 
 DATA = Path(paradec.__file__).parent / "assets"
+load_classifier = load_script("benchmarks/digit_quality.py").load_classifier
 LABELS = [label % 10 for label in range(40)]
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli, interrupts
-from paradec.cli import decode as decode_command
+from paradec.cli import batches, options, show
 
 PROMPT = "Sort: pear fig apple"
 
@@ -137,7 +137,7 @@ def test_prompt_from_standard_input() -> None:
 def test_the_final_newline_is_not_the_prompt_s(text: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs end their last line; all other white space is the user's."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert cli._text("-") == prompt and cli._text(text) == text
+    assert options.read_text("-") == prompt and options.read_text(text) == text
 
 
 def test_what_the_model_reads_of_standard_input(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
     flags = ("-n", 7, "--temperature", 1, "--seed", 3, "--json")
     whole = json.loads(ok(*command, *flags))
     assert len(set(whole["text"])) > 1
-    monkeypatch.setattr(decode_command, "MOST_ROWS", 3)
+    monkeypatch.setattr(batches, "MOST_ROWS", 3)
     parts = json.loads(ok(*command, *flags))
     assert parts.pop("seconds") > 0 and whole.pop("seconds") > 0
     assert parts == whole
@@ -225,14 +225,14 @@ def test_batches_of_several_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["Shuffle: pear fig apple", "Copy: fig", "Shuffle: pear fig apple"]
     flags = ("-", "--lines", "-n", 3, "--temperature", 1.5, "--seed", 1)
     whole = report(*flags, stdin="\n".join(prompts))
-    monkeypatch.setattr(decode_command, "MOST_ROWS", 2)
+    monkeypatch.setattr(batches, "MOST_ROWS", 2)
     assert report(*flags, stdin="\n".join(prompts))["new_tokens"] == whole["new_tokens"]
     out = paradec.generate(paradec.load(), prompts, num_return_sequences=3, temperature=1.5, seed=1)
     assert whole["text"] == out.text
 
 
 def test_equal_answers_are_said_to_be_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_command, "MOST_ROWS", 2)
+    monkeypatch.setattr(batches, "MOST_ROWS", 2)
     ok("generate", PROMPT, "-n", 6, warning=EQUAL)
     ok("generate", "Shuffle: pear fig apple", "-n", 4, "--temperature", 1, "--seed", 0)
     ok("generate", PROMPT, "-n", 4, "--temperature", 1e-3, "--seed", 0)  # they may be equal, but were drawn
@@ -259,12 +259,12 @@ def test_a_batch_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_fit() -> None:
     """Fewer of longer rows, of larger vocabularies and where two branches are evaluated; never none."""
     model = paradec.load()
-    assert decode_command.rows_that_fit(model, 64, 1) == decode_command.MOST_ROWS
-    counts = [decode_command.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
+    assert batches.rows_that_fit(model, 64, 1) == batches.MOST_ROWS
+    counts = [batches.rows_that_fit(model, 2**power, 1) for power in range(8, 40)]
     assert counts == sorted(counts, reverse=True) and counts[-1] == 1 and len(set(counts)) > 3
-    middle = next(power for power, count in enumerate(counts, 8) if 4 <= count < decode_command.MOST_ROWS)
-    guided = decode_command.rows_that_fit(model, 2**middle, 2)
-    assert guided == pytest.approx(decode_command.rows_that_fit(model, 2**middle, 1) / 2, rel=0.3)
+    middle = next(power for power, count in enumerate(counts, 8) if 4 <= count < batches.MOST_ROWS)
+    guided = batches.rows_that_fit(model, 2**middle, 2)
+    assert guided == pytest.approx(batches.rows_that_fit(model, 2**middle, 1) / 2, rel=0.3)
 
 
 def test_stop_strings() -> None:
@@ -537,7 +537,8 @@ def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.Mon
     def note(name: str, prompt: Any, **_: Any) -> None:
         asked.append(prompt)
 
-    monkeypatch.setattr(cli, "_decode", note)
+    for name in ("generate", "infill"):
+        monkeypatch.setattr(sys.modules[f"paradec.cli.{name}"], "decode", note)
     for given in ("fox\ncow", "fox\ncow\n", "fox\r\ncow\r\n", b"\xef\xbb\xbffox\ncow\n"):
         assert run("generate", "-", stdin=given).exit_code == run("infill", "-", stdin=given).exit_code == 0
     assert asked == ["fox\ncow"] * 8
@@ -607,7 +608,7 @@ def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> N
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli._Bar, "update", update)
+    monkeypatch.setattr(show.Bar, "update", update)
     result = run("generate", PROMPT, "--sampler", "low_confidence", "--max-new-tokens", 8, "--json")
     assert result.exit_code == 130
     data = json.loads(result.stdout)
@@ -631,8 +632,8 @@ def test_an_interrupt_among_batches_prints_what_is_finished(monkeypatch: pytest.
     prompts = [PROMPT, "Sort: fig apple", "Reverse: pear fig apple kiwi", "Sort: plum fig apple kiwi"] * 2
     flags = ("generate", "-", "--lines", "--sampler", "low_confidence", "--max-new-tokens", 12, "--block-length", 4)
     whole = ok(*flags, stdin="\n".join(prompts), warning=EQUAL).splitlines()[:-1]
-    monkeypatch.setattr(decode_command, "MOST_ROWS", 3)
-    update, ended = cli._Bar.update, []
+    monkeypatch.setattr(batches, "MOST_ROWS", 3)
+    update, ended = show.Bar.update, []
 
     def interrupt(bar: Any, state: Any, commit: Any) -> None:
         update(bar, state, commit)
@@ -640,7 +641,7 @@ def test_an_interrupt_among_batches_prints_what_is_finished(monkeypatch: pytest.
         if 3 in ended and 0 < ended[-1] < 3:  # in the second batch
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli._Bar, "update", interrupt)
+    monkeypatch.setattr(show.Bar, "update", interrupt)
     result = run(*flags, stdin="\n".join(prompts))
     assert result.exit_code == 130 and "Traceback" not in result.stderr
     *lines, summary = result.stdout.splitlines()
@@ -659,7 +660,7 @@ def test_a_full_answer_is_complete_without_an_end_token() -> None:
         callback=lambda state, commit: True,  # after one token of each
     )
     assert out.finished == [False, False] and out.tokens == [1, 1]
-    assert decode_command.completed(out) == [0]
+    assert batches.completed(out) == [0]
 
 
 class Terminal(io.StringIO):
@@ -682,9 +683,9 @@ def test_progress_bar(
     screen = stream()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(cli._Bar, "delay", delay)
-    monkeypatch.setattr(cli._Bar, "interval", 0.0)
-    with cli._Bar() as bar:
+    monkeypatch.setattr(show.Bar, "delay", delay)
+    monkeypatch.setattr(show.Bar, "interval", 0.0)
+    with show.Bar() as bar:
         for decided in range(3):
             bar.update(SimpleNamespace(progress=(decided, 3)), None)
     assert ("decoding" in screen.getvalue()) == shown
@@ -706,7 +707,7 @@ def test_progress_bar(
     ],
 )
 def test_values_of_settings(text: str, value: object) -> None:
-    read = cli._settings([f"some-name={text}"])
+    read = options.settings([f"some-name={text}"])
     assert read == {"some_name": value} and type(read["some_name"]) is type(value)
 
 
@@ -794,3 +795,22 @@ def test_module_runs_as_a_command() -> None:
     assert "threshold" in done.stdout
     done = subprocess.run([*command, "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
+    """Its values stand in the place of the options' defaults; what is given on the command line wins."""
+    path = tmp_path / "mine.json"
+    sampler = paradec.samplers.create("threshold", threshold=0.5)
+    request = paradec.Request(sampler=sampler, cache="dual", max_new_tokens=8, temperature=1.0, seed=3, top_k=9)
+    request.save(path)
+    model = paradec.load()
+    for more, changes in [([], {}), (["--seed", "4", "--temperature", "0.5"], {"seed": 4, "temperature": 0.5})]:
+        found = report(PROMPT, "--preset", path, *more)
+        wanted = paradec.generate(model, PROMPT, preset=path, **changes)
+        assert found["text"] == wanted.text and found["cache"] == "dual"
+        assert found["new_tokens"] == wanted.new_tokens[0, : wanted.tokens[0]].tolist()
+    done = run("generate", PROMPT, "--preset", path, "--set", "threshold=0.9")
+    assert done.exit_code != 0 and "give --sampler" in done.stderr
+    path.write_text('{"temprature": 1}')
+    done = run("infill", "a <mask>", "--preset", path)
+    assert done.exit_code != 0 and "did you mean 'temperature'" in done.stderr

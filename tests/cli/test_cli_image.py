@@ -21,6 +21,7 @@ from diffusers import (
 from PIL import Image, ImageChops
 from places import GOLDEN
 from safetensors.torch import save_file
+from scripts import load_script
 from tiny_pipelines import dit_pipeline
 from transformers import (
     CLIPTextConfig,
@@ -36,12 +37,12 @@ from typer.testing import CliRunner
 import paradec
 from paradec import TaylorSeer
 from paradec.cli import app
-from paradec.evaluation import forecasts
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.models.images.vq import VQConfig
 
+forecasts = load_script("examples/forecast_cost.py")
 RUNNER = CliRunner()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

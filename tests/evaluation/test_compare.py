@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli, evaluation, samplers
+from paradec.cli import show
 from paradec.evaluation import Comparison, Configuration
 from paradec.evaluation.compare import COMBINATIONS, Result
 from paradec.evaluation.metrics import aup, bootstrap, wilson
@@ -432,7 +433,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli._Bar, "work", stop_after(3))
+    monkeypatch.setattr(show.Bar, "work", stop_after(3))
     file = tmp_path / "results.json"
     result = run(*FEW, "--out", file)
     assert result.exit_code == 130 and "interrupted" in result.stderr
@@ -453,7 +454,7 @@ def test_the_file_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.Monk
         if len(seen) == 4:
             raise MemoryError("the machine gives up")
 
-    monkeypatch.setattr(cli._Bar, "work", work)
+    monkeypatch.setattr(show.Bar, "work", work)
     assert isinstance(run(*FEW, "--out", file).exception, MemoryError)
     assert [len(data["results"]) for data in seen] == [0, 1, 2, 3]
     found = Comparison.from_json(file)

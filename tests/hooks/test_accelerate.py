@@ -34,6 +34,8 @@ from paradec import TaylorSeer, accelerate
 from paradec.hooks import bac
 from paradec.hooks.blocks import places
 from paradec.hooks.memory import estimate
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.protocol import decode
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 
@@ -511,6 +513,32 @@ def test_rules_go_with_every_basis(target: str, basis: str, flux: Any, plain: di
     assert steps["lenient"] == [0, 7, 14]
     # a forecast always follows an evaluation; errors of a random model are far above 0.1
     assert steps["strict"] == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"interval": 4},
+        {"interval": 5, "style": "diffusers", "full_after": 17},
+        {"full_steps": [0, 3, 4, 11]},
+        {"refresh": AccumulatedChange(0.2), "first_enhance": 2},
+    ],
+    ids=["reference", "diffusers", "steps", "change"],
+)
+def test_our_loop_and_a_pipeline_decide_alike(settings: dict[str, Any], dit: Any) -> None:
+    """One sampler, asked in both places: the same steps are evaluated, and the latents are the same."""
+    sampler = TaylorSeer(**settings, target="output")
+    with accelerate(dit, sampler) as session:
+        latents = run_dit(dit, guidance_scale=1.0)
+    steps = session.report().full_steps
+    assert 3 < len(steps) < 20
+    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator("cpu").manual_seed(42))
+    model = DiffusionModel(dit.transformer)
+    request = {"scheduler": dit.scheduler, "num_inference_steps": 20, "class_labels": [1, 2], "trace": True}
+    state = sampler.start(model, noise, **request)
+    decode(sampler, model, state)
+    assert [i for i, step in enumerate(state.trace.steps) if step.kind == "full"] == steps
+    torch.testing.assert_close(state.latent, latents, rtol=1e-5, atol=1e-5)
 
 
 def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from image_models import TINY_VQ, tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from scripts import load_script
 from test_adaptive_blocks import tokenizer_of
 from test_checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
 from test_eagle import checkpoint as eagle_checkpoint
@@ -25,8 +26,6 @@ from torch import Tensor
 from transformers import T5Config, T5EncoderModel
 
 import paradec
-from paradec.evaluation.antiberty import load_antiberty
-from paradec.evaluation.digits import DigitClassifier, load_classifier
 from paradec.models.images.chameleon import LAYOUTS, load_chameleon
 from paradec.models.images.emu3 import load_emu3
 from paradec.models.images.janus import load_janus
@@ -35,6 +34,9 @@ from paradec.models.images.mar import MAR
 from paradec.models.images.uvit import UViT, load_uvit
 from paradec.models.images.vq import VQConfig, load_vq
 from paradec.samplers.masked.learn2pd_filter import FilterFacts, load_filter, save_filter
+
+antibody_model = load_script("benchmarks/antibody_model.py")
+digit_quality = load_script("benchmarks/digit_quality.py")
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F4": 4,
@@ -162,8 +164,9 @@ def learn2pd(folder: Path) -> Case:
 
 
 def classifier(folder: Path) -> Case:
-    store(folder / "digits.safetensors", floats(DigitClassifier()))
-    return folder / "digits.safetensors", "output.weight", lambda: load_classifier(folder / "digits.safetensors")
+    file = folder / "digits.safetensors"
+    store(file, floats(digit_quality.DigitClassifier()))
+    return file, "output.weight", lambda: digit_quality.load_classifier(file)
 
 
 def transformers_format(make_model: Callable[[], Any], load: Callable[[Path], Any]) -> Callable[[Path], Case]:
@@ -204,7 +207,7 @@ def store(file: Path, weights: dict[str, Tensor]) -> None:
 def antiberty(folder: Path) -> Case:
     write_antiberty(folder)
     file = folder / "AntiBERTy_md_smooth" / "pytorch_model.bin"
-    return file, "cls.predictions.bias", lambda: load_antiberty(folder)
+    return file, "cls.predictions.bias", lambda: antibody_model.load_antiberty(folder)
 
 
 SAFETENSORS: dict[str, Callable[[Path], Case]] = {

@@ -131,12 +131,18 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int | None, str]:
         time.sleep(0.05)
 
 
+def copy_code(folder: Path) -> None:
+    """The package and the scripts beside it, which `tests/scripts.py` looks for beside the package."""
+    for name in ("paradec", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+
+
 def run(mutation: Mutation) -> Result:
     """Plant one bug in a copy of the package and run its tests."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copytree(ROOT / "paradec", folder / "paradec", ignore=shutil.ignore_patterns("__pycache__"))
+        copy_code(folder)
         (folder / mutation.file).write_text(mutated(mutation), encoding="utf-8")
         status, output = run_tests(folder, mutation.tests)
     seconds = time.monotonic() - begin
@@ -154,7 +160,7 @@ def passes_unchanged(mutations: list[Mutation]) -> tuple[bool, str]:
     """Whether all tests named by the mutations pass without any."""
     tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests if test.startswith("tests/")))
     with tempfile.TemporaryDirectory() as name:
-        shutil.copytree(ROOT / "paradec", Path(name) / "paradec")
+        copy_code(Path(name))
         status, output = run_tests(Path(name), tests)
     return status == 0, output
 

@@ -1,9 +1,10 @@
-"""BAC's schedules: for each module of a transformer, the solver steps at which it is evaluated.
+"""BAC: for each module of a transformer, the solver steps at which it is evaluated.
 
 Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR 2026, arXiv 2506.13456: the adaptive
 caching schedule and the bubbling union. Where text and public code differ, the code is followed: a segment is scored
 by its similarity to the features at its first step, not between neighbours, and any module may be given the union.
-`paradec.hooks.bac.calibrate` measures what these functions read.
+
+Here is the method: numbers in, a schedule out. `paradec.hooks.bac.calibrate` takes the numbers from runs of a pipeline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """The forecast family: continuous models, whose output at some solver steps is forecast instead of evaluated.
 
-A method of this family is one decision, `refreshes`: evaluate or forecast this time; and, beside it, what it remembers
+A method of this family is one decision, `evaluates`: evaluate or forecast this time; and, beside it, what it remembers
 of the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
 The solver is a diffusers scheduler. All rows stand at the same solver step.
+
+The decision reads a `Course` and nothing else of the state, so that it is asked for in the same way, once per solver
+step, where a pipeline owns the loop (`paradec.hooks`).
 """
 
 from __future__ import annotations
@@ -55,11 +58,6 @@ class ForecastState(State):
         return self.course.index
 
     @property
-    def last_full(self) -> int:
-        """The latest solver step that was evaluated."""
-        return self.course.last_full
-
-    @property
     def total(self) -> int:
         """Solver steps; a scheduler that evaluates twice a step has more timesteps than `num_inference_steps`."""
         return len(self.scheduler.timesteps)
@@ -89,16 +87,19 @@ class ForecastState(State):
 
 @dataclass(frozen=True)
 class ForecastSampler(Sampler):
-    """Base of the family. A subclass implements `refreshes`, `memory`, `remember` and `forecast`."""
+    """Base of the family. A subclass implements `evaluates`, `memory`, `remember` and `forecast`."""
 
     family: ClassVar[str] = "forecast"
     models: ClassVar[tuple[str, ...]] = ("latent",)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
-    def refreshes(self, state: ForecastState) -> bool:
-        """Whether the model is evaluated at `state.index`. It must be at index 0."""
+    def evaluates(self, course: Course) -> bool:
+        """Whether the model is evaluated at the next step of a run, or forecast. It must be evaluated at the first."""
         raise NotImplementedError
+
+    def watch(self, course: Course, before: Tensor, now: Tensor) -> None:
+        """Note in the course how the model's input changed from one step to the next, where the decision reads that."""
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
         """Tensors that the method keeps between steps, for outputs [B, *shape] of a dtype."""
@@ -112,10 +113,6 @@ class ForecastSampler(Sampler):
         output: [B, ...]. Both are left as they are where the mapping is empty.
         """
         raise NotImplementedError
-
-    def watched_change(self, state: ForecastState, before: Tensor) -> float:
-        """What the step added to `course.change`; `before` was the model's input, `state.input` is the next one."""
-        return 0.0
 
     def forecast(self, state: ForecastState) -> Tensor:
         """The output [B, ...] at `state.index`, from the memory. Changes nothing."""
@@ -189,7 +186,7 @@ class ForecastSampler(Sampler):
 
     def query(self, state: ForecastState) -> list[LatentQuery]:
         """The whole model on all rows, or nothing where the output is forecast."""
-        if not self.refreshes(state):
+        if not self.evaluates(state.course):
             return []
         branches = 1 if state.guidance_scale == 1.0 else 2
         return [
@@ -239,7 +236,7 @@ class ForecastSampler(Sampler):
             state.memory[name] = value
         state.notes = notes or state.notes
         if not state.done:
-            state.course.change += self.watched_change(state, before)
+            self.watch(state.course, before, state.input)
         state.count(proposal.cost)
         state.commits += 1
         return Commit(proposal.rows, state.latent, kind=proposal.kind)

@@ -1,6 +1,7 @@
-"""When a diffusion transformer is evaluated instead of forecast: fixed schedules, and rules that measure an error.
+"""Where a run stands, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
 
-Independent of how features are forecast (`bases`): every rule goes with every basis.
+Fixed schedules are `TaylorSeer`'s own. Independent of how features are forecast (`bases`): every rule goes with every
+basis.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from torch import Tensor
 
 from paradec.checks import check_int, check_number, shown
 from paradec.registry import unknown
-
-STYLES = ("reference", "diffusers")
 
 
 @dataclass
@@ -42,19 +41,6 @@ class Course:
         if full:
             self.last_full, self.change, self.error = self.index, 0.0, None
         self.index += 1
-
-
-def interval_is_full(index: int, interval: int, first_enhance: int, style: str, full_after: int | None) -> bool:
-    """Whether step `index` is evaluated by a fixed schedule.
-
-    "reference" evaluates the first `first_enhance` steps and then every `interval`-th after the last of them;
-    "diffusers" is its `TaylorSeerCacheConfig`: the second step behind the first ones, and every `interval`-th from
-    there. From step `full_after` on, all are evaluated.
-    """
-    if index < first_enhance or (full_after is not None and index >= full_after):
-        return True
-    offset = 1 if style == "reference" else -1
-    return (index - first_enhance + offset) % interval == 0
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,9 @@ from paradec.protocol import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
-from paradec.samplers.forecast.refresh import (
-    STYLES,
-    AccumulatedChange,
-    Course,
-    Verification,
-    interval_is_full,
-    refresh_from,
-    relative_change,
-)
+from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, refresh_from, relative_change
 
+STYLES = ("reference", "diffusers")
 TARGETS = ("module", "block", "output")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -141,18 +134,28 @@ class TaylorSeer(ForecastSampler):
     # ---- when -----------------------------------------------------------------------------------------------------
 
     def is_full(self, index: int) -> bool:
-        """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked."""
+        """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked.
+
+        Style "reference": the first `first_enhance` steps, and every `interval`-th after the last of them. Style
+        "diffusers": the first ones, the second step after them, and every `interval`-th from there.
+        """
         if self.full_steps is not None:
             return index in self.full_steps
-        return interval_is_full(index, self.interval, self.first_enhance, self.style, self.full_after)
+        if index < self.first_enhance or (self.full_after is not None and index >= self.full_after):
+            return True
+        offset = 1 if self.style == "reference" else -1
+        return (index - self.first_enhance + offset) % self.interval == 0
 
     def evaluates(self, course: Course) -> bool:
-        """Whether the next step of a run is evaluated."""
         if course.last_full < 0:
             return True
         if self.refresh is not None:
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index)
+
+    def watch(self, course: Course, before: Tensor, now: Tensor) -> None:
+        if isinstance(self.refresh, AccumulatedChange):
+            course.change += self.refresh.rescale(relative_change(now, before))
 
     # ---- how ------------------------------------------------------------------------------------------------------
 
@@ -185,9 +188,6 @@ class TaylorSeer(ForecastSampler):
                 )
         return super().start(model, latent, **request)
 
-    def refreshes(self, state: ForecastState) -> bool:
-        return self.evaluates(state.course)
-
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
         kept = self.forecaster.dtype or dtype
         return {"history": MemorySpec((self.forecaster.slots, *shape), kept, reset="sequence")}
@@ -214,11 +214,6 @@ class TaylorSeer(ForecastSampler):
         found = self.forecaster.forecast(history, state.index)
         # with nothing to add it is the memory itself, and a proposal is its caller's to write into
         return found.clone() if found is history.tensors[0] else found
-
-    def watched_change(self, state: ForecastState, before: Tensor) -> float:
-        if not isinstance(self.refresh, AccumulatedChange):
-            return 0.0
-        return self.refresh.rescale(relative_change(state.input, before))
 
 
 def _history(state: ForecastState) -> History | None:

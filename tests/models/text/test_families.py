@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from scripts import load_script
 from torch import Tensor
 
 import paradec
@@ -23,6 +24,7 @@ from paradec import caches, samplers
 from paradec.models.adapter import Model
 from paradec.protocol import Query
 
+antibody_model = load_script("benchmarks/antibody_model.py")
 BLOCK = 4
 NEW = 11
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -662,9 +664,7 @@ def write_antiberty(folder: Path, **settings: Any) -> Path:
 
 
 def test_antiberty_from_a_folder(tmp_path: Path) -> None:
-    from paradec.evaluation.antiberty import load_antiberty
-
-    model = load_antiberty(write_antiberty(tmp_path))
+    model = antibody_model.load_antiberty(write_antiberty(tmp_path))
     assert (model.kind, model.facts.mask_token_id, model.facts.pad_token_id) == ("encoder", 4, 0)
     assert (model.facts.vocab_size, model.facts.max_length, model.facts.eos_token_ids) == (25, 40, ())
     assert not model.module.training
@@ -679,15 +679,14 @@ def test_antiberty_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_antiberty_folders_that_are_wrong(tmp_path: Path) -> None:
-    from paradec.evaluation.antiberty import WEIGHTS, load_antiberty
-
     folder = write_antiberty(tmp_path / "model")
-    weights, config = folder / WEIGHTS / "pytorch_model.bin", folder / WEIGHTS / "config.json"
+    inner = folder / antibody_model.WEIGHTS
+    weights, config = inner / "pytorch_model.bin", inner / "config.json"
     good_weights, good_config = weights.read_bytes(), config.read_text()
 
     def refused(message: str, path: Any = folder) -> None:
         with pytest.raises(paradec.CheckpointError, match=message) as error:
-            load_antiberty(path)
+            antibody_model.load_antiberty(path)
         assert "\n" not in str(error.value)
 
     refused("path=3 must be a folder laid out as antiberty's", 3)
@@ -711,23 +710,19 @@ def test_antiberty_folders_that_are_wrong(tmp_path: Path) -> None:
 def test_antiberty_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from paradec.evaluation.antiberty import load_antiberty
-
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", classmethod(lambda cls, **kwargs: iter(())))
     with pytest.raises(ModuleNotFoundError, match=r'AntiBERTy is not installed: pip install "paradec\[bench\]"'):
-        load_antiberty()
+        antibody_model.load_antiberty()
 
 
 def test_antiberty_knows_antibodies() -> None:
     import importlib.metadata
 
-    from paradec.evaluation.antiberty import load_antiberty
-
     try:
         importlib.metadata.distribution("antiberty")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("antiberty is not installed")
-    model = load_antiberty()
+    model = antibody_model.load_antiberty()
     assert "antiberty" not in sys.modules  # its code is not imported
     ids = torch.tensor(model.tokenizer(" ".join(TRASTUZUMAB))["input_ids"])
     assert len(ids) == len(TRASTUZUMAB) + 2

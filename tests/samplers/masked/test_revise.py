@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
-from paradec.cli.live import UNDECIDED, LiveView
+from paradec.cli.show import UNDECIDED, LiveView
 from paradec.models.adapter import Model, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query

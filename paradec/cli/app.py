@@ -1,0 +1,127 @@
+"""The command `paradec` as a whole: its commands, and what is made of errors.
+
+A wrong argument gives one line on standard error and exit code 2, Ctrl-C exit code 130. With `PARADEC_DEBUG=1` in the
+environment tracebacks are shown as well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import paradec
+from paradec.cli.caches import caches
+from paradec.cli.compare import compare
+from paradec.cli.generate import generate
+from paradec.cli.image import image
+from paradec.cli.infill import infill
+from paradec.cli.learn2pd import learn2pd
+from paradec.cli.samplers import samplers
+from paradec.interrupts import EXIT_CODE, debugging
+
+# What paradec, and the libraries that it calls, raise for input that they cannot use.
+_INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+
+
+class _OneLineErrors(TyperGroup):
+    """A command group that reports every wrong argument, its own or the library's, in one line."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            try:
+                # The exit code of a typer.Exit, or what the command returned.
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except typer.Abort:
+                code = EXIT_CODE
+            except BrokenPipeError:
+                code = _closed_pipe()
+            except Exception as error:
+                code = _fail(error)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # which typer would report in its own way
+            ctx.exit(_closed_pipe())
+        except KeyboardInterrupt:  # typer makes an exit of it
+            if debugging():
+                traceback.print_exc()
+            raise
+
+
+def _closed_pipe() -> int:
+    """Nobody reads what is printed (`paradec samplers | head -1`): end without a word."""
+    # what is still in the buffer would fail once more when Python ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print("warning: " + " ".join(str(message).split()), file=sys.stderr)
+
+
+def _fail(error: Exception) -> int:
+    # Some releases of typer use click's exceptions and some a copy of them: ask for the method, not for the class.
+    if hasattr(error, "format_message"):
+        text = error.format_message()
+    elif isinstance(error, _INPUT_ERRORS):
+        text = str(error) or type(error).__name__
+    else:
+        raise error
+    if debugging():
+        traceback.print_exception(error)
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    return 2
+
+
+app = typer.Typer(
+    name="paradec",
+    cls=_OneLineErrors,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Decode with masked-diffusion language models, several tokens per forward.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"paradec {paradec.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+# In the order of `paradec --help`. The commands import what is heavy when they run.
+app.command()(generate)
+app.command()(infill)
+app.command(short_help="Make pictures, and say what it took.")(image)
+app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
+app.command()(samplers)
+app.command(short_help="List the caches, and what each works with.")(caches)
+app.add_typer(learn2pd, name="learn2pd")

@@ -1,0 +1,130 @@
+"""`paradec compare`: right answers beside forwards, sampler by sampler (`paradec.evaluation.compare`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import paradec
+from paradec.checks import check_int
+from paradec.cli import options, show
+from paradec.interrupts import EXIT_CODE, raise_again
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help='Your own prompts, one JSON object a line: {"prompt": ..., "answer": ...}, or "regex" for "answer"; '
+        'optionally "task". By default the packaged ones.',
+    ),
+]
+Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all.")]
+Limit = Annotated[int | None, typer.Option(help="Prompts of each task; by default all.")]
+Samplers = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Samplers, separated by commas, and combinations ('credit+localleap'); by default every masked one."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the random draws.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the results, as they come.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Draw accuracy over tokens per forward (needs matplotlib).")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what --out holds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, not as a table.")]
+
+
+def compare(
+    model: options.Model = None,
+    prompts: Prompts = None,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    samplers: Samplers = None,
+    cache: options.Cache = "none",
+    attention: options.Attention = None,
+    attention_set: options.AttentionSet = None,
+    batch: options.Batch = 1,
+    seed: Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    block_length: options.BlockLength = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    out: Out = None,
+    plot: Plot = None,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare samplers, each with several settings: right answers beside the forwards that they took."""
+    options.check_writable("--out", out)
+    options.check_writable("--plot", plot)
+    if resume and out is None:
+        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+
+    from paradec import evaluation
+    from paradec.evaluation.plot import check_plot, frontier
+
+    # Everything is checked before the model is loaded, which may take minutes.
+    if plot is not None:
+        check_plot(plot)
+    names = options.names(samplers)
+    evaluation.configurations(names)
+    paradec.caches.create(cache)
+    attends = options.attention_of(attention, attention_set)
+    check_int("batch", batch, low=1)
+    check_int("seed", seed, low=0, high=2**63 - 1)
+    for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
+        check_int(name, value, low=1, high=2**31 - 1, none=True)
+    if prompts is None:
+        questions = evaluation.packaged_questions(options.names(tasks), limit)
+    else:
+        questions = evaluation.read_questions(prompts, options.names(tasks), limit)
+    earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
+    show.quiet_loading()
+    request = {"cache": cache, "attention": attends, "batch": batch, "seed": seed}
+    request |= {"max_new_tokens": max_new_tokens, "block_length": block_length}
+    loaded = paradec.load(model, dtype=dtype, device=device)
+    found, code = measure(loaded, out, questions=questions, names=names, resume=earlier, **request)
+    if out is not None and found.results:
+        found.to_json(out)
+    if plot is not None and found.results:
+        frontier(found, plot)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        show.table(found.columns(), found.table())
+        if code:
+            print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
+    """Run `paradec.evaluation.compare` with a progress bar.
+
+    Args:
+        out: written after every configuration. request: arguments of the comparison.
+
+    Returns:
+        The `Comparison`, of an interrupted one what was finished, and the exit code.
+    """
+    from paradec import evaluation
+
+    bar, saved = show.Bar(), 0
+
+    def update(comparison: Any, configuration: Any, share: float) -> None:
+        nonlocal saved
+        if out is not None and len(comparison.results) > saved:
+            comparison.to_json(out)
+            saved = len(comparison.results)
+        bar.work(configuration.name, share)
+
+    raise_again()
+    try:
+        with bar:
+            return evaluation.compare(model, **request, progress=update), 0
+    except paradec.Interrupted as interrupt:
+        return interrupt.output, EXIT_CODE

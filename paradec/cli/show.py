@@ -1,0 +1,450 @@
+"""All that the commands print: answers, pictures, tables, progress, and the view of tokens being filled in.
+
+Standard output is for results, standard error for progress and warnings. Tables fit the terminal's width; where there
+is none they are tab-separated lines. What draws (rich) is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paradec.attention.sparsed import AttentionCost
+from paradec.generate import Output
+from paradec.protocol import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+    from paradec.cli.sheets import Made
+    from paradec.images import ImageOutput
+
+EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
+
+
+# The terminal ----------------------------------------------------------------------------------------------------
+
+
+def on_terminal(stream: Any) -> bool:
+    """Whether lines can be drawn again there; TERM=dumb cannot."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def quiet_loading() -> None:
+    """Keep the libraries' own progress bars and advice out of logs and pipes; a terminal still shows downloads."""
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    hub_logging.set_verbosity_error()  # a hub out of reach would be reported at each of its retries
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+
+
+# Answers of `generate` and `infill` -------------------------------------------------------------------------------
+
+
+def forwards(row_nfe: Sequence[int]) -> str:
+    """ "3 forwards", or of several rows their sum and the longest: "9 forwards (longest row 4)"."""
+    longest = f" (longest row {max(row_nfe)})" if len(row_nfe) > 1 else ""
+    return count(sum(row_nfe), "forward") + longest
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+@dataclass
+class Answers:
+    """What the batches of one command have given so far. Lists have an entry per answer."""
+
+    single: bool
+    """Whether one answer was asked for: then there are no lists in the report."""
+    texts: list[Any] = field(default_factory=list)
+    fills: list[Any] = field(default_factory=list)
+    new_tokens: list[list[int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+    row_nfe: list[int] = field(default_factory=list)
+    row_forwards: int = 0
+    forwarded_tokens: int = 0
+    seconds: float = 0.0
+    attention: AttentionCost | None = None
+
+    def add(self, output: Output, rows: Sequence[int]) -> None:
+        """Add a batch's answers, of which `rows` are kept; what it cost counts for all of them."""
+
+        def of(values: Any) -> list[Any]:
+            listed = [values] if self.single else values
+            return [listed[row] for row in rows]
+
+        self.texts += of(output.text)
+        if output.fills is not None:
+            self.fills += of(output.fills)
+        new = output.new_tokens.tolist()
+        # without the padding after the end token
+        self.new_tokens += [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in rows]
+        for name in ("tokens", "finished", "row_nfe"):
+            values = getattr(output, name)
+            getattr(self, name).extend(values[row] for row in rows)
+        for name in ("row_forwards", "forwarded_tokens", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(output, name))
+        if output.attention is not None:
+            self.attention = _joined(self.attention, output.attention, rows)
+
+    def line(self, index: int) -> str:
+        """That answer's text, with its number where there are several."""
+        return self.texts[index] if self.single else f"[{index + 1}] {self.texts[index]}"
+
+    def summary(self, asked: int, interrupted: bool) -> str:
+        """What they cost, in one line; `asked`: how many answers were wanted."""
+        per_forward = sum(self.tokens) / max(1, sum(self.row_nfe))
+        missing = f" after {len(self.tokens)} of {asked} answers" if asked > 1 else ""
+        end = f", interrupted{missing}" if interrupted else ""
+        return (
+            f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}, {per_forward:.1f} tokens per "
+            f"forward, {self.seconds:.2f} s{end}"
+        )
+
+    def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
+        """The same as data."""
+
+        def rows(values: list[Any]) -> Any:
+            return values[0] if self.single else values
+
+        found: dict[str, Any] = {"text": rows(self.texts)}
+        found |= {"fills": rows(self.fills)} if self.fills else {"new_tokens": rows(self.new_tokens)}
+        found |= {
+            "tokens": rows(self.tokens),
+            "finished": rows(self.finished),
+            "nfe": max(self.row_nfe, default=0),
+            "row_nfe": rows(self.row_nfe),
+            "row_forwards": self.row_forwards,
+            "forwarded_tokens": self.forwarded_tokens,
+            "tokens_per_forward": sum(self.tokens) / max(1, sum(self.row_nfe)),
+            "seconds": self.seconds,
+            "sampler": sampler.to_dict(),
+            "cache": cache,
+            "interrupted": interrupted,
+        }
+        if self.attention is not None:
+            found["attention"] = dataclasses.asdict(self.attention)
+        return found
+
+
+def _joined(before: AttentionCost | None, found: AttentionCost, rows: Sequence[int]) -> AttentionCost:
+    """The costs of two batches, of the second those of `rows`; bytes are held one batch after the other."""
+    changes: dict[str, Any] = {}
+    for each in dataclasses.fields(found):
+        value = getattr(found, each.name)
+        if isinstance(value, list):
+            changes[each.name] = ([] if before is None else getattr(before, each.name)) + [value[row] for row in rows]
+    most = max(found.pattern_bytes, 0 if before is None else before.pattern_bytes)
+    return dataclasses.replace(found, **changes, pattern_bytes=most)
+
+
+# Pictures of `image` ---------------------------------------------------------------------------------------------
+
+
+def pictures_summary(out: Path, output: ImageOutput) -> str:
+    """What pictures of a model cost, in one line; `out`: the file of the sheet."""
+    what = f"{count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
+    end = f" in {out}" if output.images is not None else ", interrupted"
+    drafts = f", {forwards(output.draft_nfe)} of the drafter" if any(output.draft_nfe) else ""
+    took = f"{forwards(output.row_nfe)}{drafts}, {output.tokens_per_forward:.2f} tokens per forward"
+    return f"{what}{end}: {took}, {output.seconds:.2f} s"
+
+
+def pictures_report(out: Path, conditions: dict[str, Any], output: ImageOutput, sampler: Any) -> dict[str, Any]:
+    """The same as data."""
+    return {
+        "out": None if output.images is None else str(out),
+        **conditions,
+        "codes": None if output.codes is None else output.codes.tolist(),
+        "nfe": output.nfe,
+        "row_nfe": output.row_nfe,
+        "draft_nfe": output.draft_nfe,
+        "row_forwards": output.row_forwards,
+        "forwarded_tokens": output.forwarded_tokens,
+        "tokens_per_forward": output.tokens_per_forward,
+        "accepted": output.accepted.T.tolist(),
+        "seconds": output.seconds,
+        "sampler": sampler.to_dict(),
+        "interrupted": output.images is None,
+    }
+
+
+def pipeline_summary(out: Path, made: Made) -> str:
+    """What pictures of a diffusers pipeline cost, and the session's own summary."""
+    width, height = made.images[0].size
+    what = f"{count(len(made.images), 'picture')} of {height} x {width} pixels in {out}, {made.seconds:.2f} s"
+    if made.plain is not None:
+        what += f" (plain, above: {made.plain_seconds:.2f} s; pixels {made.difference:.4f} apart)"
+    return what if made.told is None else f"{what}\n{getattr(made.told, 'summary', str(made.told))}"
+
+
+def pipeline_report(out: Path, conditions: dict[str, Any], pipeline: str, sampler: Any, made: Made) -> dict[str, Any]:
+    """The same as data; `pipeline`: the name of its class."""
+    found = {
+        "out": str(out),
+        **conditions,
+        "pipeline": pipeline,
+        "pictures": len(made.images),
+        "seconds": made.seconds,
+        "sampler": sampler.to_dict(),
+    }
+    if made.plain is not None:
+        found |= {"plain_seconds": made.plain_seconds, "pixel_difference": made.difference}
+    if hasattr(made.told, "calls"):
+        fields = ("transformer", "step", "branch", "kind", "evaluated", "forecast", "bytes", "seconds")
+        calls = [{name: getattr(call, name) for name in fields} for call in made.told.calls]
+        found |= {"full_steps": made.told.full_steps, "bytes": made.told.bytes, "calls": calls}
+    elif made.told is not None:
+        found |= {"cells": made.told.cells, "bytes": made.told.bytes}
+    return found
+
+
+# A trained filter ------------------------------------------------------------------------------------------------
+
+
+def filter_summary(out: Path, held_out: dict[str, Any], threshold: float) -> str:
+    """How good a filter of Learn2PD is, in one line; `held_out`: what was measured."""
+    return (
+        f"{out}: precision {held_out['precision']:.4f}, recall {held_out['recall']:.4f} at {threshold:g}, over "
+        f"{held_out['undecided']} undecided positions of prompts kept from training"
+    )
+
+
+# Tables ----------------------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table: ruled on a terminal, where it is too narrow entry by entry; tab-separated lines elsewhere."""
+    if not sys.stdout.isatty():
+        for row in (columns, *rows):
+            typer.echo("\t".join(row))
+        return
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    console, rows = Console(), list(rows)
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    if Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width:
+        console.print(table)
+        return
+    for row in rows:  # words would be cut
+        entry = Table.grid(padding=(0, 1))
+        for place, (name, cell) in enumerate(zip(columns, row, strict=True)):
+            style = "bold" if place == 0 else ""
+            entry.add_row(Text(f"{'' if place == 0 else '  '}{name}", style="dim"), Text(cell, style, overflow="fold"))
+        console.print(entry)
+
+
+def registry(registry: Any, as_json: bool, more: dict[str, dict[str, Any]] | None = None) -> None:
+    """Print a registry: a table on a terminal, tab-separated lines elsewhere."""
+    entries = []
+    for name in registry.names():
+        cls = registry.get(name)
+        entry: dict[str, Any] = {"name": name}
+        entry |= {key: getattr(cls, key, "") for key in ("family", "summary", "paper", "arxiv")}
+        entry["settings"] = {key: plain(value) for key, value in cls.settings().items()}
+        entry |= (more or {}).get(name, {})
+        entries.append(entry)
+    if as_json:
+        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
+        return
+
+    columns = ("name", "family", "settings", "paper")
+    rows = [
+        (
+            entry["name"],
+            entry["family"],
+            ", ".join(f"{key}={value}" for key, value in entry["settings"].items()) or "-",
+            entry["paper"] + (f" (arXiv:{entry['arxiv']})" if entry["arxiv"] else "") or "-",
+        )
+        for entry in entries
+    ]
+    table(columns, rows)
+
+
+# Progress --------------------------------------------------------------------------------------------------------
+
+
+class Bar:
+    """A progress bar on standard error, on a terminal only, that appears once the work has lasted a second."""
+
+    delay = 1.0
+    interval = 0.1
+
+    def __init__(self) -> None:
+        self.enabled = on_terminal(sys.stderr)
+        self.progress: Any = None
+        self.task: Any = None
+        self.due = time.monotonic() + self.delay
+        self.before, self.rows, self.answers = 0, 1, 1
+
+    def __enter__(self) -> Bar:
+        self.due = time.monotonic() + self.delay
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take it off the terminal, until the next update that is a while away."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+            self.due = time.monotonic() + self.delay
+
+    def among(self, before: int, rows: int, answers: int) -> None:
+        """From now on `rows` of so many answers are decoded, with so many before them."""
+        self.before, self.rows, self.answers = before, rows, answers
+
+    def update(self, state: Any, commit: Any) -> None:
+        """Called by `paradec.generate` after every commit."""
+        if not self._is_due():
+            return
+        decided, total = state.progress
+        if self.rows == self.answers:
+            self._show("decoding", decided, total, 30)
+        else:
+            self._show("answers", self.before + self.rows * decided // max(1, total), self.answers, 600)
+
+    def work(self, what: str, share: float) -> None:
+        """Called by `paradec compare` after every batch."""
+        if self._is_due():
+            # some configurations take ten times as long as others: judge the time left by a longer past
+            self._show(what, round(1000 * share), 1000, 600)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if not self.enabled or now < self.due:
+            return False
+        self.due = now + self.interval
+        return True
+
+    def _show(self, what: str, completed: int, total: int, period: float) -> None:
+        if self.progress is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            console = Console(stderr=True)
+            self.progress = Progress(
+                *columns, console=console, transient=True, speed_estimate_period=period, redirect_stdout=False
+            )
+            self.task = self.progress.add_task(what, total=total)
+            self.progress.start()
+        self.progress.update(self.task, description=what, completed=completed, total=total)
+
+
+# Tokens being filled in (`--live`) ---------------------------------------------------------------------------------
+
+UNDECIDED = "\N{LIGHT SHADE}"
+"""Stands for one token that is not final yet."""
+STYLES = {"given": "dim", "final": "", "fresh": "bold green", "undecided": "dim"}
+
+
+class LiveView:
+    """Draws every row of a request after its commits, and clears itself away at the end.
+
+    Args:
+        tokenizer: the model's; without one, ids are shown.
+        console: a rich console; by default standard output.
+        interval: seconds between two drawings, at least.
+    """
+
+    def __init__(self, tokenizer: Any, console: Console | None = None, interval: float = 0.05):
+        self.tokenizer = tokenizer
+        self.interval = interval
+        from rich.console import Console
+        from rich.live import Live
+
+        self.screen = Live(console=console or Console(), auto_refresh=False, transient=True)
+        self.due = 0.0
+        self.undecided: Any = None
+
+    def __enter__(self) -> LiveView:
+        self.screen.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.screen.stop()
+
+    def update(self, state: Any, commit: Any) -> None:
+        """Called by `paradec.generate` after every commit."""
+        if time.monotonic() < self.due and not state.done:
+            return
+        self.screen.update(self.draw(state), refresh=True)
+        self.due = time.monotonic() + self.interval
+
+    def draw(self, state: Any) -> RenderableType:
+        """The rows as they stand. What became final since the last drawing stands out."""
+        from rich.table import Table
+        from rich.text import Text
+
+        ids, given = state.canvas.tolist(), state.given.tolist()
+        undecided = state.undecided.tolist()
+        before, self.undecided = self.undecided, undecided
+        if before is None:
+            before = [[not flag for flag in row] for row in given]
+        grid = Table.grid(padding=(0, 1))
+        for row in range(state.batch):
+            # a prompt is left out, unless there are holes in it
+            holes = state.answer_start[row] > state.prompt_length[row]
+            start, end = 0 if holes else int(state.prompt_length[row]), int(state.end[row])
+            kinds = [
+                "given"
+                if given[row][i]
+                else "undecided"
+                if undecided[row][i]
+                else "fresh"
+                if before[row][i]
+                else "final"
+                for i in range(start, end)
+            ]
+            text = rendered(self.tokenizer, ids[row][start:end], kinds)
+            grid.add_row(*([Text(f"[{row + 1}]", style="dim")] if state.batch > 1 else []), text)
+        return grid
+
+
+def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
+    """Tokens as styled text. `kinds` names one of `STYLES` for each."""
+    from rich.text import Text
+
+    def decoded(tokens: Sequence[int]) -> str:
+        if tokenizer is None:
+            return "".join(f"{token} " for token in tokens)
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    text = Text()
+    for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
+        columns = list(group)
+        first = columns[0]
+        if kind == "undecided":
+            text.append(UNDECIDED * len(columns), STYLES[kind])
+            continue
+        # the token before says whether a space stands between them
+        known = [ids[first - 1]] if first > 0 and kinds[first - 1] != "undecided" else []
+        run = decoded([*known, *(ids[i] for i in columns)])[len(decoded(known)) :]
+        text.append(run, STYLES[kind])
+    return text
