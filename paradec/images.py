@@ -100,6 +100,10 @@ def generate_images(
     """
     if not isinstance(model, PictureModel):
         check_model("generate_images", model, KINDS)
+        raise TypeError(
+            f"generate_images takes adapters that extend {PictureModel.__module__}.PictureModel; "
+            f"{type(model).__name__} does not"
+        )
     check_names(arguments, inspect.signature(generate_images).parameters)
     given = _given(model, {"prompts": prompts, "class_labels": class_labels})
     request = picture_request(model, arguments, preset)

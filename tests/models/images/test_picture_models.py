@@ -160,6 +160,20 @@ def test_a_family_of_ones_own_goes_through_the_door() -> None:
         paradec.generate_images(Swept(), [0.5], sampler="maskgit")
 
 
+def test_other_models_in_ones_own_rooms() -> None:
+    with pytest.raises(
+        TypeError, match="sampler 'sweep' takes a model that makes 'swept picture'; tiles is a masked image"
+    ):
+        Sweep().start(Tiles(), [0.5])
+    with pytest.raises(TypeError, match="generate takes a language model .*, not a Swept$"):
+        paradec.generate(Swept(), [1])
+    claims = type("Claims", (), {"makes": "image", "facts": Swept.facts})()
+    with pytest.raises(
+        TypeError, match="adapters that extend paradec.models.images.base.PictureModel; Claims does not"
+    ):
+        paradec.generate_images(claims, class_labels=1)
+
+
 def test_the_door_and_the_command_name_no_kind_of_model() -> None:
     allowed = {"paradec.models.images.base", "paradec.models.images.grid", "paradec.models.images.loading"}
     for name in ("images.py", "pictures.py", "cli/image.py"):
