@@ -29,7 +29,7 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
         kind = "text"
     if kind in allowed:
         return
-    words = [MODELS[name][0] for name in allowed]
+    words = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
     raise wrong_model(user, model, " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words))
 
 

@@ -1,52 +1,66 @@
-"""`generate_images`: from prompts or class labels to pictures, with any sampler that fits the model."""
+"""`generate_images`: from prompts or class labels to pictures, with any image model and any sampler that fits it.
+
+What differs from one kind of model to another its adapter says (`paradec.models.images.base.PictureModel`).
+"""
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
-import numpy as np
 import torch
 
 from paradec import samplers
-from paradec.checks import check_bool, check_choice, check_int, check_model, check_number, check_temperature, shown
-from paradec.continuous_images import generate_continuous_images
-from paradec.masked_images import generate_masked_images
-from paradec.models.images.adapter import ImageModel
+from paradec.caches.base import Cache
+from paradec.checks import MODELS, check_choice, check_int, check_model, shown
+from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
-from paradec.models.images.mar import MARModel
-from paradec.models.images.masked import MaskedImageModel
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
+from paradec.request import Preset, Request, check_names, request_for, takes_arguments
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
 
+class ImageArguments(TypedDict, total=False):
+    """The fields of `paradec.Request` that mean something for pictures; None takes the model's own."""
+
+    sampler: str | Sampler | None
+    steps: int | None
+    cache: str | Cache | None
+    guidance_scale: float | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | Sequence[int] | None
+    generator: torch.Generator | None
+    callback: Callable[[State, Commit], bool | None] | None
+    trace: bool
+
+
+SERVED = tuple(ImageArguments.__annotations__)
+KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
+
+
+@takes_arguments(typed=ImageArguments, defaults=dict.fromkeys(SERVED) | {"trace": False})
 def generate_images(
-    model: ImageModel | MaskedImageModel | MARModel,
+    model: PictureModel,
     prompts: Any = None,
     *,
     class_labels: Any = None,
-    sampler: str | Sampler | None = None,
-    steps: int | None = None,
-    cache: Any = None,
-    guidance_scale: float | None = None,
     height: int | None = None,
     width: int | None = None,
     num_images: int = 1,
     negative_prompt: Any = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | Sequence[int] | None = None,
-    generator: torch.Generator | None = None,
-    callback: Callable[[State, Commit], bool | None] | None = None,
-    trace: bool = False,
     output_type: str = "pil",
+    preset: Preset | None = None,
+    **arguments: Unpack[ImageArguments],
 ) -> ImageOutput:
-    """Make pictures with an autoregressive or a masked image model, or one of continuous tokens (MAR).
+    """Make pictures with an autoregressive or a masked image model, one of continuous tokens (MAR), or one's own.
 
     >>> model = paradec.load("digits-ar")                                        # doctest: +SKIP
     >>> paradec.generate_images(model, class_labels=range(10)).images[3]         # doctest: +SKIP
@@ -57,20 +71,23 @@ def generate_images(
         model: an image model from `paradec.load` or of `paradec.models`.
         prompts: texts, one or several (for LlamaGen also features of captions).
         class_labels: for class-conditional models instead: an int or several.
-        sampler: a name or a sampler of the draft-and-verify family, by default `sjd`; with window=1 it makes one token
-            per forward. For masked models one that `paradec.generate` takes, by default `maskgit`.
-        steps, cache: for masked models alone: forwards planned for a picture, by default the model's own, for samplers
-            with a schedule; and the cache, by default "recap" with the sampler `recap`, none with others.
-        guidance_scale: s in uncond + s (cond - uncond); 1 is off. By default what the model's authors use, as are
-            `temperature`, `top_k` and `top_p`; top_k=0 takes all tokens, temperature=0 the likeliest one.
         height, width: of a picture in pixels; by default the model's own.
         num_images: pictures for each prompt or label, side by side in the output.
         negative_prompt: for models with text prompts: what guidance leads away from.
+        output_type: "pil" (needs pillow), "pt" or "latent", as in diffusers.
+        preset: a `paradec.Request`, or a file that `Request.save` wrote, whose values arguments override. What a saved
+            request leaves out, because it is the default for text, is the model's own here.
+        sampler: a name or a sampler of the model's family: autoregressive models decode by draft and verify, by default
+            `sjd` (with window=1 it makes one token per forward), masked ones by what `paradec.generate` takes, by
+            default `maskgit`, MAR by "mar" or "recap", which is `paradec.samplers.create("mar", preset="recap")`.
+        steps: forwards planned for a picture, by default the model's own, for samplers with a schedule.
+        cache: for masked models: by default "recap" with the sampler `recap`, none with others.
+        guidance_scale: s in uncond + s (cond - uncond); 1 is off. By default what the model's authors use, as are
+            `temperature`, `top_k` and `top_p`; top_k=0 takes all tokens, temperature=0 the likeliest one.
         seed: one for all rows or one per row. A row's numbers depend on its seed and prompt, not on its neighbours.
         generator: a torch.Generator instead, from which a seed is drawn.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `ImageOutput.trace`; always done for masked models.
-        output_type: "pil" (needs pillow), "pt" or "latent", as in diffusers.
 
     Returns:
         An `ImageOutput`.
@@ -81,132 +98,128 @@ def generate_images(
         FloatingPointError: the model returned NaN or infinite logits.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens until then.
     """
-    check_model("generate_images", model, ("image", "masked image", "continuous image"))
-    if isinstance(model, (MaskedImageModel, MARModel)):
-        for name, value in (("prompts", prompts), ("negative_prompt", negative_prompt)):
-            if value is not None:
-                raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on class_labels")
-    if isinstance(model, MARModel):
-        for name, value in (("cache", cache), ("top_k", top_k), ("top_p", top_p)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={shown(value)} is for models of codes; {model.facts.name} has continuous tokens"
-                )
-        return generate_continuous_images(
-            model,
-            class_labels,
-            sampler=sampler,
-            steps=steps,
-            guidance_scale=guidance_scale,
-            height=height,
-            width=width,
-            num_images=num_images,
-            temperature=temperature,
-            seed=seed,
-            generator=generator,
-            callback=callback,
-            trace=trace,
-            output_type=output_type,
+    if not isinstance(model, PictureModel):
+        check_model("generate_images", model, KINDS)
+        raise TypeError(
+            f"generate_images takes adapters that extend {PictureModel.__module__}.PictureModel; "
+            f"{type(model).__name__} does not"
         )
-    if isinstance(model, MaskedImageModel):
-        return generate_masked_images(
-            model,
-            class_labels,
-            sampler=sampler,
-            cache=cache,
-            height=height,
-            width=width,
-            num_images=num_images,
-            output_type=output_type,
-            trace=trace,
-            steps=steps,
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            generator=generator,
-            callback=callback,
-        )
-    for name, value in (("steps", steps), ("cache", cache)):
-        if value is not None:
-            also = " and MAR" if name == "steps" else ""
-            raise ValueError(f"{name}={shown(value)} is for masked image models{also}; {model.facts.name} is none")
-    method = samplers.resolve("sjd" if sampler is None else sampler, "draft_verify", model.facts.name)
-    given = {"prompts": prompts, "class_labels": class_labels}
-    for name, value in given.items():
-        if value is not None and name != model.conditions:
-            raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")
-    if given[model.conditions] is None:
-        raise ValueError(f"{model.facts.name} needs {model.conditions}")
+    check_names(arguments, inspect.signature(generate_images).parameters)
+    given = _given(model, {"prompts": prompts, "class_labels": class_labels})
+    request = picture_request(model, arguments, preset)
     check_choice("output_type", output_type, OUTPUT_TYPES)
     check_int("num_images", num_images, low=1, high=MOST_IMAGES)
-    check_bool("trace", trace)
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback={shown(callback)} must be callable")
-    law = _law(model, guidance_scale, temperature, top_k, top_p)
     if output_type == "pil":
         pillow()
     if output_type != "latent":
         model.check_decodes()
     grid = model.grid(height, width)
-    request = model.request(given[model.conditions], grid, num_images, negative_prompt)
+    laid = model.request(given, grid, num_images, negative_prompt)
+    method: Any = request.sampler
     drafter = getattr(method, "drafter", None)
-    if isinstance(drafter, ImageModel):  # it reads the same conditions
-        own = drafter.request(given[model.conditions], grid, num_images, negative_prompt).model
-        method = replace(method, drafter=own)
-    guided = {} if law["guidance_scale"] == 1 else {"negative_prompt": request.unconditional}
-    state = method.start(
-        request.model, request.prompts, grid=grid, seed=seed, generator=generator, trace=trace, **law, **guided
-    )
+    if isinstance(drafter, PictureModel):  # it reads the same conditions
+        method = replace(method, drafter=drafter.request(given, grid, num_images, negative_prompt).model)
+    state = model.begin(method, laid, grid, request)
+    if hint := state.cache_advice():
+        warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
     try:
-        decode(method, request.model, state, callback)
+        with state.freed_store():
+            decode(method, laid.model, state, request.callback)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
-        stopped.output = _output(state, grid, time.perf_counter() - begin)
+        stopped.output, _ = _read(model, state, grid, time.perf_counter() - begin)
         raise stopped from interrupt
-    if state.canvas.is_cuda:
-        torch.cuda.synchronize(state.canvas.device)
-    output = _output(state, grid, time.perf_counter() - begin)
-    if output.codes is not None:
-        output.images = output.codes
+    if laid.model.device.type == "cuda":
+        torch.cuda.synchronize(laid.model.device)
+    output, latent = _read(model, state, grid, time.perf_counter() - begin)
+    if latent is not None:
+        output.images = latent
         if output_type != "latent":
-            images = model.decode(output.tokens, grid)
-            output.images = to_pil(images) if output_type == "pil" else images.cpu()
+            images = model.decode(output.tokens, grid).cpu()
+            output.images = to_pil(images) if output_type == "pil" else images
     return output
 
 
-def _law(model: ImageModel, guidance: Any, temperature: Any, top_k: Any, top_p: Any) -> dict[str, Any]:
-    """The model's own settings where the request has none."""
-    given = {"guidance_scale": guidance, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    law = {name: model.defaults[name] if value is None else value for name, value in given.items()}
-    check_number("guidance_scale", law["guidance_scale"], low=0, high=1e6)
-    check_temperature("temperature", law["temperature"])
-    check_int("top_k", law["top_k"], low=0, none=True)
-    check_number("top_p", law["top_p"], low=0, high=1, none=True, open_low=True)
-    law["top_k"] = None if not law["top_k"] or law["top_k"] >= model.facts.vocab_size else law["top_k"]
-    return law
+def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: Preset | None = None) -> Request:
+    """What `generate_images` decodes: arguments over a preset over the model's own defaults, with its sampler made.
+
+    Args:
+        arguments: fields of `SERVED`; None is not given, and top_k=0 is all tokens.
+
+    Raises:
+        TypeError: a name that is no argument. ValueError: an argument out of its range, or one that has no meaning for
+            the sampler or for pictures.
+    """
+    asked = {name: value for name, value in arguments.items() if value is not None}
+    check_int("top_k", asked.get("top_k"), low=0, none=True)
+    asked |= {"top_k": None} if asked.get("top_k") == 0 else {}
+    said = Request.said(asked, preset)
+    for name, value in said.items():
+        if name not in SERVED:
+            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out of the preset")
+    method = picture_sampler(model, said.pop("sampler", None), model.facts.name)
+    if settings := {name: said.pop(name) for name in model.sampler_settings if name in said}:
+        method = replace(method, **settings)
+    fields = {**model.defaults_with(method), **said}
+    fields["top_k"] = fields.get("top_k") or None
+    request = request_for(method, Request(sampler=method, **fields), {})
+    if request.steps is not None and not method.uses_steps:
+        warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
+    return request
 
 
-def _output(state: Any, grid: Grid, seconds: float) -> ImageOutput:
-    first = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
-    tokens = state.canvas.gather(1, first + torch.arange(grid.length, device=state.canvas.device)).cpu()
+def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user: str, **settings: Any) -> Any:
+    """The sampler that a name, or None, means for a kind of model.
+
+    Args:
+        model: an adapter, or the class of it. sampler: a name, a sampler, or None for the default. user: what messages
+            call the model. settings: of a sampler that is named.
+
+    Raises:
+        TypeError: no sampler. ValueError: an unknown name, a setting out of its range, or one of another family.
+    """
+    sampler = model.default_sampler if sampler is None else sampler
+    names, user = model.sampler_names, model.title or user
+    if isinstance(sampler, str):
+        name, own_preset = names.get(sampler, (sampler, None))
+        sampler = samplers.create(name, preset=own_preset, **settings)
+    elif isinstance(sampler, Sampler) and sampler.name in names:
+        name, own_preset = names[sampler.name]
+        raise ValueError(
+            f"the sampler {sampler.name!r} with settings is of family {sampler.family!r}; for {user} say "
+            f"{sampler.name!r} alone, or make one with paradec.samplers.create({name!r}, preset={own_preset!r}, ...)"
+        )
+    return samplers.resolve(sampler, model.family, user)
+
+
+def _given(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
+    """What the model is conditioned on."""
+    for name, value in conditions.items():
+        if value is not None and name != model.conditions:
+            raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")
+    if conditions[model.conditions] is None:
+        raise ValueError(f"{model.facts.name} needs {model.conditions}")
+    return conditions[model.conditions]
+
+
+def _read(model: PictureModel, state: Any, grid: Grid, seconds: float) -> tuple[ImageOutput, torch.Tensor | None]:
+    """The output without pictures, and what they are decoded from: None where one is not whole."""
+    found = model.read(state, grid)
+    latent = model.latent(found.tokens, grid) if found.whole else None
     nfe, row_forwards, forwarded, _ = state.counts
-    return ImageOutput(
+    output = ImageOutput(
         images=None,
-        codes=grid.codes(tokens) if state.done else None,
-        tokens=tokens,
+        codes=None if latent is None or latent.is_floating_point() else latent,
+        tokens=found.tokens,
         grid=grid,
         row_nfe=nfe.tolist(),
         row_forwards=int(row_forwards.sum()),
         forwarded_tokens=int(forwarded.sum()),
-        accepted=np.array(state.accepted, np.int64).reshape(-1, state.batch),
+        accepted=found.accepted,
         seconds=seconds,
-        prompt_lengths=[int(length) for length in state.prompt_length],
+        prompt_lengths=found.prompt_lengths,
         trace=state.trace,
-        draft_nfe=state.draft_nfe.tolist(),
+        draft_nfe=found.draft_nfe,
     )
-
-
-# ---- pictures -------------------------------------------------------------------------------------------------------
+    return output, latent

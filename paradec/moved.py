@@ -23,6 +23,9 @@ In `paradec.samplers.causal` methods were renamed in the field's words. `accept(
 `accept(window)`: `window.p`, `window.drafts`, `window.fresh`, `window.embeddings`. `DraftLaws` is `DraftDistributions`,
 `judge` `verify`, `leftover` `residual`, `token_law` `token_distribution`, `laws_at` `at_slots`, a rule's `judge` its
 `verify`, `redraws` `resamples`, and `JacobiState.laws` is `CausalState.distribution`.
+
+`generate_masked_images`, `generate_continuous_images` and `continuous_sampler` are no more: `generate_images` takes
+every kind of image model, and asks its adapter (`paradec.models.images.base`).
 """
 
 from __future__ import annotations
@@ -39,11 +42,13 @@ from typing import Any
 MOVED = {
     "paradec.cli.decode": "paradec.cli.batches",
     "paradec.cli.live": "paradec.cli.show",
+    "paradec.continuous_images": "paradec.images",
     "paradec.decode_command": "paradec.cli.batches",
     "paradec.engine": "paradec.samplers.masked.device_step",
     "paradec.image_command": "paradec.cli.image",
     "paradec.kernels.sparsed": "paradec.kernels.block_sparse",
     "paradec.live": "paradec.cli.show",
+    "paradec.masked_images": "paradec.images",
     "paradec.models.chameleon": "paradec.models.images.chameleon",
     "paradec.models.continuous": "paradec.models.images.continuous",
     "paradec.models.diffusion": "paradec.models.images.diffusion",

@@ -15,7 +15,8 @@ a query holds and in the one decision of their paper. The invariants are listed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -346,6 +347,15 @@ class State:
     def progress(self) -> tuple[int, int]:
         """(final, total): tokens or solver steps that are final, and how many there will be."""
         raise NotImplementedError(f"{type(self).__name__} does not report progress")
+
+    @contextmanager
+    def freed_store(self) -> Iterator[None]:
+        """Give back on exit what is kept outside of the state's tensors: nothing, unless a family has a store."""
+        yield
+
+    def cache_advice(self) -> str | None:
+        """Why the cache cannot win for this request, if it cannot."""
+        return None
 
     def check_current(self, proposal: Proposal | LatentProposal) -> None:
         """Raise ValueError if `proposal` was made before another commit."""

@@ -208,6 +208,16 @@ class Request:
         Raises:
             TypeError: a name that is no argument. Otherwise as for the class, and for `load`.
         """
+        return cls(**{**defaults, **cls.said(arguments, preset)})
+
+    @classmethod
+    def said(
+        cls, arguments: Mapping[str, Any], preset: Request | str | Path | Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What named arguments and a preset say, by field; arguments win. Values of arguments are not checked yet.
+
+        Raises: as `of`.
+        """
         check_names(arguments)
         if preset is None:
             changes: Mapping[str, Any] = {}
@@ -215,7 +225,7 @@ class Request:
             changes = preset.changes()
         else:
             changes = cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)
-        return cls(**{**defaults, **changes, **arguments})
+        return {**changes, **arguments}
 
     def changes(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
@@ -338,7 +348,7 @@ def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> No
     for name in given:
         if name in allowed:
             continue
-        if name in ELSEWHERE:
+        if ELSEWHERE.get(name) in allowed:
             raise TypeError(f"unknown argument: {name!r}; it is called {ELSEWHERE[name]!r} here")
         if name == "do_sample":
             raise TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
@@ -360,18 +370,21 @@ def _sampler_with(setting: str) -> str | None:
     return None
 
 
-def takes_arguments(*names: str) -> Callable[[Any], Any]:
+def takes_arguments(
+    *names: str, typed: Any = Arguments, defaults: Mapping[str, Any] = DEFAULTS
+) -> Callable[[Any], Any]:
     """A decorator that lists a request's arguments in a function's signature, in the place of its `**arguments`; all of
-    them by default. `help` and notebooks show them then, and transformers looks there."""
+    them by default. `help` and notebooks show them then, and transformers looks there. typed, defaults: their types and
+    defaults, where a door has its own."""
 
     def decorate(function: Any) -> Any:
         own = inspect.signature(function)
         kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         there = {parameter.name for parameter in kept}
+        hints = typed.__annotations__
         added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hints[name])
-            for hints in [Arguments.__annotations__]
-            for name in names or FIELDS
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name])
+            for name in names or hints
             if name not in there
         ]
         function.__signature__ = own.replace(parameters=[*kept, *added])

@@ -15,21 +15,25 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec import caches, samplers
+from paradec import caches
 from paradec.checks import check_int, check_number, check_temperature, check_text
 from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
 from paradec.models.checkpoint import CheckpointError, read_json
-from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, file_type, packaged_image
+from paradec.models.images.loading import (
+    FAMILIES,
+    PACKAGED,
+    PACKAGED_PIPELINES,
+    file_type,
+    image_adapter,
+    packaged_image,
+)
 from paradec.pictures import MOST_IMAGES
 from paradec.request import LARGEST_GUIDANCE
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""
-SAMPLED_BY = {"uvit": ("masked", "maskgit"), "mar": ("continuous", "mar")}
-"""The family of samplers that a `model_type` takes, and the default; of others the next two."""
-AUTOREGRESSIVE = ("draft_verify", "sjd")
 
 Out = Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures go, on one sheet.")]
 Model = Annotated[
@@ -212,7 +216,7 @@ def check_options(request: dict[str, Any]) -> None:
 
 def check_options_of(sampler: Any, source: str, request: dict[str, Any]) -> None:
     """Raise ValueError for an option that models with samplers of this family do not have."""
-    others = {"draft_verify": ("steps", "cache"), "continuous": ("cache", "top_k", "top_p")}.get(sampler.family, ())
+    others = [name for name in ("steps", "cache", "top_k", "top_p") if name in sampler.unserved]
     for name in others:
         if request[name] is not None:
             option = "--" + name.replace("_", "-")
@@ -249,12 +253,9 @@ def sampler_for(source: str, sampler: str | None, settings: dict[str, Any]) -> A
             f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
             + ", ".join(FAMILIES)
         )
-    family, default = SAMPLED_BY.get(model_type, AUTOREGRESSIVE)
-    if family == "continuous":
-        from paradec.continuous_images import continuous_sampler
+    from paradec.images import picture_sampler
 
-        return continuous_sampler(sampler, **settings)
-    return samplers.resolve(samplers.create(default if sampler is None else sampler, **settings), family, repr(source))
+    return picture_sampler(image_adapter(model_type), sampler, repr(source), **settings)
 
 
 def check_drafter(sampler: Any, drafter: str | None) -> None:

@@ -9,9 +9,10 @@ adapter, made by `request`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,23 +20,12 @@ from paradec.checks import check_int, shown
 from paradec.models.adapter import Decoder
 from paradec.models.calls import Evaluation, take_columns
 from paradec.models.facts import ModelFacts
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
-from paradec.prompts import Prompts
 from paradec.protocol import Query
 
 
-@dataclass
-class ImageRequest:
-    """One request, ready for a sampler's `start`."""
-
-    model: ImageModel
-    """A copy of the adapter that knows this request's rows."""
-    prompts: Prompts
-    unconditional: Prompts
-    """Prompts of the guidance branch, one per row; their lengths may be others."""
-
-
-class ImageModel(Decoder):
+class ImageModel(PictureModel, Decoder):
     """Base of the families. A family says how ids become embeddings (`_embed`), runs its backbone (`_backbone`) and its
     output matrix (`_head`), lays out requests (`request`) and grids (`grid`), and decodes codes (`_pixels`).
 
@@ -46,11 +36,10 @@ class ImageModel(Decoder):
 
     makes = "image"
     gathers = False
-    family: ClassVar[str] = ""
-    conditions: str = "prompts"
-    """What a request gives: "prompts" or "class_labels"."""
+    family = "draft_verify"
+    default_sampler = "sjd"
+    conditions = "prompts"
     defaults: Mapping[str, Any] = {"guidance_scale": 1.0, "top_k": None, "temperature": 1.0, "top_p": None}
-    """What the model's authors sample with."""
 
     def __init__(self, module: nn.Module, facts: ModelFacts, tokenizer: Any = None):
         super().__init__(module, facts, tokenizer, default_max_new_tokens=1)
@@ -61,22 +50,6 @@ class ImageModel(Decoder):
     has_head = True
 
     # ---- what a family says ---------------------------------------------------------------------------------------
-
-    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture of so many pixels; by default the model's own size.
-
-        Raises:
-            ValueError: a size that this model cannot make; the message says which it can.
-        """
-        raise NotImplementedError
-
-    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Lay out one request: `num_images` rows for every prompt or label, copies side by side.
-
-        Raises:
-            ValueError, TypeError: conditions that the model does not take; the message names them.
-        """
-        raise NotImplementedError
 
     def codebook(self) -> Tensor | None:
         """[vocab_size, d] float: the code behind every id, NaN for ids that are no image tokens; None without VQ."""
@@ -108,11 +81,23 @@ class ImageModel(Decoder):
 
     # ---- what all share -------------------------------------------------------------------------------------------
 
-    def check_decodes(self) -> None:
-        """Raise ValueError where there is nothing to make pixels with."""
+    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+        """The state of one request over the grid, guided by the unconditional prompts."""
+        if request.top_k is not None and request.top_k >= self.facts.vocab_size:
+            request = replace(request, top_k=None)
+        guided = {} if request.guidance_scale == 1 else {"negative_prompt": laid.unconditional}
+        return sampler.start(laid.model, laid.prompts, request, grid=grid, **guided)
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        return Reading(
+            tokens=tokens_of(state, grid),
+            whole=state.done,
+            accepted=np.array(state.accepted, np.int64).reshape(-1, state.batch),
+            prompt_lengths=[int(length) for length in state.prompt_length],
+            draft_nfe=state.draft_nfe.tolist(),
+        )
 
     def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
         with torch.no_grad(), Evaluation(self.module):
             images = self._pixels(grid.codes(tokens.to(self.device)))
         return (images.float() / 2 + 0.5).clamp(0, 1)

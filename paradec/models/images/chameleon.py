@@ -80,8 +80,6 @@ class ChameleonModel(TextToImageModel):
         ValueError: a codebook of another size than the model's, or a vocabulary that lacks a code.
     """
 
-    family = "chameleon"
-
     def __init__(
         self,
         module: Any,

@@ -34,7 +34,6 @@ class Emu3Model(TextToImageModel):
         ValueError: a vocabulary that lacks a token which pictures need.
     """
 
-    family = "emu3"
     defaults = {"guidance_scale": 3.0, "top_k": 2048, "temperature": 1.0, "top_p": None}
 
     def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):

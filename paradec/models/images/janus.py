@@ -33,7 +33,6 @@ class JanusModel(TextToImageModel):
         ValueError: no such token known.
     """
 
-    family = "janus"
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 
     def __init__(self, module: Any, tokenizer: Any = None, boi_token_id: int | None = None, name: str | None = None):

@@ -265,7 +265,6 @@ class LlamaGenModel(ImageModel):
         ValueError: a codebook of another size than the network's vocabulary.
     """
 
-    family = "llamagen"
     module: LlamaGen
 
     def __init__(

@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paradec.models.images.base import PictureModel
 from paradec.registry import unknown
 
 FAMILIES = {
-    "llamagen": "paradec.models.images.llamagen:load_llamagen",
-    "emu3": "paradec.models.images.emu3:load_emu3",
-    "chameleon": "paradec.models.images.chameleon:load_chameleon",
-    "janus": "paradec.models.images.janus:load_janus",
-    "uvit": "paradec.models.images.masked:load_masked_image",
-    "mar": "paradec.models.images.mar:load_mar",
+    "llamagen": ("paradec.models.images.llamagen", "load_llamagen", "LlamaGenModel"),
+    "emu3": ("paradec.models.images.emu3", "load_emu3", "Emu3Model"),
+    "chameleon": ("paradec.models.images.chameleon", "load_chameleon", "ChameleonModel"),
+    "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
+    "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
+    "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
 }
-"""What loads an image model, by the `model_type` of config.json."""
+"""The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
 
@@ -56,7 +57,13 @@ def image_loader(model_type: Any) -> Callable[..., Any] | None:
     """What loads checkpoints of this `model_type`, or None for other models."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         return None
-    module, _, name = FAMILIES[model_type].partition(":")
+    module, name, _ = FAMILIES[model_type]
+    return getattr(importlib.import_module(module), name)
+
+
+def image_adapter(model_type: str) -> type[PictureModel]:
+    """The adapter of checkpoints of this `model_type`, a key of `FAMILIES`: it says which samplers they take."""
+    module, _, name = FAMILIES[model_type]
     return getattr(importlib.import_module(module), name)
 
 

@@ -26,7 +26,8 @@ from paradec.checks import check_choice, check_int, shown
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
-from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.adapter import labels_of, pixels_to_codes
+from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys
 from paradec.models.images.grid import Grid
 from paradec.models.images.kl import KLDecoder, load_kl
@@ -343,7 +344,7 @@ class MARFacts:
     name: str
 
 
-class MARModel(Adapter):
+class MARModel(PictureModel, Adapter):
     """The adapter of a `MAR`.
 
     Args:
@@ -357,7 +358,11 @@ class MARModel(Adapter):
     """
 
     makes = "continuous image"
-    conditions = "class_labels"
+    family = "continuous"
+    default_sampler = "mar"
+    sampler_names = {"recap": ("mar", "recap")}
+    sampler_settings = ("temperature",)
+    title = "MAR (mar or recap)"
     module: MAR
 
     def __init__(
@@ -424,6 +429,19 @@ class MARModel(Adapter):
         known = encoder if keep_buffer else [(key[:, :, first:], value[:, :, first:]) for key, value in encoder]
         return Kept(known, [of(pair) for pair in decoder])
 
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: class labels, an int or several."""
+        self.no_negative_prompt(negative_prompt)
+        return ImageRequest(self, [label for label in labels_of(given, self.module.classes) for _ in range(num_images)])
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        written = -np.diff(state.left[: state.index + 1])  # as many in every row
+        accepted = written.reshape(-1, 1).repeat(state.batch, 1)
+        return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, [0] * state.batch)
+
+    def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
+        return self.image(tokens)
+
     def image(self, tokens: Tensor) -> Tensor:
         """Tokens [B, positions, channels] as the latent [B, channels, side, side] that the VAE decodes (divide by its
         scale, 0.2325 for KL-16)."""
@@ -448,7 +466,7 @@ class MARModel(Adapter):
                 f"{self.facts.name} has no VAE decoder; load it with vae=..., or take output_type='latent'"
             )
 
-    def decode(self, tokens: Tensor) -> Tensor:
+    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         """Tokens [B, positions, channels] -> images [B, C, H, W] float32 in [0, 1]."""
         self.check_decodes()
         assert self.vae is not None

@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paradec.checks import shown
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of, pixels_to_codes
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
 from paradec.models.images.uvit import UViT, UViTModel, load_uvit
 from paradec.models.images.vq import VQModel, load_vq
@@ -27,7 +29,7 @@ from paradec.registry import unknown
 DEFAULTS = {"steps": None, "guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 
 
-class MaskedImageModel(UViTModel):
+class MaskedImageModel(PictureModel, UViTModel):
     """Prompts are one class token; answers are all codes of a picture, as one block. Guidance masks the class token.
 
     Args:
@@ -42,6 +44,8 @@ class MaskedImageModel(UViTModel):
     """
 
     makes = "masked image"
+    family = "masked"
+    default_sampler = "maskgit"
 
     def __init__(
         self,
@@ -70,6 +74,29 @@ class MaskedImageModel(UViTModel):
         """
         labels = labels_of(class_labels, self.module.classes - 1)
         return [[self.class_token(label)] for label in labels for _ in range(num_images)]
+
+    def defaults_with(self, sampler: Any) -> dict[str, Any]:
+        """As for all; and the cache of samplers that choose a group's targets in a full step, which evaluates those."""
+        return super().defaults_with(sampler) | ({"cache": "recap"} if hasattr(sampler, "targets") else {})
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: class labels, an int or several."""
+        self.no_negative_prompt(negative_prompt)
+        return ImageRequest(self, self.prompts(given, num_images))
+
+    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+        """The state of one request for all codes of a picture, with a trace: they are not written in order."""
+        own = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
+        return sampler.start(laid.model, laid.prompts, replace(request, **own))
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        tokens = tokens_of(state, grid)
+        accepted = np.zeros((len(state.trace.steps), state.batch), np.int64)
+        for index, step in enumerate(state.trace.steps):
+            rows = [row for row, _, token, _ in step.commits if token != self.facts.mask_token_id]
+            accepted[index] = np.bincount(rows, minlength=state.batch)
+        whole = not tokens.eq(self.facts.mask_id).any()
+        return Reading(tokens, whole, accepted, state.prompt_length.tolist(), [0] * state.batch)
 
     @property
     def suppressed(self) -> tuple[int, ...]:

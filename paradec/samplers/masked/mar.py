@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from paradec import rng
-from paradec.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.checks import check_bool, check_choice, check_int, check_number
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
 from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State
+from paradec.request import FIELDS, Request, request_for
 from paradec.trace import Trace
 
-LARGEST_GUIDANCE = 1e6
+SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace")
+"""Fields of a request that have a meaning for the family; `temperature` is a setting."""
+DEFAULT_STEPS = 64
 
 
 @dataclass
@@ -106,6 +109,8 @@ class MAR(Sampler):
     paper = "MAR"
     arxiv = "2406.11838"
     summary = "continuous tokens in random order, in numbers that grow from step to step"
+    uses_steps = True
+    unserved = tuple(name for name in FIELDS if name not in SERVED)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recap": {"local_steps": 1}}
 
     def __post_init__(self) -> None:
@@ -124,47 +129,40 @@ class MAR(Sampler):
         self,
         model: Any,
         prompt: Sequence[int] | int,
+        request: Request | None = None,
         *,
-        steps: int = 64,
-        guidance_scale: float = 1.0,
-        seed: int | Sequence[int] | None = None,
-        generator: torch.Generator | None = None,
         order: Tensor | None = None,
-        trace: bool = False,
+        **arguments: Any,
     ) -> MARState:
         """Make the state of one request.
 
         Args:
             model: a `paradec.models.images.mar.MARModel`.
             prompt: the class labels, one per image.
-            steps: T, 1 to S; 64 in the paper's fast setting, 256 in its best one.
-            guidance_scale: s in uncond + s (cond - uncond); 1 is off. The published models: 2.9, 3.0 and 3.2.
-            seed: an int, or one per image; None draws one from `generator`, or else from torch's global generator.
+            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning: `steps` is T,
+                1 to S, 64 by default as in the paper's fast setting (256 in its best one); `guidance_scale` of the
+                published models is 2.9, 3.0 and 3.2; in a trace a token is its numbers, None where undecided.
             order: [B, S] int64, the random order to use, last position first; None draws it.
-            trace: record every step in `state.trace`; a token is its numbers there, None where undecided.
 
         Raises:
             TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
         """
         self.check_model(model)
+        if "temperature" in arguments:
+            raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")
+        request = request_for(self, request, arguments)
         module = model.module
         size, labels = module.positions, [prompt] if isinstance(prompt, int) else list(prompt)
         if not labels:
             raise ValueError("prompt is empty; give one class label at least")
         for label in labels:
             check_int("label", label, low=0, high=module.classes - 1)
+        steps = DEFAULT_STEPS if request.steps is None else request.steps
         check_int("steps", steps, low=1, high=size)
-        check_number("guidance_scale", guidance_scale, low=0, high=LARGEST_GUIDANCE)
-        check_bool("trace", trace)
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise ValueError(f"generator={shown(generator)} must be a torch.Generator")
-        if seed is not None and generator is not None:
-            raise ValueError("give seed or generator, not both")
+        seed, generator = request.seed, request.generator
         seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(labels)
         if len(seeds) != len(labels):
             raise ValueError(f"seed has {len(seeds)} entries for {len(labels)} images; give one int, or one per image")
-        for entry in seeds:
-            check_int("seed", entry, low=0, high=2**63 - 1, none=True)
         drawn = 0
         if None in seeds:
             owner = None if generator is None else generator.device
@@ -187,12 +185,12 @@ class MAR(Sampler):
             labels=torch.tensor(labels, device=device),
             keys=keys,
             left=left_after(size, steps),
-            guidance_scale=guidance_scale,
+            guidance_scale=request.guidance_scale,
         )
-        if trace:
-            request = {"labels": labels, "steps": steps, "guidance_scale": guidance_scale, "seed": seeds}
+        if request.trace:
+            asked = {"labels": labels, "steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
             empty: list[list[Any]] = [[None] * size for _ in labels]
-            state.trace = Trace(empty, self.to_dict() | request)
+            state.trace = Trace(empty, self.to_dict() | asked)
         return state
 
     # ---- groups -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""What `paradec.generate_images` asks of an image model, whatever its kind: which samplers decode with it, how a
+request becomes rows, and how a state becomes pictures. The door knows no kinds; adapters name samplers as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.models.images.grid import Grid
+
+
+@dataclass
+class ImageRequest:
+    """The rows of one request, ready for a sampler's `start`."""
+
+    model: Any
+    """What is decoded with: the adapter, or a copy of it that knows this request's rows."""
+    prompts: Any
+    """What `start` takes for the rows."""
+    unconditional: Any = None
+    """Prompts of the guidance branch, one per row, for models that are guided by other prompts; their lengths may be
+    others."""
+
+
+@dataclass
+class Reading:
+    """What a state holds of its pictures. `B` pictures of `N` tokens, `S` steps."""
+
+    tokens: Tensor
+    """[B, N] int64 on the host; [B, N, C'] float where they are continuous."""
+    whole: bool
+    """Whether every token of every picture is there."""
+    accepted: np.ndarray
+    """[S, B] int64: tokens that became final at each step."""
+    prompt_lengths: list[int]
+    draft_nfe: list[int]
+    """Forward calls of a model that drafted for each row; 0 without one."""
+
+
+class PictureModel:
+    """Base of all image models. A kind of model states its samplers and conditions, and implements `grid`, `request`,
+    `begin`, `read` and `decode`; where tokens are codes in a canvas, `tokens_of` reads them."""
+
+    family: ClassVar[str] = ""
+    """Of the samplers that decode with it."""
+    default_sampler: ClassVar[str] = ""
+    sampler_names: ClassVar[Mapping[str, tuple[str, str | None]]] = {}
+    """Names of samplers that mean another one for this kind of model: that one's name, and its preset."""
+    sampler_settings: ClassVar[tuple[str, ...]] = ()
+    """Arguments of a request that are settings of these samplers."""
+    title: ClassVar[str] = ""
+    """What messages about samplers call the model; by default its own name."""
+    conditions: str = "class_labels"
+    """What a request gives: "prompts" or "class_labels"."""
+    defaults: Mapping[str, Any] = {}
+    """What the model's authors sample with: fields of `paradec.Request`."""
+    facts: Any
+
+    def defaults_with(self, sampler: Any) -> dict[str, Any]:
+        """The fields of a request that names no more than its sampler."""
+        return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture of so many pixels; by default the model's own size.
+
+        Raises:
+            ValueError: a size that this model cannot make; the message says which it can.
+        """
+        raise NotImplementedError
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """Lay out one request: `num_images` rows for every prompt or label, copies side by side.
+
+        Raises:
+            ValueError, TypeError: conditions that the model does not take; the message names them.
+        """
+        raise NotImplementedError
+
+    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+        """The state of one request: `sampler.start`, with what this kind of model adds to a `paradec.Request`."""
+        return sampler.start(laid.model, laid.prompts, request)
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        """What a state holds of its pictures, also of one that is not done."""
+        raise NotImplementedError
+
+    def check_decodes(self) -> None:
+        """Raise ValueError where there is nothing to make pixels with."""
+
+    def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """What the decoder reads: codes [B, h, w] int64, row by row; or a float latent where there are none."""
+        return grid.codes(tokens)
+
+    def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
+        raise NotImplementedError
+
+    def no_negative_prompt(self, negative_prompt: Any) -> None:
+        """Raise ValueError where one is given."""
+        if negative_prompt is not None:
+            raise ValueError(f"{self.facts.name} does not take negative_prompt; it is conditioned on {self.conditions}")
+
+
+def tokens_of(state: Any, grid: Grid) -> Tensor:
+    """[B, grid.length] int64 on the host: what follows each row's prompt in a state's canvas."""
+    first = torch.as_tensor(state.prompt_length, device=state.canvas.device).unsqueeze(1)
+    return state.canvas.gather(1, first + torch.arange(grid.length, device=state.canvas.device)).cpu()

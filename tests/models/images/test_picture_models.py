@@ -1,0 +1,369 @@
+"""The door of pictures and the adapters behind it: models of one's own, presets, what every registered kind says."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import tiny_llamagen, tiny_mar, tiny_masked_image
+from PIL import Image
+from torch import Tensor
+
+import paradec
+from paradec import images, samplers
+from paradec.models.facts import ModelFacts
+from paradec.models.images.adapter import labels_of
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
+from paradec.models.images.grid import Grid
+from paradec.models.images.loading import FAMILIES, image_adapter
+from paradec.protocol import Commit, Cost, LatentProposal, Memory, Query, Sampler, State
+from paradec.request import DEFAULTS, Request, request_for
+
+# ---- models of one's own --------------------------------------------------------------------------------------------
+
+
+class Tiles(PictureModel):
+    """3 x 3 cells of 4 shades; each class has a likeliest one. A masked model without a network."""
+
+    makes, family, default_sampler = "masked image", "masked", "maskgit"
+    defaults = {"steps": 3, "temperature": 1.0}
+    facts = ModelFacts(vocab_size=9, mask_token_id=4, name="tiles")
+    device, tokenizer, pads, supports_store, supports_visibility = torch.device("cpu"), None, True, False, False
+    default_block_length = None
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        return Grid(3, 3, range(4))
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        return ImageRequest(self, [[5 + label] for label in labels_of(given, 4) for _ in range(num_images)])
+
+    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+        own = {"max_new_tokens": grid.length, "suppress_tokens": range(5, 9)}
+        return sampler.start(self, laid.prompts, replace(request, **own))
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        nothing = [0] * state.batch
+        return Reading(tokens_of(state, grid), state.done, np.zeros((state.commits, state.batch)), [1] * 2, nothing)
+
+    def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
+        return grid.codes(tokens).unsqueeze(1) / 3
+
+    def __call__(self, query: Query) -> Tensor:
+        likeliest = torch.nn.functional.one_hot(query.tokens[:, :1] - 5, 9).double()
+        return 1.5 * likeliest.expand(-1, query.wanted.shape[1], -1)
+
+
+def test_a_masked_model_of_ones_own_goes_through_the_door() -> None:
+    def make(**request: Any) -> images.ImageOutput:
+        return paradec.generate_images(Tiles(), class_labels=[2, 0], seed=1, **request)
+
+    cold = make(temperature=0, output_type="pt")
+    assert torch.equal(cold.images, torch.tensor([2 / 3, 0.0]).view(2, 1, 1, 1).expand(2, 1, 3, 3))
+    assert cold.row_nfe == [3, 3] and cold.codes.unique().tolist() == [0, 2]  # its own steps
+    drawn = make(output_type="latent")
+    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # its own temperature
+    assert torch.equal(make(output_type="latent", sampler="halton", steps=9).codes[0] < 4, torch.ones(3, 3).bool())
+    assert [image.size for image in make().images] == [(3, 3)] * 2 and isinstance(make().images[0], Image.Image)
+    assert make(callback=lambda state, commit: True).images is None
+    with pytest.raises(ValueError, match="'sjd' is of family 'draft_verify'; tiles takes the 'masked' family"):
+        make(sampler="sjd")
+    with pytest.raises(ValueError, match="tiles does not take prompts; it is conditioned on class_labels"):
+        make(prompts="a cat")
+
+
+@dataclass
+class SweepState(State):
+    """Rows of a picture that are painted one after the other."""
+
+    shades: Tensor
+    picture: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.picture = torch.zeros(self.batch, 4, 4)
+
+    done = property(lambda self: self.commits == 4)
+
+
+@dataclass(frozen=True)
+class Sweep(Sampler):
+    """A family of its own: no tokens, no codes, and nothing that is registered."""
+
+    gain: float = 1.0
+
+    name, family, models = "sweep", "sweeps", ("swept picture",)
+    unserved = ("cache", "top_k", "top_p", "steps")
+
+    def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> SweepState:
+        self.check_model(model)
+        request_for(self, request, arguments)
+        shades = torch.tensor(prompt)
+        return SweepState(batch=len(shades), memory=Memory({}, len(shades), {}, shades.device), shades=shades)
+
+    def query(self, state: Any) -> list[Any]:
+        return [Query(np.arange(state.batch), state.shades, state.shades, forwarded=np.full(state.batch, 4))]
+
+    def propose(self, state: Any, outputs: list[Any], queries: list[Any]) -> LatentProposal:
+        return LatentProposal(queries[0].rows, outputs[0] * self.gain, Cost(queries, state.batch), state.commits)
+
+    def commit(self, state: Any, proposal: Any) -> Commit:
+        state.check_current(proposal)
+        state.picture[:, state.commits] = proposal.values.unsqueeze(1)
+        state.count(proposal.cost)
+        state.commits += 1
+        return Commit(proposal.rows, proposal.values)
+
+
+class Swept(PictureModel):
+    makes, family, default_sampler, conditions = "swept picture", "sweeps", "sweep", "prompts"
+    sampler_settings = ("temperature",)
+    facts, device = ModelFacts(vocab_size=1, name="swept"), torch.device("cpu")
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        return Grid(4, 4, range(1))
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        return ImageRequest(self, [shade for shade in given for _ in range(num_images)])
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        accepted, nothing = np.full((state.commits, state.batch), 4), [0] * state.batch
+        return Reading(state.picture.flatten(1).unsqueeze(-1), state.done, accepted, nothing, nothing)
+
+    def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
+        return tokens.unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+
+    decode = latent
+
+    def __call__(self, query: Any) -> Tensor:
+        return query.tokens / 2
+
+
+def test_a_family_of_ones_own_goes_through_the_door() -> None:
+    """With a sampler, a state and a latent that nothing here knows."""
+    out = paradec.generate_images(
+        Swept(), [0.5, 1.0], sampler=Sweep(gain=2.0), num_images=2, guidance_scale=1.5, output_type="pt"
+    )
+    assert torch.equal(out.images, torch.tensor([0.5, 0.5, 1.0, 1.0]).view(4, 1, 1, 1).expand(4, 1, 4, 4))
+    assert out.codes is None and out.row_nfe == [4] * 4 and out.forwarded_tokens == 64 and out.tokens_per_forward == 4
+    with pytest.raises(ValueError, match="top_k=3 has no meaning for sampler 'sweep'"):
+        paradec.generate_images(Swept(), [0.5], sampler=Sweep(), top_k=3)
+    with pytest.raises(ValueError, match="'maskgit' is of family 'masked'; swept takes the 'sweeps' family"):
+        paradec.generate_images(Swept(), [0.5], sampler="maskgit")
+
+
+def test_other_models_in_ones_own_rooms() -> None:
+    with pytest.raises(
+        TypeError, match="sampler 'sweep' takes a model that makes 'swept picture'; tiles is a masked image"
+    ):
+        Sweep().start(Tiles(), [0.5])
+    with pytest.raises(TypeError, match="generate takes a language model .*, not a Swept$"):
+        paradec.generate(Swept(), [1])
+    claims = type("Claims", (), {"makes": "image", "facts": Swept.facts})()
+    with pytest.raises(
+        TypeError, match="adapters that extend paradec.models.images.base.PictureModel; Claims does not"
+    ):
+        paradec.generate_images(claims, class_labels=1)
+
+
+def test_the_door_and_the_command_name_no_kind_of_model() -> None:
+    allowed = {"paradec.models.images.base", "paradec.models.images.grid", "paradec.models.images.loading"}
+    for name in ("images.py", "pictures.py", "cli/image.py"):
+        tree = ast.parse((Path(paradec.__file__).parent / name).read_text())
+        found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        assert {module for module in found if module.startswith("paradec.models.images")} <= allowed, name
+
+
+# ---- what every kind says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_adapters_name_samplers_that_decode_with_them(model_type: str) -> None:
+    kind = image_adapter(model_type)
+    assert issubclass(kind, PictureModel)
+    for name, preset in (("", None), *kind.sampler_names.items()):
+        sampler = images.picture_sampler(kind, name or None, "it")
+        assert sampler.family == kind.family and kind.makes in sampler.models
+        if preset is not None:
+            assert (sampler.name, preset[1] in sampler.presets) == (preset[0], True)
+    others = {samplers.get(name).family: name for name in ("sjd", "maskgit", "mar", "taylorseer")}
+    for family, name in others.items():
+        if family != kind.family:
+            with pytest.raises(
+                ValueError, match=f"'{name}' is of family '{family}'; .* takes the '{kind.family}' family"
+            ):
+                images.picture_sampler(kind, name, "it")
+
+
+def test_the_signature_lists_what_pictures_take() -> None:
+    listed = inspect.signature(paradec.generate_images).parameters
+    own = [
+        "model",
+        "prompts",
+        "class_labels",
+        "height",
+        "width",
+        "num_images",
+        "negative_prompt",
+        "output_type",
+        "preset",
+    ]
+    assert [*listed] == [*own, *images.SERVED]
+    for name in images.SERVED:  # None is the model's own
+        assert listed[name].default is (False if name == "trace" else None)
+        assert listed[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert {*images.SERVED} < {*DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("class_label", "did you mean 'class_labels'"),
+        ("num_image", "did you mean 'num_images'"),
+        ("cfg_scale", "it is called 'guidance_scale' here"),
+        ("window", r"it is a setting of a sampler: sampler=paradec.samplers.create\(.*, window="),
+        ("compile", "unknown argument: 'compile'"),
+        ("n", "unknown argument: 'n'"),
+    ],
+)
+def test_unknown_arguments_say_what_was_meant(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message) as raised:
+        paradec.generate_images(Tiles(), class_labels=1, **{name: 1})
+    assert "num_return_sequences" not in str(raised.value)  # pictures have no such argument
+
+
+# ---- presets --------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "image": (tiny_llamagen, {"sampler": samplers.create("sjd", window=4), "temperature": 0.7, "top_k": 9}),
+    "masked image": (tiny_masked_image, {"sampler": "recap", "steps": 4, "temperature": 0.8, "top_p": 0.9}),
+    "continuous image": (
+        tiny_mar,
+        {"sampler": samplers.create("mar", preset="recap", head_steps=3), "steps": 4, "temperature": 0.5},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
+    make, arguments = CASES[request.param]
+    return make(), arguments | {"guidance_scale": 1.5, "seed": 3, "trace": True}
+
+
+def paint(model: Any, **request: Any) -> images.ImageOutput:
+    return paradec.generate_images(model, class_labels=[1, 2], output_type="latent", **request)
+
+
+def same(one: images.ImageOutput, other: images.ImageOutput) -> None:
+    assert torch.equal(one.tokens, other.tokens) and one.trace.settings == other.trace.settings
+    assert (one.row_nfe, one.forwarded_tokens) == (other.row_nfe, other.forwarded_tokens)
+
+
+def test_presets_of_pictures(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
+    """A request, its file, its path as text and the mapping in it are the arguments; arguments win."""
+    model, arguments = case
+    expected, preset = paint(model, **arguments), Request(**arguments)
+    preset.save(tmp_path / "mine.json")
+    data = json.loads((tmp_path / "mine.json").read_text())
+    for given in (preset, tmp_path / "mine.json", str(tmp_path / "mine.json"), data):
+        same(paint(model, preset=given), expected)
+    same(paint(model, preset=preset, seed=4, temperature=None), paint(model, **arguments | {"seed": 4}))
+    other = paint(model, **arguments | {"guidance_scale": 1})
+    same(paint(model, preset=preset, guidance_scale=1), other)
+    assert other.forwarded_tokens < expected.forwarded_tokens
+
+
+def test_a_request_of_pictures_is_saved_and_loads(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
+    """With its sampler, and the model's own defaults written out."""
+    model, arguments = case
+    for asked in ({"seed": 3}, arguments):
+        request = images.picture_request(model, asked)
+        request.save(tmp_path / "mine.json")
+        assert Request.load(tmp_path / "mine.json") == request
+        assert images.picture_request(model, {}, tmp_path / "mine.json") == request
+        for name in {*model.defaults} - {*asked}:
+            assert getattr(request, name) == (model.defaults[name] or DEFAULTS[name])
+    same(paint(model, preset=tmp_path / "mine.json"), paint(model, **arguments))
+
+
+def test_a_preset_without_values_is_the_models_own(case: tuple[Any, dict[str, Any]]) -> None:
+    model, _ = case
+    own = images.picture_request(model, {"seed": 3})
+    assert images.picture_request(model, {"temperature": None}, Request(seed=3)) == own
+    assert images.picture_request(model, {}, {"seed": 3}) == own
+    assert own.sampler == images.picture_sampler(model, model.default_sampler, "it")
+
+
+def test_a_preset_names_a_sampler_as_the_model_calls_it() -> None:
+    for preset in (Request(sampler="recap"), {"sampler": "recap"}):
+        assert images.picture_request(tiny_mar(), {}, preset).sampler == samplers.create("mar", preset="recap")
+        request = images.picture_request(tiny_masked_image(), {}, preset)
+        assert request.sampler == samplers.create("recap") and request.cache == "recap"
+    with pytest.raises(ValueError, match="'recap' with settings is of family 'masked'; for MAR .* say 'recap' alone"):
+        images.picture_request(tiny_mar(), {}, {"sampler": samplers.create("recap").to_dict()})
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "num_return_sequences", "compile", "stop_strings", "chat"])
+def test_presets_that_mean_nothing_for_pictures(case: tuple[Any, dict[str, Any]], name: str) -> None:
+    value = {"stop_strings": "a", "chat": True, "compile": True}.get(name, 4)
+    with pytest.raises(ValueError, match=f"^{name}=.* has no meaning for pictures: leave it out of the preset"):
+        paint(case[0], preset=Request(**{name: value}))
+
+
+def test_a_zero_in_a_preset_s_mapping_counts() -> None:
+    """Temperature 0 is the default for text, which `Request.save` leaves out; written out it is meant."""
+    model = tiny_llamagen()
+    cold = paint(model, temperature=0, top_k=0, seed=1)
+    assert torch.equal(paint(model, preset={"temperature": 0.0, "top_k": None}, seed=2).tokens, cold.tokens)
+    assert images.picture_request(model, {}, {"guidance_scale": 1.0}).guidance_scale == 1.0
+    assert images.picture_request(model, {}, Request()).guidance_scale == model.defaults["guidance_scale"] == 4.0
+
+
+def test_steps_are_for_samplers_with_a_schedule() -> None:
+    """The model's own go to those alone; one's own are said to have no effect with others."""
+    model = Tiles()
+    assert images.picture_request(model, {}).steps == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert images.picture_request(model, {"sampler": "threshold"}).steps is None
+    with pytest.warns(UserWarning, match="steps=4 has no effect: sampler 'threshold' has no schedule") as heard:
+        paradec.generate_images(model, class_labels=[1, 2], sampler="threshold", steps=4, output_type="latent")
+    assert heard[0].filename == __file__
+
+
+# ---- MAR's request --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 0.5])
+def test_the_temperature_of_mar_is_its_samplers(temperature: float) -> None:
+    for asked in ({"temperature": temperature}, {"sampler": samplers.create("mar"), "temperature": temperature}):
+        request = images.picture_request(tiny_mar(), asked)
+        assert request.sampler == samplers.create("mar", temperature=temperature)
+        assert request.temperature == DEFAULTS["temperature"]
+
+
+def test_mar_starts_from_a_request() -> None:
+    model, sampler = tiny_mar(), samplers.create("mar", head_steps=3)
+    by_name = sampler.start(model, [1, 2], steps=4, guidance_scale=2.0, seed=[5, 6], trace=True)
+    by_value = sampler.start(model, [1, 2], Request(steps=4, guidance_scale=2.0, seed=[5, 6], trace=True))
+    assert torch.equal(by_name.order, by_value.order) and by_name.trace.settings == by_value.trace.settings
+    assert np.array_equal(by_name.left, by_value.left) and by_name.guidance_scale == by_value.guidance_scale == 2.0
+    for arguments in (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"cache": "dual"},
+        {"top_k": 3},
+        {"rng": "reference"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            sampler.start(model, [1], steps=4, **arguments)
+    with pytest.raises(TypeError, match="unknown argument: 'head_steps'; it is a setting of a sampler"):
+        sampler.start(model, [1], head_steps=3)
