@@ -198,7 +198,7 @@ class RecapScheduler(ImageScheduler, sampler="recap"):
         state = self._state
         if state is None or self._written is None or state.done:
             return None
-        picks = torch.as_tensor(self.sampler_of_image.announce(state), device=state.canvas.device)
+        picks = torch.as_tensor(self.sampler_of_image.targets(state), device=state.canvas.device)
         if not bool((picks >= 0).any(1).all()):
             return None
         found = torch.zeros_like(self._written, dtype=torch.bool)
