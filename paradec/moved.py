@@ -5,10 +5,10 @@ so that there is one of each.
 
 Methods that subclasses override and that have another name now: of `ForecastSampler`, `refreshes(state)` is
 `evaluates(course)` with `state.course`, and `watched_change(state, before)` is `watch(course, before, now)`, which adds
-to `course.change` itself. Of masked samplers, `announces`, `fuses` and `revises` follow from what a class overrides, and
-need not be said; in the place of `targets = True` with `announce` stands a method `targets`, which `told` asks; `shadows`
-alone evaluates nothing any more: `query_part` and `fuse` do (`wino.py`). `device_step.SAMPLERS` and `CACHES` are the
-attribute `device_step` of samplers and caches.
+to `course.change` itself. Of masked samplers, `announces`,
+`fuses` and `revises` follow from what a class overrides, and need not be said; in the place of `targets = True` with
+`announce` stands a method `targets`, which `told` asks; `shadows` evaluates nothing by itself any more, `query_part`
+and `fuse` do (`wino.py`); `device_step.SAMPLERS` and `CACHES` are the attribute `device_step` of samplers and caches.
 
 What only scripts used has left the package, and has no new name in it: `paradec.evaluation.antiberty` is
 benchmarks/antibody_model.py, `paradec.evaluation.digits` is benchmarks/digit_quality.py, and
