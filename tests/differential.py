@@ -40,6 +40,9 @@ SHARES = {
 }  # fmt: skip
 """How many requests of a hundred each family gets."""
 
+RENAMED = {"random_law": "guess_distribution"}
+"""Settings that have another name now, and are read under both."""
+
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 Draw = random.Random
@@ -781,6 +784,7 @@ def differences(before: Any, after: Any, messages: bool = False) -> list[tuple[s
     """
     if isinstance(before, dict) and isinstance(after, dict):
         found = []
+        before, after = ({RENAMED.get(key, key): value for key, value in side.items()} for side in (before, after))
         for key in dict.fromkeys([*before, *after]):
             if not messages and key in ("message", "warnings"):
                 continue

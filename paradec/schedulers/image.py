@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paradec.checks import check_int, check_temperature
 from paradec.models.facts import ModelFacts
+from paradec.samplers.masked.recap import Recap
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_TEMPERATURE = (2, 0)
@@ -198,7 +199,9 @@ class RecapScheduler(ImageScheduler, sampler="recap"):
         state = self._state
         if state is None or self._written is None or state.done:
             return None
-        picks = torch.as_tensor(self.sampler_of_image.announce(state), device=state.canvas.device)
+        method = self.sampler_of_image
+        assert isinstance(method, Recap)
+        picks = torch.as_tensor(method.targets(state), device=state.canvas.device)
         if not bool((picks >= 0).any(1).all()):
             return None
         found = torch.zeros_like(self._written, dtype=torch.bool)

@@ -367,7 +367,7 @@ class MaskedSampler(Sampler):
             block_end=proposal.block_end,
         )
         committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
-        stages.check(self, state, rows, decided["confidence"], committed)
+        stages.check(self, state, rows, decided["confidence"], committed)  # nothing has changed until here
 
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())

@@ -25,7 +25,6 @@ from paradec.request import Request, request_for
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
-from paradec.samplers.masked.queries import part_query
 from paradec.samplers.masked.stopping import NEVER, first_end
 
 CARRIED = "carried_"
@@ -217,7 +216,7 @@ class FreeDave(MaskedSampler):
             for chosen in [several | True] if together else [~several, several]:
                 if not chosen.any():
                     continue
-                query = part_query(state, rows_of_part(part, chosen))
+                query = self.base.query_part(state, rows_of_part(part, chosen))
                 number = copies[query.index]
                 if number.max() == 1:
                     queries.append(query)
