@@ -187,6 +187,11 @@ def test_requests_that_a_model_cannot_take() -> None:
         paradec.generate_images(janus, [[1, 64]], output_type="pt")
     with pytest.raises(ValueError, match="negative_prompt has 3 entries for 2 prompts"):
         paradec.generate_images(janus, [[1, 9], [1, 9]], negative_prompt=[[1], [1], [1]], output_type="pt")
+    grid = janus.grid()
+    fits = [1] * (janus.facts.max_length - grid.length)
+    assert janus.request([fits], grid).prompts.rows == [[janus.facts.vocab_size + 1] * len(fits)]
+    with pytest.raises(ValueError, match="shorten the prompt"):
+        janus.request([[*fits, 1]], grid)
     without = tiny_chameleon(ANOLE, vq=False)
     with pytest.raises(ValueError, match="made without a VQ decoder"):
         paradec.generate_images(without, [[1, 40]], output_type="pt")
