@@ -163,6 +163,8 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
         torch.cuda.synchronize(state.canvas.device)
     output = _output(model, state, prompts, time.perf_counter() - begin)
     output.prefix = kept
+    if output.cost is not None and (hint := output.cost.advice()):
+        warnings.warn(hint, stacklevel=3)
     if race is None:
         return output
     if race > 1 and (state.canvas == state.canvas[0]).all():

@@ -120,14 +120,6 @@ class Cache:
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         """Called by a commit once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        """About which share of the positions are evaluated that no cache would evaluate, in (0, 1].
-
-        Args:
-            prompt, new: lengths. block: positions per block. steps: steps per block.
-        """
-        return 1.0
-
     @classmethod
     def settings(cls) -> dict[str, Any]:
         """Every setting with its default."""

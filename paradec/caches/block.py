@@ -44,7 +44,3 @@ class BlockCache(RangeCache):
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = outward(state, state.block_start[rows], state.block_end[rows])
         return np.minimum(start, state.cache_state[rows]), stop
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        blocks = -(-new // block)
-        return (prompt + (steps + 1) * new) / (blocks * steps * (prompt + new))

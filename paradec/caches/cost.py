@@ -1,4 +1,4 @@
-"""What a cache cost and what it can save: counts for `Output.cost`, and advice before the work."""
+"""What a cache cost: counts for `Output.cost`, and a word where it saved nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from paradec.canvas import TextState
 
 WORTHWHILE = 0.9
 """Share of the positions above which a cache is not worth its bookkeeping."""
+FEW = 4
+"""Forwards of a row below which a share says little."""
 SHORT = 64
 """Positions below which one row on a CPU gains nothing from gathering single positions (benchmarks/caches.py)."""
 
@@ -29,10 +31,13 @@ class CacheCost:
     """Bytes of keys and values held at most, a shared prefix once."""
     reused_tokens: list[int]
     """Positions of each row that no step evaluated, since their keys and values came from a prefix."""
+    share: float = 1.0
+    """Positions evaluated, of those that as many whole forwards would have evaluated."""
 
     @classmethod
     def of(cls, state: TextState) -> CacheCost:
         """Read the counts of a state."""
+        whole = int((state.row_forwards * state.length).sum())
         return cls(
             cache=state.cache.name,
             full_forwards=state.full_forwards.tolist(),
@@ -40,29 +45,32 @@ class CacheCost:
             forwarded_tokens=state.forwarded_tokens.tolist(),
             store_bytes=0 if state.store is None else state.store.peak_bytes,
             reused_tokens=state.reused.tolist(),
+            share=int(state.forwarded_tokens.sum()) / max(1, whole),
+        )
+
+    def advice(self) -> str | None:
+        """Why the cache was not worth it and what to use instead; None where it was, or where there is none."""
+        calls = max(map(sum, zip(self.full_forwards, self.partial_forwards)), default=0)
+        if not self.store_bytes or any(self.reused_tokens) or calls < FEW or self.share < WORTHWHILE:
+            return None
+        return (
+            f"cache={self.cache!r} still evaluates {self.share:.0%} of the positions here: use cache='none', or a "
+            "shorter block_length"
         )
 
 
-def advice(cache: Cache, rows: int, prompt: int, new: int, block: int, steps: int, device: str = "cpu") -> str | None:
-    """Why a cache cannot win for this shape and what to use instead, or None when it may.
+def advice(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
+    """Why a cache is not worth it for this shape and what to use instead, or None when it may be.
+
+    On a GPU one row's calls are bound by their launches and the weights, not by positions; users of the public code
+    report it slower there than no cache.
 
     Args:
-        rows: of the batch. prompt, new: the longest row's lengths. block: positions per block, about. steps: steps per
-            block, about. device: "cpu", "cuda", ...
+        rows: of the batch. positions: of the longest row. device: "cpu", "cuda", ...
     """
-    if not cache.uses_store:
+    if not cache.costly_rows or rows > 1 or (device != "cuda" and positions >= SHORT):
         return None
-    share = cache.share(prompt, new, min(block, new), max(steps, 1))
-    if share >= WORTHWHILE:
-        return (
-            f"cache={cache.name!r} still evaluates about {share:.0%} of the positions here (prompt {prompt}, "
-            f"{new} new tokens in blocks of {min(block, new)}): use cache='none', or a shorter block_length"
-        )
-    # on a GPU one row's calls are bound by their launches and the weights, not by positions; users of the public code
-    # report it slower there than no cache
-    if cache.costly_rows and rows == 1 and (device == "cuda" or prompt + new < SHORT):
-        return (
-            f"cache={cache.name!r} gathers single positions, which one row of {prompt + new} positions on {device} "
-            "hardly repays: use cache='dual' or 'vicinity', more rows, or cache='none'"
-        )
-    return None
+    return (
+        f"cache={cache.name!r} gathers single positions, which one row of {positions} positions on {device} hardly "
+        "repays: use cache='dual' or 'vicinity', more rows, or cache='none'"
+    )

@@ -98,8 +98,3 @@ class DkvDecode(SubsetCache):
         asked = block & state.cache_state.undecided(rows)
         evaluated = ~self.kept(state, rows)
         return (asked[:, 1:] & evaluated[:, :-1]).any(1) | (asked[:, 0] & evaluated[:, 0])
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        blocks, length, every = -(-new // block), prompt + new, self.refresh_interval or 8
-        whole = min(1 / every + 2 / max(steps, 2), 1.0)
-        return whole + (1 - whole) * (new * (blocks + 1) / (2 * blocks) / length if blocks > 1 else new / 2 / length)

@@ -66,8 +66,3 @@ class DkvGreedy(SubsetCache):
             order = np.argsort(np.where(aside, walk, np.iinfo(np.int64).max), axis=1, kind="stable")[:, : self.window]
             np.put_along_axis(needed, order, np.take_along_axis(aside | needed, order, 1), 1)
         return needed
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        length, picked = prompt + new, max(1, block // steps)
-        part = min((picked * (2 + self.window)) / length, 1.0)
-        return 1 / self.refresh_interval + (1 - 1 / self.refresh_interval) * part

@@ -38,7 +38,3 @@ class DkvPD(DkvDecode):
             due |= ~self._any_logits(state, rows)
         answer = np.arange(state.canvas.shape[1]) >= state.prompt_length[rows, None] - state.facts.shift
         return answer & (due[:, None] | ~self.kept(state, rows))
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        every = self.refresh_interval or 4
-        return new / (prompt + new) * (1 / every + (1 - 1 / every) / 2)

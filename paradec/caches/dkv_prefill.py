@@ -32,7 +32,3 @@ class DkvPrefill(RangeCache):
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, state.prompt_length[rows] - state.facts.shift, state.length[rows])
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        total = -(-new // block) * steps
-        return (prompt + total * new) / (total * (prompt + new))

@@ -28,6 +28,3 @@ class DualCache(PrefixCache):
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, state.block_start[rows], state.block_end[rows])
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        return (prompt + new + (steps - 1) * min(block, new)) / (steps * (prompt + new))

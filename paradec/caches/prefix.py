@@ -37,8 +37,3 @@ class PrefixCache(RangeCache):
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, state.block_start[rows], state.length[rows])
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        blocks = -(-new // block)
-        left = sum(new - index * block for index in range(blocks))  # from each block's start to the end
-        return (blocks * (prompt + new) + (steps - 1) * left) / (blocks * steps * (prompt + new))

@@ -55,7 +55,3 @@ class RecapCache(StoredCache):
         if self.recompute_prompt:
             needed |= column < state.prompt_length[rows, None]
         return parts + subsets(state, rest, needed, 2 if len(whole) else 3, self.shape_multiple)
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        # with one local step per group, half the steps, each of a twentieth to a third of the positions
-        return 0.6

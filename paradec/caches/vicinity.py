@@ -57,10 +57,3 @@ class VicinityCache(RangeCache):
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return outward(state, state.block_start[rows] - self.prefix_look, state.block_end[rows] + self.after_look)
-
-    def share(self, prompt: int, new: int, block: int, steps: int) -> float:
-        blocks, length = -(-new // block), prompt + new
-        around = min(min(block, new) + self.prefix_look + self.after_look, length)
-        refreshes = 1 if self.cache_update_freq is None else -(-steps // self.cache_update_freq)
-        whole = min(blocks * refreshes + self.warmup_steps, blocks * steps)
-        return (whole * length + (blocks * steps - whole) * around) / (blocks * steps * length)

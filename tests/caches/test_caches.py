@@ -555,22 +555,25 @@ def test_the_store_is_freed_however_it_ends(ending: str) -> None:
 
 
 def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
-    assert advice(caches.create("none"), 1, 8, 8, 8, 8) is None
-    # one block over everything: a prefix cache has nothing to keep but a short prompt
-    assert "still evaluates about" in advice(caches.create("prefix"), 4, 4, 512, 512, 512)
-    assert advice(caches.create("dual"), 4, 256, 256, 32, 32) is None
+    assert advice(caches.create("none"), 1, 16) is None
     decode = caches.create("dkv_decode")
-    assert "gathers single positions" in advice(decode, 1, 8, 32, 32, 32)
-    assert advice(decode, 8, 8, 32, 32, 32) is None and advice(decode, 1, 256, 256, 32, 32) is None
-    assert "on cuda" in advice(decode, 1, 256, 256, 32, 32, "cuda")
-    # every block in one step: nothing but whole rows
-    assert "use cache='none'" in advice(caches.create("dual"), 4, 64, 64, 32, 1)
+    assert "gathers single positions" in advice(decode, 1, 40)
+    assert advice(decode, 8, 40) is None and advice(decode, 1, 512) is None
+    assert "on cuda" in advice(decode, 1, 512, "cuda")
     model = tiny(1)
-    with pytest.warns(UserWarning, match="cache='prefix' still evaluates"):
-        paradec.generate(model, [[1, 2]], cache="prefix", max_new_tokens=24, block_length=24)
+    # one block over everything: a prefix cache has nothing to keep but a short prompt
+    with pytest.warns(UserWarning, match="cache='prefix' still evaluates 9") as caught:
+        out = paradec.generate(model, [[1, 2]], cache="prefix", max_new_tokens=24, block_length=24)
+    assert len(caught) == 1 and out.cost.share == out.forwarded_tokens / (26 * out.nfe)
+    # every block in one step: nothing but whole rows
+    with pytest.warns(UserWarning, match="cache='dual' still evaluates 100% .* use cache='none'"):
+        paradec.generate(
+            model, [[1] * 8], cache="dual", sampler="low_confidence", steps=4, max_new_tokens=16, block_length=4
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         paradec.generate(model, [[1] * 40], cache="dual", max_new_tokens=16, block_length=4)
+        paradec.generate(model, [[1] * 8], cache="none", max_new_tokens=16, block_length=4)
 
 
 def test_an_end_token_in_a_cached_row_ends_it() -> None:

@@ -368,11 +368,7 @@ class MaskedState(CanvasState, State):
         """Why the cache cannot win for this request, if it cannot."""
         if self.reuses:
             return None  # it has won already
-        longest = int(self.length.argmax())
-        prompt, new = int(self.prompt_length[longest]), int((self.length - self.prompt_length)[longest])
-        block = int(self.block_end[longest] - self.block_start[longest])
-        steps = int(self.planned_steps(np.array([longest]))[0])
-        return advice(self.cache, self.batch, prompt, new, block, steps, self.canvas.device.type)
+        return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
 
 
 def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
