@@ -50,11 +50,6 @@ class Window:
         """[R, 1] int64: the rows on the device, ready to index."""
         return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
 
-    @cached_property
-    def nothing(self) -> Tensor:
-        """[R, W] bool: no position. Not to be written to."""
-        return torch.zeros_like(self.positions, dtype=torch.bool)
-
     def undecided(self, current: Tensor, mask: int) -> Tensor:
         """[R, W] bool: where a window that holds `current` [R, W] is undecided, padding excluded."""
         undecided = current == mask
@@ -173,6 +168,8 @@ class CanvasState:
 
     # ---- on the host ----------------------------------------------------------------------------------------------
 
+    nothing: Tensor
+    """[R, W] bool: no position of the window. Not to be written to."""
     branches: int
     """Rows of the model per row of the state: 2 under guidance."""
     memory: Memory

@@ -399,7 +399,7 @@ class MaskedSampler(Sampler):
             memory=memory,
             updates=proposal.updates,
             current=proposal.current,
-            editable=revising.editable(state, proposal) if self.revises else state.window.nothing,
+            editable=revising.editable(state, proposal) if self.revises else state.nothing,
             top=top_by_rank if generator is None else lambda scores, count: reference.top(state, scores, count),
             draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
             choose=lambda scores, count: self._choose(state, scores, count, generator),

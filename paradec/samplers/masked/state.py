@@ -276,8 +276,8 @@ class MaskedState(CanvasState, State):
     def _make_window(self) -> None:
         rows = self.running.nonzero()[0]
         self._made_for_blocks = {}
-        if rows.tobytes() != self._running_rows:
-            self._made_for_rows, self._running_rows = {}, rows.tobytes()
+        if (names := rows.tobytes()) != self._running_rows:
+            self._made_for_rows, self._running_rows = {}, names
         if not len(rows):
             return
         start, end = self.block_start[rows], (self.length if self.early_rules else self.block_end)[rows]
@@ -300,6 +300,7 @@ class MaskedState(CanvasState, State):
             valid=None if valid is None else torch.as_tensor(valid, device=device),
             whole=len(rows) == self.batch,
         )
+        self.nothing = torch.zeros_like(self.window.positions, dtype=torch.bool)
 
     @property
     def block_ends(self) -> Tensor:
