@@ -16,7 +16,7 @@ import typer
 
 import paradec
 from paradec import caches
-from paradec.checks import check_int, check_number, check_temperature, check_text
+from paradec.checks import check_int, check_number, check_temperature, check_text, shown
 from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
@@ -30,7 +30,7 @@ from paradec.models.images.loading import (
     packaged_image,
 )
 from paradec.pictures import MOST_IMAGES
-from paradec.request import LARGEST_GUIDANCE
+from paradec.request import LARGEST_GUIDANCE, Request
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""
@@ -85,6 +85,7 @@ def image(
     class_: Classes = None,
     sampler: Sampler = None,
     set_: options.Set = None,
+    preset: options.Preset = None,
     interval: Interval = None,
     order: Order = None,
     steps: Steps = None,
@@ -123,13 +124,21 @@ def image(
     common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
     tokens: dict[str, Any] = {"cache": cache, "top_p": top_p, "top_k": top_k}
+    chosen: Any = sampler
+    if preset is not None and index is None:
+        said = of_preset(preset)
+        chosen = said.pop("sampler", None) if sampler is None else sampler
+        if settings and not isinstance(chosen, str | None):
+            raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
+        for asked in (common, tokens):
+            asked |= {name: said[name] for name in said if name in asked and asked[name] is None}
     check_options(common | tokens)
     place: dict[str, Any] = {"dtype": dtype, "device": device}
     files: dict[str, Any] = {"vq": vq, "vae": vae}
     if index is not None:
         from paradec.cli.pipeline import PipelineJob
 
-        for name, value in (tokens | files | {"drafter": drafter}).items():
+        for name, value in (tokens | files | {"drafter": drafter, "preset": preset}).items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
         work = PipelineJob(job, index, sampler, settings, compare=compare, **place, **common)
@@ -138,13 +147,29 @@ def image(
     if compare:
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
     given = {name: file for name, file in files.items() if file is not None}
-    loaded, method = load_with_sampler(model, sampler, settings, drafter, common | tokens, place, given)
+    loaded, method = load_with_sampler(model, chosen, settings, drafter, common | tokens, place, given)
     raise typer.Exit(make_pictures(job, loaded, method, common | tokens, as_json))
+
+
+def of_preset(path: Path) -> dict[str, Any]:
+    """What a saved request says of pictures.
+
+    Raises:
+        FileNotFoundError, ValueError: no file that `Request.save` wrote, or one with a field that pictures do not have.
+    """
+    from paradec.images import SERVED
+
+    said = Request.load(path).changes()
+    said.pop("trace", None)  # `--trace` says where it goes
+    for name, value in said.items():
+        if name not in SERVED:
+            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out of --preset")
+    return said
 
 
 def load_with_sampler(
     source: str,
-    sampler: str | None,
+    sampler: Any,
     settings: dict[str, Any],
     drafter: str | None,
     request: dict[str, Any],
@@ -208,7 +233,7 @@ def check_options(request: dict[str, Any]) -> None:
     check_temperature("--temperature", request["temperature"], none=True)
     check_number("--top-p", request["top_p"], low=0, high=1, none=True, open_low=True)
     check_int("--top-k", request["top_k"], low=0, none=True)
-    if request["cache"] is not None:
+    if isinstance(request["cache"], str):
         caches.create(request["cache"])
     if request["negative_prompt"] is not None:
         check_text("--negative-prompt", request["negative_prompt"])
@@ -239,7 +264,7 @@ def pipeline_index(source: str) -> dict[str, Any] | None:
     return index | {"folder": folder} if index else None
 
 
-def sampler_for(source: str, sampler: str | None, settings: dict[str, Any]) -> Any:
+def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
     """The sampler of one command for a model of `paradec.load`, before its weights are read.
 
     Raises:

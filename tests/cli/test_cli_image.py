@@ -366,3 +366,22 @@ def test_drafters_that_cannot_be(tmp_path: Path) -> None:
     ):
         done = RUNNER.invoke(app, base + arguments)
         assert done.exit_code == 2 and message in done.stderr, done.output
+
+
+def test_a_preset_of_pictures(tmp_path: Path) -> None:
+    """What Python saved is what the command asks for; options that are given win, and other fields are refused."""
+    path, sheet = tmp_path / "mine.json", tmp_path / "sheet.png"
+    sampler = paradec.samplers.create("sjd", window=3)
+    paradec.Request(sampler=sampler, seed=5, temperature=0.8, top_k=40).save(path)
+    model = paradec.load("digits-ar")
+    for more, changes in [([], {}), (["--seed", "6", "--top-k", "0"], {"seed": 6, "top_k": 0})]:
+        arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", *more]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        wanted = paradec.generate_images(model, class_labels=3, preset=path, **changes)
+        assert json.loads(done.stdout)["nfe"] == wanted.nfe
+        assert Image.open(sheet).convert("L").tobytes() == wanted.images[0].convert("L").tobytes()
+    for text, message in [('{"race": 2}', "race=2 has no meaning for pictures"), ("{", "is no JSON")]:
+        path.write_text(text)
+        done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
+        assert done.exit_code != 0 and message in done.stderr

@@ -1,7 +1,7 @@
 """The adapter of masked image models: a class token, then all codes of a picture, of which the undecided are masked.
 
 Chang et al., "MaskGIT: Masked Generative Image Transformer", arXiv 2202.04200. Such a model decodes by everything that
-decodes masked text; `paradec.generate_images` is the door that speaks of classes and pictures.
+decodes masked text; `paradec.generate_images` is the function that takes classes and gives pictures.
 """
 
 from __future__ import annotations
