@@ -49,7 +49,7 @@ class Engine(CanvasState):
         self.store: Any = None
         self.blocks = numbers(self.batch, layout.blocks, 3)
         """[B, K, 3]: start, end and undecided positions of each row's blocks that have any."""
-        # one column more takes what is not to be written
+        # one column more: the first row's takes what is not to be written
         self.canvas = numbers(self.batch, self.columns + 1)
         """[B, L + 1] int64."""
         self._given = numbers(6, self.batch)
@@ -248,8 +248,7 @@ class Engine(CanvasState):
         self.stuck.index_copy_(0, rows, self.stuck[rows] | stuck)
         active = active & ~failed & ~stuck
         written = torch.where(selected & active.unsqueeze(1), tokens, current)
-        flat = rows.unsqueeze(1) * (self.columns + 1)
-        flat = flat + torch.where(valid & active.unsqueeze(1), window.positions, self.columns)
+        flat = torch.where(valid & active.unsqueeze(1), window.flat, self.columns)
         self.canvas.view(-1).scatter_(0, flat.view(-1), written.view(-1))
         self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
         self._count(kind, rows, active, evaluated)

@@ -17,6 +17,7 @@ from paradec import caches, samplers
 from paradec.canvas import CanvasState
 from paradec.protocol import Memory, MemorySpec
 from paradec.samplers.masked.base import DERIVED, MaskedSampler, Stage, View
+from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.device_engine import Engine
 from paradec.samplers.masked.device_graphs import Layout, block_table
 from paradec.samplers.masked.draft_layout import Ahead
@@ -134,6 +135,25 @@ def test_what_is_made_for_rows_is_made_once_while_they_run() -> None:
     state.open_blocks(np.empty(0, np.int64))
     state.while_rows_stand("it", lambda: made.append(1))
     assert len(made) == 2
+
+
+def test_what_is_copied_to_the_host_at_once_is_what_each_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags, ids and rows that lack the last dimension, by one transfer."""
+    given: dict[str, Tensor | None] = {
+        "filled": torch.tensor([[True, False], [False, False]]),
+        "tokens": torch.tensor([[2**40 + 1, -1], [0, 7]]),
+        "confidence": torch.tensor([[0.25, torch.nan], [1.0, -torch.inf]], dtype=torch.float64),
+        "linger": torch.tensor([True, False]),
+        "cut": torch.tensor([5, 2**31 - 1]),
+        "none": None,
+    }
+    plain = to_host(**given)
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
+    copied = to_host(**given)
+    assert list(plain) == list(copied) == [name for name in given if name != "none"]
+    for name, array in plain.items():
+        assert array.dtype == copied[name].dtype and array.shape == copied[name].shape
+        assert np.array_equal(array, copied[name], equal_nan=array.dtype == np.float64)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
