@@ -8,19 +8,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import paradec.interrupts as _interrupts  # noqa: F401 - first: the other imports take seconds
 from paradec import attention, caches, moved, samplers
 from paradec.attention.sparsed import SparseD
 from paradec.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.generate import Output, generate, infill
-from paradec.models.checkpoint import CheckpointError
-from paradec.models.loading import load
-from paradec.models.wrapping import wrap
 from paradec.protocol import Interrupted, decode
 from paradec.request import Request
-from paradec.samplers.masked.prophet import Prophet
+
+if TYPE_CHECKING:
+    from paradec.hf import hf_generate
+    from paradec.hooks.session import accelerate
+    from paradec.images import generate_images
+    from paradec.models.checkpoint import CheckpointError
+    from paradec.models.eagle import load_drafter
+    from paradec.models.loading import load
+    from paradec.models.wrapping import wrap
+    from paradec.samplers.forecast.taylorseer import TaylorSeer
+    from paradec.samplers.masked.prophet import Prophet
 
 __version__ = "0.1.0"
 
@@ -51,25 +59,21 @@ __all__ = [
 ]
 
 
+LATER = {
+    "CheckpointError": "paradec.models.checkpoint",
+    "Prophet": "paradec.samplers.masked.prophet",
+    "TaylorSeer": "paradec.samplers.forecast.taylorseer",
+    "accelerate": "paradec.hooks.session",
+    "generate_images": "paradec.images",
+    "hf_generate": "paradec.hf",
+    "load": "paradec.models.loading",
+    "load_drafter": "paradec.models.eagle",
+    "wrap": "paradec.models.wrapping",
+}
+"""Imported when they are first asked for; some of them import parts of transformers."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "hf_generate":  # imports transformers' generation code
-        from paradec.hf import hf_generate
-
-        return hf_generate
-    if name == "generate_images":  # imports transformers' cache
-        from paradec.images import generate_images
-
-        return generate_images
-    if name == "load_drafter":  # imports transformers' Llama
-        from paradec.models.eagle import load_drafter
-
-        return load_drafter
-    if name == "accelerate":
-        from paradec.hooks.session import accelerate
-
-        return accelerate
-    if name == "TaylorSeer":
-        from paradec.samplers.forecast.taylorseer import TaylorSeer
-
-        return TaylorSeer
+    if name in LATER:
+        return getattr(importlib.import_module(LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

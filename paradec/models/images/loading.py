@@ -9,10 +9,12 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paradec.models.images.base import PictureModel
 from paradec.registry import unknown
+
+if TYPE_CHECKING:  # `paradec.load` needs no more than names of an image model
+    from paradec.models.images.base import PictureModel
 
 FAMILIES = {
     "llamagen": ("paradec.models.images.llamagen", "load_llamagen", "LlamaGenModel"),
