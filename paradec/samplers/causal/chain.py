@@ -29,7 +29,6 @@ from paradec.samplers.causal.verification import (
     probability,
     verify,
 )
-from paradec.samplers.masked.state import rows_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class ChainSampler(CausalSampler):
     def query(self, state: CausalState) -> list[Query]:
         """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
         rows, committed = state.rows, state.committed[state.rows]
-        drafts = rows_of(state.memory, rows)["drafts"]
+        drafts = state.memory.read(rows)["drafts"]
         begin = np.zeros_like(committed) if state.commits == 0 else committed - 1
         stop = committed - 1 + state.slots(rows)
         return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width)
@@ -145,7 +144,7 @@ class ChainSampler(CausalSampler):
         return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind)
 
     def _window(self, state: CausalState, proposal: Proposal) -> Window:
-        memory = rows_of(state.memory, proposal.rows)
+        memory = state.memory.read(proposal.rows)
         q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
         return Window(proposal.quantities["p"], q, proposal.values, state.embeddings)
 

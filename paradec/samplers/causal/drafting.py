@@ -26,7 +26,6 @@ from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState, Drafting
 from paradec.samplers.causal.trees import RULES, DynamicTree, Layout, Naive, Rule, Tree, tree_of, walk
 from paradec.samplers.causal.verification import Verified, Window, draw, probability
-from paradec.samplers.masked.state import put_rows, rows_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -260,8 +259,8 @@ class DraftingSampler(ChainSampler):
                 if made is not None and out is not None:
                     made[:, below] = out[:, at : at + 1]
             own.fed[rows], begin = state.committed[rows], last
-        put_rows(state.memory, "drafts", rows, drafts)
-        put_rows(state.memory, "draft_distribution", rows, every_q)
+        state.memory.write("drafts", rows, drafts)
+        state.memory.write("draft_distribution", rows, every_q)
 
     def _grow_tree(self, state: CausalState, rows: np.ndarray, tree: DynamicTree, features: Tensor | None) -> None:
         """See `DynamicTree`; `features` as in `_draft_tree`."""
@@ -304,7 +303,7 @@ class DraftingSampler(ChainSampler):
         count = 1 + kept.shape[1]
         every = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
         every[:, 1:count] = drafts
-        put_rows(state.memory, "drafts", rows, every)
+        state.memory.write("drafts", rows, every)
         index = torch.as_tensor(rows, device=device)
         assert own.parents is not None  # `_first_drafts` has made them
         own.parents = own.parents.clone()
@@ -350,7 +349,7 @@ class DraftingSampler(ChainSampler):
             queries = [self._tree_query(state)]
         elif self._undrafted(state):
             rows, committed = state.rows, state.committed[state.rows]
-            drafts, begin = rows_of(state.memory, rows)["drafts"], np.zeros_like(committed)
+            drafts, begin = state.memory.read(rows)["drafts"], np.zeros_like(committed)
             queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
         else:
             queries = super().query(state)
@@ -360,7 +359,7 @@ class DraftingSampler(ChainSampler):
         rows, held = state.rows, _drafting(state).held[state.rows]
         begin = np.where(held > 0, held + state.shift[:, rows], 0)
         wanted = np.arange(state.width) * (not self._undrafted(state))
-        drafts = rows_of(state.memory, rows)["drafts"]
+        drafts = state.memory.read(rows)["drafts"]
         return tree_query(state, state.store, rows, self._layout(state), drafts, begin, int(wanted.max()), wanted)
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
@@ -384,7 +383,7 @@ class DraftingSampler(ChainSampler):
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         depths = tree.depths.to(device)
         p = state.distribution(logits, rows, committed + depths)
-        memory = rows_of(state.memory, rows)
+        memory = state.memory.read(rows)
         left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
         drafts = memory["drafts"].masked_fill(depths >= left, -1)
         positions = committed + torch.arange(tree.depth + 1, device=device)

@@ -22,7 +22,6 @@ from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState, JacobiState
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, Verified, Window, at_slots, verify
-from paradec.samplers.masked.state import put_rows, rows_of
 from paradec.samplers.statistics import argmax, log_of
 
 __all__ = ["INITS", "REFRESHES", "Jacobi", "JacobiSampler", "JacobiState"]
@@ -82,15 +81,15 @@ class JacobiSampler(ChainSampler):
         self._put_noise(state, rows, np.full(state.batch, state.width))
         known = torch.zeros((state.batch, 1), dtype=torch.int64, device=state.context.device)
         guess, source = self._guess(state, rows, known, state.memory["drafts"])
-        put_rows(state.memory, "drafts", rows, guess)
-        put_rows(state.memory, "draft_source", rows, source)
+        state.memory.write("drafts", rows, guess)
+        state.memory.write("draft_source", rows, source)
 
     # ---- step and commit ------------------------------------------------------------------------------------------
 
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         if self.refresh != "gumbel":
             return super()._fresh(state, p, positions, uniform)
-        noise = at_slots(rows_of(state.memory, state.rows)["noise"], positions % state.width)
+        noise = at_slots(state.memory.read(state.rows)["noise"], positions % state.width)
         return argmax(log_of(p) + noise)
 
     def _verify(self, window: Window, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
@@ -106,7 +105,7 @@ class JacobiSampler(ChainSampler):
             old, held = drafts.source, found.kept
             dense = torch.where((held & (old >= 0)).unsqueeze(-1), drafts.at(source), p)
             source = torch.where(held & (old < 0), old, source)
-        put_rows(state.memory, "draft_distribution", rows, dense)
+        state.memory.write("draft_distribution", rows, dense)
         if "best" in state.memory:
             # of every slot, final or not: inits that look at it ask for the neighbours'
             best, index = state.memory["best"], torch.as_tensor(rows, device=p.device).unsqueeze(1)
@@ -115,8 +114,8 @@ class JacobiSampler(ChainSampler):
         known, at = slot + count < state.width, (slot + count).clamp(max=state.width - 1)
         moved = found.tokens.gather(1, at)
         guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved)
-        put_rows(state.memory, "drafts", rows, torch.where(known, moved, guess))
-        put_rows(state.memory, "draft_source", rows, torch.where(known, source.gather(1, at), guessed_from))
+        state.memory.write("drafts", rows, torch.where(known, moved, guess))
+        state.memory.write("draft_source", rows, torch.where(known, source.gather(1, at), guessed_from))
 
     # ---- guesses --------------------------------------------------------------------------------------------------
 

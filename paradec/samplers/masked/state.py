@@ -18,7 +18,7 @@ from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
 from paradec.canvas import CanvasState, Window
 from paradec.checks import shown
 from paradec.models.facts import ModelFacts
-from paradec.protocol import Call, Memory, State
+from paradec.protocol import Call, State
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
 from paradec.trace import TraceStep
@@ -381,13 +381,3 @@ def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
             "leave steps out"
         )
     return np.array(counts, np.int64)
-
-
-def rows_of(memory: Memory, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-    """`Memory.read`, under the name that it had here."""
-    return memory.read(rows, width)
-
-
-def put_rows(memory: Memory, name: str, rows: np.ndarray, value: Tensor) -> None:
-    """`Memory.write`, under the name that it had here."""
-    memory.write(name, rows, value)

@@ -17,7 +17,6 @@ from paradec.models.adapter import Model
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Sampler
 from paradec.samplers.masked.base import Stage
-from paradec.samplers.masked.state import rows_of
 from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 
 VOCAB, MASK, ENDS = 7, 6, (4, 5)
@@ -471,7 +470,7 @@ def test_unwritten_ties_go_to_the_lower_id() -> None:
 def Stage_of(state: object) -> Stage:
     window = state.window
     undecided = window.read(state.canvas) == MASK
-    return Stage(undecided, window.positions, rows_of(state.memory, window.rows, undecided.shape[1]))
+    return Stage(undecided, window.positions, state.memory.read(window.rows, undecided.shape[1]))
 
 
 NAMES = ["credit", "ccd", "klass"]
