@@ -7,6 +7,8 @@ A pipeline saved with one of them records this module: import it before `from_pr
 stay light.
 """
 
+from typing import Any
+
 from diffusers import ConfigMixin, SchedulerMixin  # noqa: F401 - pipelines look them up here to load a scheduler
 
 from paradec.schedulers.image import (
@@ -39,49 +41,22 @@ from paradec.schedulers.text import (
     ThresholdScheduler,
 )
 
-
-class _Refused:
-    """A method that no scheduler can carry."""
-
-    why = ""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise ValueError(f"{type(self).__name__}: {self.why}; use paradec.generate")
-
-    @classmethod
-    def from_config(cls, *args: object, **kwargs: object) -> None:
-        """Raise ValueError: why there is no such scheduler."""
-        cls()
-
-    from_pretrained = from_config
+NONE = {
+    "FreeDaveScheduler": "FreeDave evaluates drafts of later steps, and a pipeline evaluates the block alone",
+    "WinoScheduler": "WINO evaluates a shadow of the block, and a pipeline evaluates the block alone",
+    "AdaBlockScheduler": "AdaBlock decides where blocks end, and a pipeline fixes their length beforehand",
+    "LengthTrimScheduler": "trimming changes the length of the canvas, and a pipeline fixes it beforehand",
+}
+"""Methods that no scheduler can carry, and why."""
 
 
-class FreeDaveScheduler(_Refused):
-    """Refused: FreeDave (arXiv 2510.00294) evaluates several drafts at once."""
-
-    why = "FreeDave evaluates drafts of later steps beside the block, and a pipeline evaluates the block alone"
-
-
-class WinoScheduler(_Refused):
-    """Refused: WINO (arXiv 2507.18578) evaluates a shadow of the block."""
-
-    why = "WINO evaluates a shadow of the block beside it, and a pipeline evaluates the block alone"
-
-
-class AdaBlockScheduler(_Refused):
-    """Refused: AdaBlock (arXiv 2509.26432) decides where blocks end, as length trimming decides where rows do."""
-
-    why = "AdaBlock decides where blocks end, and a pipeline fixes their length beforehand"
-
-
-class LengthTrimScheduler(_Refused):
-    """Refused: cutting a row off at a predicted end (Learn2PD's, Prophet's) changes its length."""
-
-    why = "trimming changes the length of the canvas, and a pipeline fixes it beforehand"
+def __getattr__(name: str) -> Any:
+    if name in NONE:
+        raise ValueError(f"there is no {name}: {NONE[name]}; use paradec.generate")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
-    "AdaBlockScheduler",
     "BlockScheduler",
     "BlockSchedulerOutput",
     "CCDAgreeScheduler",
@@ -92,14 +67,12 @@ __all__ = [
     "EntropyBoundScheduler",
     "EntropyThresholdScheduler",
     "FactorScheduler",
-    "FreeDaveScheduler",
     "HaltonScheduler",
     "HierarchyScheduler",
     "ImageScheduler",
     "ImageSchedulerOutput",
     "KLASSScheduler",
     "Learn2PDScheduler",
-    "LengthTrimScheduler",
     "LocalLeapScheduler",
     "LowConfidenceScheduler",
     "MarginScheduler",
@@ -109,5 +82,4 @@ __all__ = [
     "RecapScheduler",
     "SaberScheduler",
     "ThresholdScheduler",
-    "WinoScheduler",
 ]

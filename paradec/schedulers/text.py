@@ -52,7 +52,7 @@ class BlockScheduler(SamplerScheduler):
     Settings are the config's: thresholds given to the pipeline's call have no effect, and a warning says so.
 
     The state is the open block's. It begins anew at `timestep` 0 (LLaDA2Pipeline counts from 0 in every block), and
-    when a callback has changed the block. Rows that the pipeline has frozen after their end token are let be. At a
+    when a callback has changed the block. Rows that the pipeline froze after their end token stay as they are. At a
     temperature, random numbers come from a seed that each block draws from `generator`; they are not those of
     `paradec.generate`, which knows the prompt.
     """
