@@ -42,6 +42,10 @@ SHARES = {
 
 RENAMED = {"random_law": "guess_distribution"}
 """Settings that have another name now, and are read under both."""
+GONE = ("init", "refresh", "guess_distribution")
+"""Settings that samplers no longer have where they took no part."""
+ADDED = ("share",)
+"""Fields of outputs that a version before need not have."""
 
 # ---- requests --------------------------------------------------------------------------------------------------------
 
@@ -787,6 +791,8 @@ def differences(before: Any, after: Any, messages: bool = False) -> list[tuple[s
         before, after = ({RENAMED.get(key, key): value for key, value in side.items()} for side in (before, after))
         for key in dict.fromkeys([*before, *after]):
             if not messages and key in ("message", "warnings"):
+                continue
+            if key in ADDED and key not in before or key in GONE and key not in after:
                 continue
             if key not in before or key not in after:
                 found.append((key, before.get(key, "(nothing)"), after.get(key, "(nothing)")))
