@@ -394,8 +394,8 @@ class Sampler:
     models: ClassVar[tuple[str, ...]] = ()
     """Which kinds of model the method decodes with: names of `paradec.checks.MODELS`."""
     unserved: ClassVar[tuple[str, ...]] = ()
-    """Fields of `paradec.Request` that mean nothing to the family: given another value than the default, they are
-    refused by name."""
+    """Fields of `paradec.Request` that mean nothing to the family: another value than the default is an error that
+    names the field."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
     """What `start` takes for fields that are not given, where that is not the default of `paradec.Request`."""
 

@@ -12,8 +12,8 @@ shapes: `R` rows, `K` children in the order in which they are verified, `V` toke
 - "k_seq": independent children against fixed distributions, p divided by the best rho in [1, K]. SpecTr, arXiv
   2310.15141.
 - "naive": the K likeliest tokens; a draw from p is a hit when it is one of them.
-- "greedy": the K - 1 likeliest tokens and one drawn from the rest: of the rules with such a child the one that hits
-  most often. arXiv 2502.18779.
+- "greedy": the K - 1 likeliest tokens and one drawn from the rest. Of the rules that draw a child it accepts one most
+  often. arXiv 2502.18779.
 
 For distributions that are spread out (images) "k_seq" is the best of the independent ones; for peaked ones
 "without_replacement" and "greedy" are.
