@@ -203,7 +203,7 @@ def _given(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
     return conditions[model.conditions]
 
 
-def _read(model: PictureModel, state: Any, grid: Grid, seconds: float) -> tuple[ImageOutput, torch.Tensor | None]:
+def _read(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, torch.Tensor | None]:
     """The output without pictures, and what they are decoded from: None where one is not whole."""
     found = model.read(state, grid)
     latent = model.latent(found.tokens, grid) if found.whole else None

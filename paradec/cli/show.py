@@ -21,7 +21,7 @@ import typer
 
 from paradec.attention.sparsed import AttentionCost
 from paradec.generate import Output
-from paradec.protocol import plain
+from paradec.protocol import Commit, State, plain
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -319,7 +319,7 @@ class Bar:
         """From now on `rows` of so many answers are decoded, with so many before them."""
         self.before, self.rows, self.answers = before, rows, answers
 
-    def update(self, state: Any, commit: Any) -> None:
+    def update(self, state: State, commit: Commit) -> None:
         """Called by `paradec.generate` after every commit."""
         if not self._is_due():
             return

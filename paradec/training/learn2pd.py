@@ -29,7 +29,7 @@ from paradec.evaluation.tasks import TASKS
 from paradec.generate import generate
 from paradec.models.adapter import Model
 from paradec.prompts import Prompts, encode
-from paradec.protocol import Interrupted
+from paradec.protocol import Commit, Interrupted, State
 from paradec.registry import unknown
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
@@ -221,7 +221,7 @@ def collect(
         for first in range(done, len(rows), batch):
             chosen = Prompts(rows[first : first + batch], False, [0] * len(rows[first : first + batch]))
 
-            def tell(state: Any, commit: Any, first: int = first, count: int = len(chosen.rows)) -> None:
+            def tell(state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)) -> None:
                 if progress is not None:
                     decided, total = state.progress
                     progress("collecting", (first + count * decided / total) / len(rows))
