@@ -11,6 +11,7 @@ from paradec.registry import unknown
 
 MODELS: Mapping[str, tuple[str, str]] = {
     "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
+    "canvas": ("a model of canvases of noise (DiffusionGemma)", "paradec.generate, sampler='diffusion_gemma'"),
     "codes": ("a masked transformer of codes", "paradec.generate"),
     "image": ("an autoregressive image model", "paradec.generate_images"),
     "masked image": ("a masked image model", "paradec.generate_images"),

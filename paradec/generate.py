@@ -25,8 +25,12 @@ from paradec.request import Arguments, Preset, Request, takes_arguments
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace
 
-MADE = ("text", "codes", "masked image")
+MADE = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.checks.MODELS`) that write ids without being told where a picture ends."""
+
+
+COUNTED = ("encoder_calls", "denoising_calls")
+"""What states of canvases count besides."""
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Output:
     """[B, P + N] int64: prompts (padded on the left to P) and answers; `sequences[:, P:]` is `new_tokens`."""
     new_tokens: Tensor
     """[B, N] int64: answers, padded after their end token. Positions still undecided (only after a callback or an
-    interrupt ended the decoding early) hold the mask id."""
+    interrupt ended the decoding early) hold the mask id; in an open canvas the best tokens of its last step."""
     attention_mask: Tensor
     """[B, P + N] int64: 0 on the padding of prompts."""
     filled: Tensor
@@ -69,6 +73,11 @@ class Output:
     """What the calls attended to; None where all attended to everything."""
     prefix: KeptPrefix | None = None
     """With `keep_prefix`: keys and values of prompts and answers, for the `prefix` of the next request."""
+    encoder_calls: list[int] | None = None
+    """On models with canvases: of each row's forward calls those that encoded what was final."""
+    denoising_calls: list[int] | None = None
+    """On models with canvases: of each row's forward calls those that its open canvas needed. (In lock step, with
+    `rng="reference"`, a row takes part in more.)"""
 
     @property
     def nfe(self) -> int:
@@ -79,6 +88,14 @@ class Output:
     def tokens_per_forward(self) -> float:
         """Answer tokens per forward call, mean over all rows' calls; padding after the end does not count."""
         return sum(self.tokens) / max(1, sum(self.row_nfe))
+
+    @property
+    def tokens_per_denoising_call(self) -> list[float] | None:
+        """On models with canvases: answer tokens of each row per call that its canvases needed, encoding left out.
+        (transformers' `tokens_per_forward` counts all tokens of whole canvases that are not the padding's id.)"""
+        if self.denoising_calls is None:
+            return None
+        return [tokens / max(1, calls) for tokens, calls in zip(self.tokens, self.denoising_calls, strict=True)]
 
 
 @takes_arguments()
@@ -112,7 +129,7 @@ def generate(
     """
     check_model("generate", model, MADE)
     check_source(prompt, input_ids)
-    request = Request.of(arguments, preset)
+    request = Request.of(arguments, preset, **own_defaults(model))
     prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat)
     return answer(model, prompts, request)
 
@@ -123,10 +140,13 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     Raises: as `generate`.
     """
     method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
-    if method.family not in ("masked", "draft_verify"):
+    if method.family not in ("masked", "draft_verify", "canvas"):
         raise ValueError(
-            f"sampler {method.name!r} is of family {method.family!r}; generate takes 'masked' and 'draft_verify'"
+            f"sampler {method.name!r} is of family {method.family!r}; generate takes 'masked', 'draft_verify' and "
+            "'canvas'"
         )
+    if method.family == "masked" and getattr(model, "makes", None) == "canvas":
+        method = samplers.create("canvas", rule=method)  # its rule says what is kept
     if request.steps is not None and not method.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
     if request.compile and model.device.type != "cuda":
@@ -212,14 +232,21 @@ def infill(
     """
     check_model("infill", model, MADE)
     check_source(prompt, input_ids)
-    if model.facts.mask_token_id is None:
+    hole = model.facts.hole_id
+    if hole is None:
         raise ValueError(f"infill needs a model with a mask token; {model.facts.name} is autoregressive")
-    request = Request.of(arguments, preset, max_new_tokens=0, holes_eos_inf=True)
+    request = Request.of(arguments, preset, max_new_tokens=0, holes_eos_inf=True, **own_defaults(model))
     prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat, placeholder=mask)
     for index, row in enumerate(prompts.rows):
-        if model.facts.mask_token_id not in row:
+        if hole not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
     return answer(model, prompts, request)
+
+
+def own_defaults(model: Any) -> dict[str, Any]:
+    """What requests for this model begin from, where that is not the default of `paradec.Request`."""
+    sampler = getattr(model, "default_sampler", None)
+    return {} if sampler is None else {"sampler": sampler}
 
 
 def check_source(prompt: Any, input_ids: Any) -> None:
@@ -302,7 +329,7 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
     last = torch.where(ended, is_end.int().argmax(1, keepdim=True), width)
     counted = filled & ~undecided & (column <= last) & (column < end)
     read = ~undecided & (column < last) & (column < end)  # the end token itself is no text
-    holes = any(facts.mask_token_id in row for row in prompts.rows)
+    holes = facts.hole_id is not None and any(facts.hole_id in row for row in prompts.rows)
     begin = _column(np.array(prompts.starts)) if holes else _column(state.answer_start)
     text: Any = None
     fills: Any = None
@@ -327,6 +354,7 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         trace=state.trace,
         cost=CacheCost.of(state),
         attention=None if state.attention_state is None else state.attention_state.report(),
+        **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
     )
 
 

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_bool, check_int, shown
+from paradec.models.facts import HOLE
 
 BYTES = (bytes, bytearray, memoryview)
 """Sequences of small integers that nobody means as ids."""
+HOLE_TEXT = "\ufdd0"
+"""Stands for a position to fill in texts for models without a mask token: no character, so that no text holds it."""
 MOST_MASKS = 1_000_000
 """Masks that one placeholder can stand for, where the model states no length."""
 
@@ -29,6 +32,8 @@ class Prompts:
     starts: list[int]
     """Where the text that a reader wants begins in each row of an infill: behind the turns before the last one."""
 
+    images: list[Tensor | None] | None = None
+    """What stands at the image tokens of each row, [N, D], on models that read images."""
     before: list[int] | None = None
     """How many equal rows stand before each, those of other batches included; None where this is the only batch."""
 
@@ -36,7 +41,8 @@ class Prompts:
         """Every row `times` times, copies side by side."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
-        return Prompts(rows, self.single and times == 1, starts)
+        images = None if self.images is None else [part for part in self.images for _ in range(times)]
+        return Prompts(rows, self.single and times == 1, starts, images)
 
     def numbered(self) -> Prompts:
         """The same rows, so that a `part` of them draws what it would draw among all."""
@@ -50,7 +56,8 @@ class Prompts:
     def part(self, first: int, stop: int) -> Prompts:
         """The rows from `first` to `stop` (exclusive)."""
         before = None if self.before is None else self.before[first:stop]
-        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before)
+        images = None if self.images is None else self.images[first:stop]
+        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], images, before)
 
 
 def encode(
@@ -107,7 +114,7 @@ def encode(
     check_rows(model, ids)
     mask = model.facts.mask_token_id
     for index, row in enumerate(ids):
-        if placeholder is None and mask in row:
+        if placeholder is None and mask is not None and mask in row:
             raise ValueError(
                 f"the prompt of row {index} holds the mask id {mask} at position {row.index(mask)}; "
                 "paradec.infill fills masks in text"
@@ -226,8 +233,8 @@ def _with_masks(model: Any, text: str, placeholder: str) -> str:
     A space before a placeholder goes too: tokenizers of the GPT-2 kind make it a part of the word that follows.
     """
     mask, tokenizer = model.facts.mask_token_id, model.tokenizer
-    name = tokenizer.convert_ids_to_tokens(mask)
-    if name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]:
+    name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
+    if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):
         raise ValueError(f"the tokenizer of {model.facts.name} has no text for the mask id {mask}; give input_ids")
 
     def masks(match: re.Match[str]) -> str:
@@ -241,6 +248,9 @@ def _with_masks(model: Any, text: str, placeholder: str) -> str:
 
 
 def _ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    if HOLE_TEXT in text:  # of a model without a mask token
+        parts = [_ids_of(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
+        return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]
     return _known(tokenizer, tokenizer(text, add_special_tokens=special)["input_ids"], text)
 
 
@@ -265,8 +275,9 @@ def check_rows(model: Any, rows: list[list[int]]) -> None:
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompt of row {index} is empty; give at least one token")
-        if min(row) < 0 or max(row) >= vocab:
-            wrong = next(i for i in row if i < 0 or i >= vocab)
+        low = 0 if model.facts.topology != "canvas" else HOLE
+        if min(row) < low or max(row) >= vocab:
+            wrong = next(i for i in row if i < low or i >= vocab)
             raise ValueError(f"input id {wrong} in row {index} is outside the vocabulary (0 to {vocab - 1})")
 
 

@@ -57,6 +57,8 @@ class Query:
     for columns that are not kept); None writes nothing: a draft over the store."""
     store_index: np.ndarray | None = None
     """[R] int64, on the host: `store_rows` again, where the host knows it: then neighbours are read without a copy."""
+    begin: int = 0
+    """On models with canvases: the lowest position that the call evaluates."""
     reach: int | None = None
     """Slots from here on are seen by no row of the call; None if any may be."""
     step: int = 0
@@ -72,7 +74,14 @@ class Query:
     available: Tensor | None = None
     """[N, W] bool: False where a window position has no logits in this call; None when all have."""
     kind: str = "full"
-    """"full" (whole sequences) or "window" (a part, over a store)."""
+    """"full" (whole sequences) or "window" (a part, over a store); on models with canvases "encode" (final tokens, for
+    their keys and values alone) and "canvas" (the open canvases, which write nothing)."""
+    soft: Tensor | None = None
+    """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
+    soften: Callable[[Tensor], Tensor] | None = None
+    """From a model with canvases, in answer to one: logits [..., V] -> the soft embeddings [..., D] of the next step."""
+    images: Tensor | None = None
+    """[N, D]: what stands at the image tokens of the call, in reading order; None where it has no images."""
     attention: Any = None
     """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
     keep_hidden: bool = False
@@ -227,7 +236,7 @@ class MemorySpec:
 
     Args:
         dims: names of the dimensions after the row: "position" (the canvas length), "window" (the open block: column 0
-            is its first position; grows with the widest block), "vocab", or an int.
+            is its first position; grows with the widest block), "vocab", "hidden" (of models with canvases), or an int.
         fill: the value it starts from and is reset to.
         reset: "block" (whenever a row opens a block) or "sequence" (never within a request).
     """

@@ -83,9 +83,11 @@ class Model(Adapter):
     """
 
     kind: ClassVar[str] = ""
-    """"decoder", "encoder" or "opaque"."""
+    """"decoder", "encoder", "opaque" or "canvas"."""
     makes: ClassVar[str] = "text"
     """What it is for, one of `paradec.checks.MODELS`."""
+    default_sampler: ClassVar[str | None] = None
+    """The sampler when a request names none; None is the request's default."""
     gathers: ClassVar[bool] = True
     """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
     published: Published | None = None
@@ -114,7 +116,7 @@ class Model(Adapter):
         self.attn_implementation = attn_implementation
         self._unmasked = attn_implementation is not None and attn_implementation.startswith("paradec_")
         """Whether calls run with an attention function of paradec's, which sees whatever no mask hides."""
-        self._wrap = Wrap(module, attn_implementation) if self.gathers else None
+        self._wrap = self._wrapped()
 
     def __getstate__(self) -> dict[str, Any]:
         # engines hold graphs and stores; what stands in for the wrap says whether there is one
@@ -129,7 +131,11 @@ class Model(Adapter):
         if self._unmasked:
             import paradec.models.attention  # noqa: F401  (a new process does not know the function yet)
         if wrapped:
-            self._wrap = Wrap(self.module, self.attn_implementation)
+            self._wrap = self._wrapped()
+
+    def _wrapped(self) -> Any:
+        """What is put on the module for this model; None where nothing is."""
+        return Wrap(self.module, self.attn_implementation) if self.gathers else None
 
     @property
     def _takes_masks(self) -> bool:

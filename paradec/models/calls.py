@@ -36,7 +36,8 @@ _evaluated: dict[nn.Module, int] = {}
 _configs: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Parts with a `CallConfig`, and how many wraps need it."""
 _hooks: weakref.WeakKeyDictionary[nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()
-"""Base models with the hook that gathers hidden states: its handle, and how many wraps need it."""
+"""Parts with a hook of ours, base models that gather hidden states or self-conditionings: its handle, and how many wraps
+need it."""
 
 
 class Evaluation:
@@ -85,10 +86,12 @@ class Call:
         keeper: the query that the hidden states are left in.
     """
 
-    def __init__(self, wrap: Wrap | None = None, columns: Tensor | None = None, keeper: Query | None = None):
+    def __init__(self, wrap: Wrap | SoftWrap | None = None, columns: Tensor | None = None, keeper: Query | None = None):
         self.wrap, self.columns, self.keeper = wrap, columns, keeper
         self.attended = False
         """Whether an attention of ours has run."""
+        self.soft: Tensor | None = None
+        """[R, Q, D]: soft embeddings that a canvas is conditioned on, in the place of those that the module makes."""
 
 
 class Calling(Evaluation):
@@ -147,6 +150,27 @@ class Wrap:
                 _remove_config(part)
 
 
+class SoftWrap:
+    """What the wrap of a model with canvases puts on its self-conditioning, until `release`: inside a call of ours that
+    has soft embeddings, the part is given these.
+
+    Args:
+        part: called with the canvas' embeddings and the soft ones.
+    """
+
+    def __init__(self, part: nn.Module):
+        self.base = part
+        self.configs: dict[int, Any] = {}
+        self.attention = None
+        with _lock:
+            _add_hook(part, _feed_soft)
+
+    def release(self) -> None:
+        """Take off what no other wrap needs. Once."""
+        with _lock:
+            _remove_hook(self.base)
+
+
 class CallConfig:
     """Stands before the config that a part of a module reads its attention from. It is that config in everything but
     the attention's name inside a call of ours. Copies and pickles of it are copies of the config."""
@@ -200,6 +224,14 @@ def _gather_wanted(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = take_columns(output.last_hidden_state, call.columns)
         call.columns = None
     return output
+
+
+def _feed_soft(module: nn.Module, args: Any) -> Any:
+    """Forward pre-hook of a self-conditioning: the call's soft embeddings in the place of the module's."""
+    call = _thread.call
+    if call is None or call.soft is None or call.wrap is None or call.wrap.base is not module:
+        return None
+    return args[0], call.soft
 
 
 def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
@@ -256,12 +288,14 @@ def _remove_config(part: nn.Module) -> None:
             part.config = config._own
 
 
-def _add_hook(base: nn.Module) -> None:
+def _add_hook(base: nn.Module, hook: Any = _gather_wanted) -> None:
     handle, count = _hooks.get(base, (None, 0))
     if handle is None:
-        for key in [key for key, hook in base._forward_hooks.items() if hook is _gather_wanted]:
-            del base._forward_hooks[key]  # the module is a copy of one that was wrapped
-        handle = base.register_forward_hook(_gather_wanted)
+        before = hook is _feed_soft
+        own: Any = base._forward_pre_hooks if before else base._forward_hooks
+        for key in [key for key, other in own.items() if other is hook]:
+            del own[key]  # the module is a copy of one that was wrapped
+        handle = base.register_forward_pre_hook(hook) if before else base.register_forward_hook(hook)
     _hooks[base] = handle, count + 1
 
 

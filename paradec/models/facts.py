@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from paradec.checks import check_choice, check_int
 
 PREDICTIONS = ("same", "shifted")
-TOPOLOGIES = ("bidirectional", "block_causal", "causal")
+TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
+HOLE = -1
+"""What stands for a position to fill in the ids of models without a mask token, which decode canvases of noise."""
 
 
 @dataclass(frozen=True)
@@ -16,14 +18,16 @@ class ModelFacts:
 
     Args:
         vocab_size: rows of the output matrix.
-        mask_token_id: the id that stands for an undecided token; None for autoregressive models.
+        mask_token_id: the id that stands for an undecided token; None for autoregressive models, and for those that
+            decode canvases of noise.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
         pad_token_id: what stands after the end of an answer; by default the first end id, and without one the lowest
             id that is not the mask.
         max_length: positions the model can take, prompt and answer together; None if unlimited.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
-        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal".
-        block_length: the block of a block-causal model.
+        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
+            encoder of what is final, and a bidirectional block of noise behind it (DiffusionGemma).
+        block_length: the block of a block-causal model, and the canvas of one with canvases.
         name: what messages call it.
 
     Raises:
@@ -52,10 +56,10 @@ class ModelFacts:
             raise ValueError(f"mask_token_id={self.mask_token_id} is also an end-of-text id {self.eos_token_ids}")
         if self.mask_token_id is not None and self.mask_token_id == self.pad_token_id:
             raise ValueError(f"pad_token_id={self.pad_token_id} is also the mask id; give another id to pad with")
-        if self.topology == "block_causal":
+        if self.topology in ("block_causal", "canvas"):
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:
-            raise ValueError(f"block_length={self.block_length} is only for topology='block_causal'")
+            raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
         check_int("max_length", self.max_length, low=1, none=True)
 
     @property
@@ -63,16 +67,23 @@ class ModelFacts:
         """The mask id of a model that has one: `mask_token_id`, for those who have checked.
 
         Raises:
-            ValueError: the model is autoregressive.
+            ValueError: the model has none.
         """
         if self.mask_token_id is None:
-            raise ValueError(f"{self.name} has no mask token: it is autoregressive")
+            what = "it decodes canvases of noise" if self.topology == "canvas" else "it is autoregressive"
+            raise ValueError(f"{self.name} has no mask token: {what}")
         return self.mask_token_id
+
+    @property
+    def hole_id(self) -> int | None:
+        """What stands in ids for a position to fill: the mask id, or `HOLE` where there are canvases; None where the
+        model fills no holes."""
+        return HOLE if self.topology == "canvas" else self.mask_token_id
 
     @property
     def block_unit(self) -> int:
         """Neighbouring positions that see each other whatever the order: the block of a block-causal model, else 1."""
-        return self.block_length or 1
+        return self.block_length or 1 if self.topology == "block_causal" else 1
 
     @property
     def shift(self) -> int:

@@ -31,7 +31,7 @@ from paradec.models.images.loading import (
     packaged_image,
 )
 from paradec.models.saving import Published
-from paradec.models.text import dream, fast_dllm_v2, llada, sdar
+from paradec.models.text import diffusion_gemma, dream, fast_dllm_v2, llada, sdar
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation, wrap
 
@@ -49,7 +49,6 @@ REFUSED = {
     "sdar_moe": "the mixture-of-experts SDAR has not been checked against its published code",
     "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
     "when attention is causal; neither has been checked",
-    "diffusion_gemma": "it decodes from random tokens, not from masks; transformers has the model and its sampler",
 }
 """Diffusion language models that `load` does not read, and why."""
 PACKAGED = "tiny-llada"
@@ -78,7 +77,8 @@ def load(
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
     `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
-    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Weights must be
+    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with; DiffusionGemma
+    ("diffusion_gemma") on transformers' own class, with its generation_config.json for defaults. Weights must be
     safetensors (one file or sharded); remote code is never executed.
 
     Ids come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
@@ -149,6 +149,13 @@ def load(
         return load_image_model(config["model_type"], source, image_options, **common)
     if image_options:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
+    if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
+        for name in ("mask_token_id", "block_length"):
+            if for_text.pop(name) is not None:
+                raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
+        return diffusion_gemma.load_diffusion_gemma(
+            source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **for_text
+        )
     return _language_model(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
 
 

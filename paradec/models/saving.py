@@ -21,7 +21,7 @@ from paradec.checks import check_int, shown
 from paradec.models.checkpoint import INDEX, TURN_ENDS, Stored, check_weights
 from paradec.models.family import Family
 
-OWN_FORMAT = ("ForCausalLM", "ForMaskedLM")
+OWN_FORMAT = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
 """How the names of transformers' classes end that `wrap` knows as more than a map from ids to logits."""
 REPLACED = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"

@@ -12,6 +12,7 @@ from paradec import attention
 from paradec.checks import shown
 from paradec.models.adapter import Decoder, Encoder, Model, Opaque
 from paradec.models.facts import ModelFacts
+from paradec.models.text import diffusion_gemma
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
@@ -54,6 +55,17 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if _is_transformers(module) and type(module).__name__ == diffusion_gemma.CLASS:
+        for argument, value in (
+            ("mask_token_id", mask_token_id),
+            ("prediction", prediction),
+            ("topology", topology),
+            ("block_length", block_length),
+        ):
+            if value is not None:
+                raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
+        stated = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "max_length": max_length}
+        return diffusion_gemma.adapted(module, tokenizer, name=diffusion_gemma.CLASS, **stated)
     registered = implementation(attn_implementation)
     name, adapter = type(module).__name__, _adapter(module)
     if adapter is Encoder:

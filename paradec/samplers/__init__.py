@@ -75,6 +75,8 @@ registry = SamplerRegistry(
         "maskgit": "paradec.samplers.masked.maskgit:MaskGIT",
         "halton": "paradec.samplers.masked.halton:Halton",
         "recap": "paradec.samplers.masked.recap:Recap",
+        "diffusion_gemma": "paradec.samplers.canvas.diffusion_gemma:DiffusionGemmaSampler",
+        "canvas": "paradec.samplers.canvas.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",
         "scd": "paradec.samplers.causal.scd:SCD",
         "gsd": "paradec.samplers.causal.gsd:GSD",

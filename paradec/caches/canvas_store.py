@@ -1,0 +1,89 @@
+"""The key/value store of models with canvases: the encoder writes what is final, the decoder of canvases reads it.
+
+Layers may differ in their heads, and sliding ones are read no further back than their window, as transformers' own
+cache has it: long contexts cost them nothing, and sums run over the same keys. All layers hold all positions, so that a
+later request can take over any prefix. Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.caches.store import KeyValueStore
+from paradec.protocol import Query
+
+
+class CanvasStore(KeyValueStore):
+    """Keys and values of `rows` rows of up to `length` final positions.
+
+    Two kinds of call: "encode" writes at its slots, and sees these as well; "canvas" writes nothing, and its layers read
+    through `layers` what was written.
+
+    Args:
+        rows, length, device: as in `KeyValueStore`.
+        windows: per layer how many positions a sliding layer sees, its own included; None sees all.
+    """
+
+    is_compileable = False  # transformers' caches of fixed length are laid out in another way
+
+    def __init__(self, rows: int, length: int, device: torch.device, windows: Sequence[int | None]):
+        super().__init__(rows, length, device)
+        self.windows = tuple(windows)
+        self.layers = [_Layer(self, index) for index in range(len(windows))]
+        self._begin = 0
+
+    def bind(self, query: Query) -> CanvasStore:
+        """Say what the next forward writes and reads; returns itself as `past_key_values`."""
+        super().bind(query)
+        self._begin = query.begin
+        return self
+
+    def first(self, window: int | None) -> int:
+        """The first position that the bound query reads in layers with this window."""
+        return 0 if window is None else max(0, self._begin - (window - 1))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write [R, kv_heads, Q, head_dim] at the bound slots; return what the layer reads, as `read` does."""
+        if layer_idx not in self.layer_keys:
+            self._allocate(key_states, value_states, layer_idx)
+        flat = self._bound().flat
+        assert flat is not None  # an encoding call names its slots
+        for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
+            by_position = fresh.transpose(1, 2).to(store.dtype)
+            store.flatten(0, 1).index_copy_(0, flat.to(store.device), by_position.flatten(0, 1))
+        return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
+
+    def read(self, layer: int, kept: dict[int, Tensor]) -> Tensor:
+        """[R, kv_heads, K, head_dim]: what the bound rows hold from `first` to the reach, of keys or values."""
+        call, store = self._bound(), kept[layer]
+        part = slice(self.first(self.windows[layer]), call.reach)
+        if call.selection is not None:
+            return store[call.selection, part].transpose(1, 2)
+        return store[:, part].index_select(0, call.rows.to(store.device)).transpose(1, 2)
+
+
+class _Layer:
+    """One layer as the decoder of canvases reads it."""
+
+    is_compileable = False
+
+    def __init__(self, store: CanvasStore, index: int):
+        self.store, self.index = store, index
+
+    @property
+    def keys(self) -> Tensor:
+        return self.store.read(self.index, self.store.layer_keys)
+
+    @property
+    def values(self) -> Tensor:
+        return self.store.read(self.index, self.store.layer_values)
+
+
+def canvas_store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that a `CanvasStore` will take for a text configuration of DiffusionGemma, before it is made."""
+    widths = (layer.num_key_value_heads * layer.head_dim for layer in config.per_layer_config)
+    return 2 * rows * (length + 1) * sum(widths) * dtype.itemsize

@@ -1,0 +1,396 @@
+"""DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' own class.
+
+A causal encoder reads what is final and leaves its keys and values; a bidirectional decoder reads these, and a canvas of
+tokens of which none is a mask. Both share their weights but for a scalar per layer and the decoder's self-conditioning:
+the embeddings of the words that the last step expected are fed back. Logits row i predicts token i.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import check_int, check_number, shown
+from paradec.models.adapter import Model
+from paradec.models.calls import Call, SoftWrap
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Query
+
+MODEL_TYPE = "diffusion_gemma"
+CLASS = "DiffusionGemmaForBlockDiffusion"
+ATTENTION = ("sdpa", "eager")
+"""Attention functions that take masks of ours."""
+DEFAULTS: Mapping[str, Any] = {
+    "entropy_bound": 0.1,
+    "max_denoising_steps": 48,
+    "t_min": 0.4,
+    "t_max": 0.8,
+    "stability_threshold": 1,
+    "confidence_threshold": 0.005,
+}
+"""What transformers takes where neither the request nor generation_config.json says anything."""
+DEFAULT_NEW_TOKENS = 256
+TURN_ENDS = ("<turn|>", "<end_of_turn>")
+
+
+class DiffusionGemma(Model):
+    """`DiffusionGemmaForBlockDiffusion` behind queries of two kinds: "encode" and "canvas".
+
+    Args:
+        module: a `DiffusionGemmaForBlockDiffusion`. A pre-hook on its self-conditioning feeds soft embeddings inside
+            calls of ours; `unwrap()` takes it off.
+        facts, tokenizer, default_max_new_tokens: as in `Model`.
+        denoising: values of `DEFAULTS` that the checkpoint states otherwise.
+        processor: a transformers processor, for prompts with images; it is only kept.
+    """
+
+    kind = "canvas"
+    makes = "canvas"
+    default_sampler = "diffusion_gemma"
+    gathers = False
+
+    def __init__(
+        self,
+        module: Any,
+        facts: ModelFacts,
+        tokenizer: Any = None,
+        default_max_new_tokens: int = DEFAULT_NEW_TOKENS,
+        denoising: Mapping[str, Any] | None = None,
+        processor: Any = None,
+    ):
+        super().__init__(module, facts, tokenizer, default_max_new_tokens)
+        self.denoising = {**DEFAULTS, **(denoising or {})}
+        self.processor = processor
+
+    def _wrapped(self) -> Any:
+        return SoftWrap(self.module.model.decoder.self_conditioning)
+
+    @property
+    def _takes_masks(self) -> bool:
+        return True
+
+    @property
+    def supports_visibility(self) -> bool:
+        return False
+
+    @property
+    def shares_prefix(self) -> bool:
+        return False
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text_config.hidden_size
+
+    @property
+    def soft_dtype(self) -> torch.dtype:
+        """What soft embeddings are made in."""
+        return self.module.model.decoder.embed_tokens.weight.dtype
+
+    def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
+        """An empty store of `rows` rows and `length` final positions.
+
+        Raises:
+            ValueError: it would not fit into `max_memory` bytes, or into what the device has.
+        """
+        from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
+        from paradec.caches.store import check_memory
+
+        config = self.text_config
+        needed = canvas_store_bytes(config, rows, length, self.dtype)
+        check_memory(needed, self.device, max_memory, f"the key/value store of {rows} x {length} positions")
+        sliding = [kind == "sliding_attention" for kind in config.layer_types]
+        return CanvasStore(rows, length, self.device, [config.sliding_window if each else None for each in sliding])
+
+    def embed_images(self, rows: list[list[int]], pixel_values: Any, image_position_ids: Any) -> list[Tensor | None]:
+        """What stands at each row's image tokens, in reading order: [N, D] of each row, None where it has none.
+
+        Args:
+            rows: prompts' ids, with an image token for each soft token of an image. pixel_values, image_position_ids:
+                from the model's processor, all images in the order of the rows.
+
+        Raises:
+            ValueError: other images than the prompts have image tokens for.
+        """
+        token = self.module.config.image_token_id
+        counts = [row.count(token) for row in rows]
+        if pixel_values is None:
+            if any(counts):
+                raise ValueError(
+                    f"the prompt of row {next(i for i, n in enumerate(counts) if n)} has image tokens (id {token}) and "
+                    "no pixel_values: give all that the processor returns"
+                )
+            return [None] * len(rows)
+        encoder = self.module.model.encoder
+        with torch.inference_mode():
+            positions = None if image_position_ids is None else torch.as_tensor(image_position_ids).to(self.device)
+            pixels = torch.as_tensor(pixel_values).to(self.device, self.dtype)
+            found = encoder.get_image_features(pixels, positions, return_dict=True).pooler_output
+        found = found.reshape(-1, found.shape[-1])
+        if len(found) != sum(counts):
+            raise ValueError(
+                f"pixel_values make {len(found)} image tokens, and the prompts have {sum(counts)} of id {token}"
+            )
+        return [part if len(part) else None for part in found.split(counts)]
+
+    def soften(self, logits: Tensor) -> Tensor:
+        """The embedding that is expected of softmax(logits): [..., V] -> [..., D]. As transformers computes it: logits
+        and the law are rounded to the embedding's dtype."""
+        embedding = self.module.model.decoder.embed_tokens
+        weight = embedding.weight
+        law = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
+        return law @ weight * embedding.embed_scale.to(weight.dtype)
+
+    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+        if store is None:
+            raise ValueError(f"{self.facts.name} reads what is final from a store: make_store makes one")
+        if call.wrap is None:
+            raise RuntimeError(f"{self.facts.name} was unwrapped, and conditions on nothing of ours; wrap it again")
+        call.soft, call.columns, query.soften = query.soft, None, self.soften
+        store.bind(query)
+        masks = self._masks(query, store)
+        if query.kind == "encode":
+            self._encode(query, store, masks)
+            return torch.empty((len(query.tokens), 0, self.facts.vocab_size), device=query.tokens.device)
+        hidden = self.module.model.decoder(
+            decoder_input_ids=query.tokens,
+            past_key_values=store,
+            decoder_attention_mask=masks,
+            decoder_position_ids=query.positions,
+        ).last_hidden_state
+        # as the module's forward, in place: of a large vocabulary each copy is 256 MiB a row
+        logits = self.module.lm_head(hidden).to(torch.float32)
+        cap = self.module.final_logit_softcapping
+        return logits.div_(cap).tanh_().mul_(cap)
+
+    def _encode(self, query: Query, store: Any, masks: dict[str, Tensor | None]) -> None:
+        extra = {}
+        if query.images is not None:
+            from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+            extra = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=query.images)}}
+        self.module.model.encoder(
+            input_ids=query.tokens,
+            attention_mask=masks,
+            position_ids=query.positions,
+            past_key_values=store,
+            **extra,
+        )
+
+    def _masks(self, query: Query, store: Any) -> dict[str, Tensor | None]:
+        """What each kind of layer sees: [R, 1, Q or 1, K]; None sees all."""
+        window = self.text_config.sliding_window
+        widths = {"full_attention": None, "sliding_attention": window}
+        if query.kind == "canvas" and query.begin == query.reach:
+            return dict.fromkeys(widths)  # every row begins where its keys end
+        return {kind: self._mask(query, store.first(width), width) for kind, width in widths.items()}
+
+    def _mask(self, query: Query, first: int, window: int | None) -> Tensor:
+        positions = query.positions
+        assert query.reach is not None  # models with canvases are always told
+        keys = torch.arange(first, query.reach, device=positions.device)
+        if query.kind == "encode":
+            at = positions.unsqueeze(-1)
+            seen = keys <= at
+            if window is not None:
+                seen &= keys > at - window
+            if query.images is not None:
+                seen |= self._same_image(query)[..., first:]
+        else:
+            start = positions[:, :1].unsqueeze(-1)
+            seen = keys < start
+            if window is not None:  # the same context from every column
+                seen &= keys >= start - (window - 1)
+            own = seen.new_ones(len(positions), 1, positions.shape[1])
+            seen = torch.cat((seen.expand(len(positions), 1, -1), own), -1)
+        seen = seen.unsqueeze(1)
+        if self.text_config._attn_implementation == "sdpa":
+            return seen
+        return torch.zeros_like(seen, dtype=self.dtype).masked_fill_(~seen, torch.finfo(self.dtype).min)
+
+    def _same_image(self, query: Query) -> Tensor:
+        """[R, Q, Q] bool: columns of one image, which see each other where the checkpoint was trained so. Rows with
+        images are encoded from position 0."""
+        here = query.tokens == self.module.config.image_token_id
+        if self.text_config.use_bidirectional_attention != "vision":
+            here = torch.zeros_like(here)
+        begins = here & ~torch.nn.functional.pad(here, (1, -1))
+        group = torch.where(here, begins.int().cumsum(1), 0)
+        return (group.unsqueeze(-1) == group.unsqueeze(1)) & here.unsqueeze(-1)
+
+
+def denoising_of(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of `DEFAULTS` that a generation config states, checked.
+
+    Args:
+        generation: its fields; `sampler_config` holds the entropy bound.
+
+    Raises:
+        CheckpointError: a value out of its range, or a sampler of another kind.
+    """
+    found = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
+    sampler = generation.get("sampler_config")
+    if sampler is not None:
+        sampler = sampler if isinstance(sampler, Mapping) else sampler.to_dict()
+        kind = sampler.get("_cls_name", "EntropyBoundSamplerConfig")
+        if kind != "EntropyBoundSamplerConfig":
+            raise CheckpointError(f"{where}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is")
+        if sampler.get("entropy_bound") is not None:
+            found["entropy_bound"] = sampler["entropy_bound"]
+    try:
+        for name in ("t_min", "t_max", "entropy_bound", "confidence_threshold"):
+            check_number(name, found.get(name), low=0, none=True)
+        check_int("max_denoising_steps", found.get("max_denoising_steps"), low=1, none=True)
+        check_int("stability_threshold", found.get("stability_threshold"), low=0, none=True)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    return found
+
+
+def check_module(module: Any, where: str) -> None:
+    """Raise CheckpointError for a module of the class whose maths is not served here, by the field that says so."""
+    text = module.config.get_text_config()
+    if text.use_bidirectional_attention == "all":
+        raise CheckpointError(
+            f"{where}: use_bidirectional_attention='all' is not supported: what is final could not be kept; supported: "
+            "None, 'vision'"
+        )
+    for config in (text, module.config):
+        name = getattr(config, "_attn_implementation", None)
+        if name is not None and name not in ATTENTION:
+            raise CheckpointError(
+                f"{where}: attn_implementation={name!r} takes no masks, which canvases over a sliding window need; "
+                f"call module.set_attn_implementation('sdpa') first ({' or '.join(map(repr, ATTENTION))})"
+            )
+
+
+def adapted(
+    module: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    eos_token_id: Any = None,
+    pad_token_id: int | None = None,
+    max_length: int | None = None,
+    processor: Any = None,
+) -> DiffusionGemma:
+    """A model around a `DiffusionGemmaForBlockDiffusion`; what is not given is read from its generation config.
+
+    Raises:
+        CheckpointError: a module that is not served, or values out of their range; the message says which.
+    """
+    check_module(module, name)
+    generation = module.generation_config.to_dict()
+    text = module.config.get_text_config()
+    ends = generation.get("eos_token_id") if eos_token_id is None else eos_token_id
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [ends]
+    known = {} if tokenizer is None or eos_token_id is not None else tokenizer.get_vocab()
+    ends += [known[token] for token in TURN_ENDS if token in known]
+    try:
+        facts = ModelFacts(
+            vocab_size=text.vocab_size,
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+            pad_token_id=generation.get("pad_token_id") if pad_token_id is None else pad_token_id,
+            max_length=text.max_position_embeddings if max_length is None else max_length,
+            topology="canvas",
+            block_length=module.config.canvas_length,
+            name=name,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    new = generation.get("max_new_tokens")
+    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
+        new = DEFAULT_NEW_TOKENS
+    return DiffusionGemma(module, facts, tokenizer, new, denoising_of(generation, name), processor)
+
+
+def load_diffusion_gemma(
+    source: str,
+    revision: str | None,
+    *,
+    dtype: Any,
+    device: torch.device | None,
+    attn_implementation: str,
+    **options: Any,
+) -> DiffusionGemma:
+    """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out.
+
+    Raises:
+        CheckpointError: files that cannot be read, weights that are missing or do not fit, or values out of their range.
+    """
+    import transformers
+
+    cls = getattr(transformers, CLASS, None)
+    if cls is None:
+        raise CheckpointError(
+            f"{source!r} has model_type={MODEL_TYPE!r}, which transformers {transformers.__version__} does not have; "
+            "install a newer one"
+        )
+    if attn_implementation not in ATTENTION:
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r} is not for models with canvases; allowed: "
+            f"{', '.join(map(repr, ATTENTION))}"
+        )
+    given = {"dtype": dtype or "auto", "attn_implementation": attn_implementation, **options}
+    if dtype == torch.float64:
+        given["experts_implementation"] = "eager"  # the grouped product has no float64
+    module = _pretrained(cls, source, revision, {key: value for key, value in given.items() if value is not None})
+    if device is not None:
+        module = module.to(device)
+    processor = _read(transformers.AutoProcessor, source, revision)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is None:
+        tokenizer = _read(transformers.AutoTokenizer, source, revision)
+    name = os.path.basename(source.rstrip("/")) or source
+    return adapted(module, tokenizer, name=name, processor=processor)
+
+
+def _pretrained(cls: Any, source: str, revision: str | None, options: dict[str, Any]) -> nn.Module:
+    """Read the weights, strictly."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging as hf_logging
+
+    from paradec.models.checkpoint import listed
+
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        module, info = cls.from_pretrained(
+            source,
+            revision=revision,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
+        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        raise CheckpointError(f"the weights of {source!r} cannot be read: {reason}") from error
+    except ValueError as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"{source!r} cannot be loaded: {reason}") from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    problems = {
+        kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
+        for kind in ("missing", "unexpected", "mismatched")
+    }
+    if any(problems.values()):
+        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
+    return module
+
+
+def _read(cls: Any, source: str, revision: str | None) -> Any:
+    """A tokenizer or processor, or None where the checkpoint ships none that can be read here."""
+    from paradec.models.checkpoint import fetch
+
+    if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return cls.from_pretrained(source, revision=revision)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError):
+        return None
