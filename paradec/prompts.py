@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,9 @@ BYTES = (bytes, bytearray, memoryview)
 """Sequences of small integers that nobody means as ids."""
 HOLE_TEXT = "\ufdd0"
 """Stands for a position to fill in texts for models without a mask token: no character, so that no text holds it."""
+PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What processors return beside images; token types say nothing that ids do not."""
+PICTURED = ("pixel_values", "image_position_ids")
 MOST_MASKS = 1_000_000
 """Masks that one placeholder can stand for, where the model states no length."""
 
@@ -67,7 +70,8 @@ def encode(
 
     Args:
         prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
-            any one of these. Ids may hold the mask id anywhere. `Prompts` are returned as they are.
+            any one of these; or what a transformers tokenizer or processor returns, a mapping with "input_ids". Ids may
+            hold the mask id anywhere (-1 for models with canvases). `Prompts` are returned as they are.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
         placeholder: text that stands for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
@@ -80,6 +84,8 @@ def encode(
     """
     if isinstance(prompt, Prompts):
         return prompt
+    if isinstance(prompt, Mapping):
+        return _from_processor(model, prompt, attention_mask)
     if chat is not None:
         check_bool("chat", chat)
     check_placeholder(placeholder)
@@ -120,6 +126,24 @@ def encode(
                 "paradec.infill fills masks in text"
             )
     return Prompts(ids, single, starts)
+
+
+def _from_processor(model: Any, inputs: Mapping[str, Any], attention_mask: Any) -> Prompts:
+    """The prompts of what a tokenizer or processor returns; images become what stands at their tokens."""
+    unknown = sorted({str(name) for name in inputs} - {*PROCESSED, *PICTURED})
+    if "input_ids" not in inputs or unknown:
+        what = f"holds {unknown[0]!r}" if "input_ids" in inputs else "has no 'input_ids'"
+        raise ValueError(f"prompt {what}; of a tokenizer or processor {', '.join((*PROCESSED, *PICTURED))} are taken")
+    if attention_mask is not None and inputs.get("attention_mask") is not None:
+        raise ValueError("attention_mask is given twice: in the prompt, and as an argument")
+    mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
+    prompts = encode(model, inputs["input_ids"], mask)
+    pictures = [inputs.get(name) for name in PICTURED]
+    if hasattr(model, "embed_images"):
+        prompts.images = model.embed_images(prompts.rows, *pictures)
+    elif any(value is not None for value in pictures):
+        raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
+    return prompts
 
 
 def check_placeholder(placeholder: Any) -> None:

@@ -79,7 +79,7 @@ class Query:
     soft: Tensor | None = None
     """[R, Q, D]: the soft embeddings that an open canvas is conditioned on; None where there are none yet."""
     soften: Callable[[Tensor], Tensor] | None = None
-    """From a model with canvases, in answer to one: logits [..., V] -> the soft embeddings [..., D] of the next step."""
+    """From a model with canvases, with its answer: logits [..., V] -> the soft embeddings [..., D] of the next step."""
     images: Tensor | None = None
     """[N, D]: what stands at the image tokens of the call, in reading order; None where it has no images."""
     attention: Any = None

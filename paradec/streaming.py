@@ -2,7 +2,8 @@
 
 `put` gets token ids [B, n] in reading order: first what stands before the first mask of any row (the prompt, padded on
 the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
-streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions. `end` comes when
+streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions; on canvases of
+noise the best tokens of the open one, up to its end. `end` comes when
 the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it began.
 transformers' `TextStreamer`, `TextIteratorStreamer` and `TextDiffusionStreamer` work as they are, for one row. Tokens
 after a row's end are not sent, except as padding beside longer rows.
@@ -69,6 +70,8 @@ def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], 
         if final > sent:
             streamer.put(ids[:, sent:final])
             sent = final
+        if shown := getattr(state, "draft_end", None):
+            stop = int((offset + shown()).max())
         if drafts is not None and final < stop:
             drafts(ids[:, final:stop])
         return None if callback is None else callback(stepped, commit)

@@ -20,8 +20,8 @@ from paradec.protocol import Query
 class CanvasStore(KeyValueStore):
     """Keys and values of `rows` rows of up to `length` final positions.
 
-    Two kinds of call: "encode" writes at its slots, and sees these as well; "canvas" writes nothing, and its layers read
-    through `layers` what was written.
+    Two kinds of call: "encode" writes at its slots, and sees these as well; "canvas" writes nothing, and its layers
+    read through `layers` what was written.
 
     Args:
         rows, length, device: as in `KeyValueStore`.

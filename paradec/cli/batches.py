@@ -24,10 +24,11 @@ ACTIVATIONS = 24
 
 def rows_that_fit(model: Any, positions: int, branches: int) -> int:
     """How many rows of so many positions, each evaluated so many times, are decoded together; an estimate."""
-    config = getattr(model.module, "config", None)
+    config = getattr(model, "text_config", None) or getattr(model.module, "config", None)
     hidden, layers = getattr(config, "hidden_size", None) or 1024, getattr(config, "num_hidden_layers", None) or 1
     numbers = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer
-    row = branches * positions * (LOGIT_BYTES * model.facts.vocab_size + 4 * numbers)
+    read = model.facts.block_length if model.facts.topology == "canvas" else positions  # logits of the open canvas
+    row = branches * (read * LOGIT_BYTES * model.facts.vocab_size + positions * 4 * numbers)
     return max(1, min(MOST_ROWS, _free_bytes(model.device) // row))
 
 

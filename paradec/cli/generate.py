@@ -20,10 +20,10 @@ from paradec.blocks import LONGEST_BLOCK
 from paradec.checks import check_int, check_model, check_text
 from paradec.cli import options, show
 from paradec.cli.batches import completed, in_batches, repeats, rows_that_fit
-from paradec.generate import MADE, Output
+from paradec.generate import MADE, Output, own_defaults
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.prompts import Prompts, check_placeholder, encode
-from paradec.request import FIELDS, Request
+from paradec.request import DEFAULTS, FIELDS, Request
 
 Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole or adaptive.")]
 EosEarlyStop = Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")]
@@ -145,6 +145,9 @@ def decode(
     show.quiet_loading()
     loaded = paradec.load(source, dtype=dtype, device=device)
     check_model(function, loaded, MADE)
+    own = own_defaults(loaded).get("sampler")
+    if own is not None and "sampler" not in given and chosen == DEFAULTS["sampler"] and not values:
+        method = paradec.samplers.create(own)
 
     asked = encode(loaded, prompt, chat=request.pop("chat", None), placeholder=request.get("mask"))
     asked = asked.repeated(answers).numbered()

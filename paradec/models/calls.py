@@ -36,8 +36,8 @@ _evaluated: dict[nn.Module, int] = {}
 _configs: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """Parts with a `CallConfig`, and how many wraps need it."""
 _hooks: weakref.WeakKeyDictionary[nn.Module, tuple[Any, int]] = weakref.WeakKeyDictionary()
-"""Parts with a hook of ours, base models that gather hidden states or self-conditionings: its handle, and how many wraps
-need it."""
+"""Parts with a hook of ours, base models that gather hidden states or self-conditionings: its handle, and how many
+wraps need it."""
 
 
 class Evaluation:

@@ -64,8 +64,14 @@ def wrap(
         ):
             if value is not None:
                 raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
-        stated = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id, "max_length": max_length}
-        return diffusion_gemma.adapted(module, tokenizer, name=diffusion_gemma.CLASS, **stated)
+        return diffusion_gemma.adapted(
+            module,
+            tokenizer,
+            name=diffusion_gemma.CLASS,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            max_length=max_length,
+        )
     registered = implementation(attn_implementation)
     name, adapter = type(module).__name__, _adapter(module)
     if adapter is Encoder:

@@ -1,8 +1,8 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' own class.
 
-A causal encoder reads what is final and leaves its keys and values; a bidirectional decoder reads these, and a canvas of
-tokens of which none is a mask. Both share their weights but for a scalar per layer and the decoder's self-conditioning:
-the embeddings of the words that the last step expected are fed back. Logits row i predicts token i.
+A causal encoder reads what is final and leaves its keys and values; a bidirectional decoder reads these, and a canvas
+of tokens of which none is a mask. Both share their weights but for a scalar per layer and the decoder's
+self-conditioning: the embeddings of the words that the last step expected are fed back. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -238,7 +238,9 @@ def denoising_of(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
         sampler = sampler if isinstance(sampler, Mapping) else sampler.to_dict()
         kind = sampler.get("_cls_name", "EntropyBoundSamplerConfig")
         if kind != "EntropyBoundSamplerConfig":
-            raise CheckpointError(f"{where}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is")
+            raise CheckpointError(
+                f"{where}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is"
+            )
         if sampler.get("entropy_bound") is not None:
             found["entropy_bound"] = sampler["entropy_bound"]
     try:
@@ -320,7 +322,7 @@ def load_diffusion_gemma(
     """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out.
 
     Raises:
-        CheckpointError: files that cannot be read, weights that are missing or do not fit, or values out of their range.
+        CheckpointError: files that cannot be read, weights that are missing or do not fit, values out of their range.
     """
     import transformers
 

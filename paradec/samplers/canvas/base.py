@@ -5,8 +5,8 @@ earlier step kept counts for nothing. When its best tokens stand still, or at it
 with its best tokens. Then it is encoded, and the next one opens. Rows are independent: a row that has closed a canvas
 goes on with the next one while others are still at theirs.
 
-The step is transformers' (`DiffusionGemmaGenerationMixin.generate`). The rule is a masked sampler's `select`, which says
-here what is kept.
+The step is transformers' (`DiffusionGemmaGenerationMixin.generate`). The rule is a masked sampler's `select`, which
+says here what is kept.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CanvasSampler(Sampler):
         raise NotImplementedError
 
     def memory(self, dtype: torch.dtype = torch.float32) -> Mapping[str, MemorySpec]:
-        """What is kept of the open canvas between steps: "window" is C, "hidden" D. dtype: of the model's embeddings."""
+        """What is kept of the open canvas between steps: "window" is C, "hidden" D. dtype: of the soft embeddings."""
         return {
             "noisy": MemorySpec(("window",), torch.int64),
             "soft": MemorySpec(("window", "hidden"), dtype),
@@ -152,7 +152,9 @@ class CanvasSampler(Sampler):
     def propose(self, state: DenoisingState, outputs: list[Tensor], queries: list[Query]) -> CanvasProposal:
         """The best token of every position of the open canvases, and its statistics. outputs: logits [R, C, V] of the
         canvases, the last; those of an encoding are empty."""
-        logits, rows = outputs[-1], queries[-1].rows
+        logits, rows, soften = outputs[-1], queries[-1].rows, queries[-1].soften
+        if soften is None:
+            raise ValueError("the query of the canvases was not answered by a model with canvases: it has no soften")
         positions = state.positions(rows)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
@@ -173,7 +175,7 @@ class CanvasSampler(Sampler):
             made_at=state.commits,
             kind="+".join(query.kind for query in queries),
             logits=logits,
-            soften=queries[-1].soften,
+            soften=soften,
             encoded=queries[0].rows if len(queries) > 1 else rows[:0],
         )
 
@@ -274,7 +276,7 @@ class CanvasSampler(Sampler):
     def _drawn(
         self, state: DenoisingState, proposal: CanvasProposal, kept: Tensor, generator: torch.Generator | None
     ) -> Tensor:
-        """[R, C] int64: draws where tokens are `kept`, anything elsewhere; of a generator, as transformers, everywhere."""
+        """[R, C] int64: draws where tokens are `kept`, anything elsewhere. A generator draws as transformers does."""
         rows, drawn = proposal.rows, proposal.values.clone()
         if generator is not None:
             law = torch.cat([*self._laws(state, rows, proposal.logits)])

@@ -19,8 +19,8 @@ class Canvas(CanvasSampler):
 
     Args:
         rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
-            what it selects is drawn from that. A schedule (`low_confidence`) keeps the surest ceil(C k / N) positions at
-            the k-th of N steps, and renews the least sure.
+            what it selects is drawn from that. A schedule (`low_confidence`) keeps the surest ceil(C k / N) positions
+            at the k-th of N steps, and renews the least sure.
 
     Rules that remember, draft, revise or cut blocks are refused, each with its reason. A model with canvases takes a
     masked sampler in this way wherever one is named.

@@ -37,7 +37,7 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _index(sums: Tensor, at: Tensor) -> Tensor:
-    """[N, 1]: where the ascending sums [N, K] first exceed at [N, 1]; where rounding has none do so, the last place that
-    adds something."""
+    """[N, 1]: where the ascending sums [N, K] first exceed at [N, 1]; where rounding has none do so, the last place
+    that adds something."""
     last = (sums < sums[:, -1:]).sum(-1, keepdim=True)
     return torch.searchsorted(sums, at.contiguous(), right=True).minimum(last)

@@ -11,12 +11,28 @@ from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.combination import Combination
 from paradec.samplers.masked.origin import Origin
 
+STAGES = (
+    "query",
+    "query_part",
+    "propose",
+    "commit",
+    "_ranked",
+    "_read",
+    "_draw",
+    "_view",
+    "_position_noise",
+    "_choose",
+)
+"""What runs around `select` in the masked family, and not here."""
+
 
 def refusal(rule: MaskedSampler) -> str | None:
     """Why a sampler cannot say what a canvas keeps, in words that follow its name; None where it can."""
     if isinstance(rule, Combination):
         found = next((why for member in rule.members if (why := refusal(member))), None)
         return found or ("its stages change logits from step to step" if rule.fuses else None)
+    if rule.assesses:
+        return "it was trained on masks"
     if "text" not in rule.models:
         return "it is made for pictures"
     if rule.drafts or rule.shadows:
@@ -28,8 +44,8 @@ def refusal(rule: MaskedSampler) -> str | None:
         return "it remembers a number for every word of every position: 256 MiB for a row of DiffusionGemma"
     if memory or rule.fuses:
         return "it remembers what earlier steps decided, and on a canvas every step decides all anew"
-    if rule.assesses:
-        return "it was trained on masks"
+    if any(getattr(type(rule), name) is not getattr(MaskedSampler, name) for name in STAGES):
+        return "its scores, or its draws, are made in a step of its own"
     if rule.blocks(None) is not None:
         return "it cuts blocks of its own, and a canvas has the model's length"
     if isinstance(rule, Origin):

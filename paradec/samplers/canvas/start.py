@@ -187,9 +187,7 @@ def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[t
     return randomness(request, [row[:1] for row in rows])
 
 
-def _reuse(
-    prefix: Any, model: Any, rows: list[list[int]], images: list[Any]
-) -> tuple[np.ndarray, np.ndarray] | None:
+def _reuse(prefix: Any, model: Any, rows: list[list[int]], images: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
     """Which rows of `prefix` each row takes over, and how many of its tokens: both [B] int64. The encoder is causal, so
     that any number of them is as exact as none."""
     if prefix is None:

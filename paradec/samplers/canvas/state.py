@@ -154,6 +154,10 @@ class DenoisingState(State):
     def cache_advice(self) -> None:
         """There is nothing to advise: what is encoded is always kept."""
 
+    def draft_end(self) -> np.ndarray:
+        """[B] int64: where what may be shown of a row ends: its open canvas, or the row itself."""
+        return np.where(self.running, np.minimum(self.block_end, self.asked), self.end)
+
     def given_in(self, row: int, start: int) -> np.ndarray:
         """[C] bool: the positions of the canvas at `start` that the user gave."""
         return self.given[row, start : start + self.width].cpu().numpy()
