@@ -209,7 +209,7 @@ def test_waiting_makes_fewer_calls() -> None:
     own, rows = model(ends=()), ROWS * 2
     calls = []
     for wait in (0, 2, 50):
-        method, encodings = sampler("threshold", encode_wait=wait), 0
+        method, encodings = sampler("entropy_threshold", max_denoising_steps=24, encode_wait=wait), 0
         state = method.start(own, rows, seed=7, max_new_tokens=48)
         while not state.done:
             encodings += method.query(state)[0].kind == "encode"
