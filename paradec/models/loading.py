@@ -31,7 +31,7 @@ from paradec.models.images.loading import (
     packaged_image,
 )
 from paradec.models.saving import Published
-from paradec.models.text import dream, fast_dllm_v2, llada, sdar
+from paradec.models.text import dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation, wrap
 
@@ -39,16 +39,27 @@ __all__ = ["load", "wrap"]
 
 FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
+    "mmada": llada.FAMILY,
     "Dream": dream.FAMILY,
     "sdar": sdar.FAMILY,
+    "sdar_moe": sdar.FAMILY_MOE,
+    "llada2_moe": llada2.FAMILY,
     "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
 }
 """What `load` reads, by the `model_type` of config.json."""
 REFUSED = {
-    "llada2_moe": "LLaDA2 is a mixture of experts for which transformers has no class",
-    "sdar_moe": "the mixture-of-experts SDAR has not been checked against its published code",
+    "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
+    "published form, which load reads",
     "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
-    "when attention is causal; neither has been checked",
+    "when attention is causal; neither has been checked. Load it with trust_remote_code=True and give it to "
+    "paradec.wrap",
+    "llava_llada": "LLaDA-V takes pictures as embeddings, not as tokens. For text alone, give its language model to "
+    "paradec.wrap, loaded by its own code",
+    "wedlm": "WeDLM decodes by moving what is decided to the front, under causal attention, which no sampler here "
+    "does. Its weights are a Qwen3's or Qwen2's; give one of transformers to paradec.wrap with topology='causal' for "
+    "the causal samplers",
+    "omnivoice": "OmniVoice predicts several codebooks of sound at each position, and samplers here one token. Use its "
+    "own code",
     "diffusion_gemma": "it decodes from random tokens, not from masks; transformers has the model and its sampler",
 }
 """Diffusion language models that `load` does not read, and why."""
@@ -78,8 +89,9 @@ def load(
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
     `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
-    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Weights must be
-    safetensors (one file or sharded); remote code is never executed.
+    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Mixtures of
+    experts likewise: LLaDA-MoE and SDAR-MoE on `Qwen3MoeForCausalLM`, LLaDA2.0 and 2.1 on `Glm4MoeForCausalLM`
+    (docs/models.md has the table). Weights must be safetensors (one file or sharded); remote code is never executed.
 
     Ids come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
     disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
@@ -227,6 +239,10 @@ def _family(source: str, config: dict[str, Any]) -> Family:
     """Raises CheckpointError: a model_type that `load` does not read."""
     model_type = config.get("model_type")
     if isinstance(model_type, str):
+        if model_type == "llada" and llada_moe.is_llada_moe(config):
+            return llada_moe.FAMILY
+        if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
+            return stable_diffcoder.FAMILY
         if model_type in FAMILIES:
             return FAMILIES[model_type]
         if model_type in REFUSED:
@@ -276,7 +292,8 @@ def _pretrained(
     from safetensors import SafetensorError
     from transformers.utils import logging as hf_logging
 
-    cls = getattr(transformers, family.module)
+    own = getattr(transformers, family.module)
+    cls = own if family.reader is None else family.reader()
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()  # its table of keys is replaced by the error below
     weights = fetch(source, WEIGHTS, revision)
@@ -315,7 +332,10 @@ def _pretrained(
     }
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
+    module.__class__ = own
     _saves_alone(module, family)
+    if family.experts and module.dtype == torch.float64:
+        module.set_experts_implementation("eager")  # the grouped kernels have no float64
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
@@ -329,7 +349,7 @@ def _saves_alone(module: Any, family: Family) -> None:
     the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
     in it names an attention of ours.
     """
-    renamed = set(family.key_mapping or {})
+    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
     module.config.is_causal = False
