@@ -16,6 +16,7 @@ from torch import Tensor
 from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.masked.threshold import at_least
 from paradec.samplers.statistics import best_one
 
 
@@ -31,8 +32,10 @@ class Editing(MaskedSampler):
             is spent on looking. (diffusers turns editing off with 0; here that exchanges every token that is not the
             model's best.)
         max_post_steps: most steps of a block without masks.
+        least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
 
-    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "dllm" has the other source's.
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'; presets "llada2.1" and "dllm", which are the
+    same, have the model's own code's, for blocks of 32, and "sglang" that engine's.
     diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
     filled; here a step must have left them as they stand. For models that were trained to edit; what others predict
     where a token stands was never trained.
@@ -41,6 +44,7 @@ class Editing(MaskedSampler):
     threshold: float = 0.7
     editing_threshold: float = 0.5
     max_post_steps: int = 16
+    least: int = 1
 
     name = "editing"
     paper = "LLaDA2.1"
@@ -48,19 +52,25 @@ class Editing(MaskedSampler):
     summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
     rereads = True
     revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
-    presets = {"dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16}}
+    presets = {
+        "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
+        "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
+        "sglang": {"threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16},
+    }
     frontier = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)
         check_number("editing_threshold", self.editing_threshold, low=0, high=1)
         check_int("max_post_steps", self.max_post_steps, low=0, high=1_000_000)
+        check_int("least", self.least, low=1, high=1_000_000)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"post_steps": MemorySpec(dtype=torch.int64)}
 
     def select(self, view: View) -> Tensor:
-        return (view.scores > self.threshold) | best_one(view.scores)
+        sure = view.scores > self.threshold
+        return sure | best_one(view.scores) if self.least == 1 else at_least(view, sure, self.least)
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         sure = view.quantities["confidence"] > self.editing_threshold
