@@ -32,4 +32,5 @@ def told(name: str) -> dict[str, Any]:
 @functools.cache
 def golden_moe(name: str, dtype: str = "float32", block_length: int | None = None) -> Model:
     """A model that tests share."""
-    return paradec.load(MOE / name, dtype=dtype, **told(name) | ({"block_length": block_length} if block_length else {}))
+    block = {} if block_length is None else {"block_length": block_length}
+    return paradec.load(MOE / name, dtype=dtype, **told(name) | block)

@@ -362,7 +362,7 @@ def listed(wrong: Mapping[str, list[str]]) -> str:
 
 def _needed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights, as files have them: Qwen2 has biases on q, k and v, Qwen3 has norms on q and k,
-    LLaDA2 (Glm4Moe) has both matrices and norms, and one matrix for q, k and v. Experts stand in the file one by one."""
+    LLaDA2 (Glm4Moe) has them and one matrix for q, k and v. Experts stand in the file one by one."""
     hidden, vocab = config.hidden_size, config.vocab_size
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     wide, width = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -427,7 +427,7 @@ def experts_of(config: Any) -> int:
 
 
 def _check_experts(source: str, names: Iterable[str], config: Any) -> None:
-    """Raise CheckpointError where layers hold another number of experts than config.json says, or hold them otherwise."""
+    """Raise CheckpointError where layers hold experts in another number than config.json says, or in another form."""
     stored: dict[int, set[int]] = {}
     for name in names:
         if "language_model." in name or name.startswith("model.lm_head."):

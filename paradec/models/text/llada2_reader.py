@@ -22,7 +22,7 @@ from paradec.models.text.llada2 import FUSED
 
 
 class SplitRows(ConversionOps):
-    """Cut one matrix into several with as many rows as the module's own have. (transformers' own operation of this kind is
+    """Cut one matrix into several with as many rows as the module's own have. (transformers' operation of this kind is
     newer than 5.17.)"""
 
     @torch.no_grad()

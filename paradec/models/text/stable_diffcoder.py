@@ -53,8 +53,8 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     width = positive(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
     if width % 2 or (config.get("head_dim") is None and hidden % heads):
         raise CheckpointError(
-            f"config.json: heads of {shown(hidden / heads)} entries (hidden_size={hidden}, num_attention_heads={heads}, "
-            f"head_dim={shown(config.get('head_dim'))}); rotary angles need an even width"
+            f"config.json: hidden_size={hidden} over num_attention_heads={heads}, head_dim="
+            f"{shown(config.get('head_dim'))}: rotary angles need heads of an even width"
         )
     return LlamaConfig(
         **sizes,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, check_number
+from paradec.checks import check_choice, check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
 from paradec.samplers.masked.threshold import at_least
@@ -33,11 +33,13 @@ class Editing(MaskedSampler):
             model's best.)
         max_post_steps: most steps of a block without masks.
         least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
+        end: when an end token ends a row: "step", once a step has left all before it as it stands, or "block", once its
+            block is closed, as in the model's own code. Later steps of the block may exchange it otherwise.
 
-    n masks take at most n + max_post_steps steps. Defaults are diffusers'; presets "llada2.1" and "dllm", which are the
-    same, have the model's own code's, for blocks of 32, and "sglang" that engine's.
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "llada2.1" is the model's own code's,
+    for blocks of 32, "dllm" the same with ends as here, and "sglang" has that engine's thresholds.
     diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
-    filled; here a step must have left them as they stand. For models that were trained to edit; what others predict
+    filled. For models that were trained to edit; what others predict
     where a token stands was never trained.
     """
 
@@ -45,15 +47,17 @@ class Editing(MaskedSampler):
     editing_threshold: float = 0.5
     max_post_steps: int = 16
     least: int = 1
+    end: str = "step"
 
     name = "editing"
     paper = "LLaDA2.1"
     arxiv = "2602.08676"
     summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
     rereads = True
+    ends_with_block = property(lambda self: self.end == "block")  # type: ignore[assignment]
     revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
     presets = {
-        "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
+        "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
         "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
         "sglang": {"threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16},
     }
@@ -64,6 +68,7 @@ class Editing(MaskedSampler):
         check_number("editing_threshold", self.editing_threshold, low=0, high=1)
         check_int("max_post_steps", self.max_post_steps, low=0, high=1_000_000)
         check_int("least", self.least, low=1, high=1_000_000)
+        check_choice("end", self.end, ("step", "block"))
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"post_steps": MemorySpec(dtype=torch.int64)}
