@@ -39,12 +39,12 @@ __all__ = ["load", "wrap"]
 
 FAMILIES: dict[str, Family] = {
     "llada": llada.FAMILY,
-    "mmada": llada.FAMILY,
     "Dream": dream.FAMILY,
     "sdar": sdar.FAMILY,
+    "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
     "sdar_moe": sdar.FAMILY_MOE,
     "llada2_moe": llada2.FAMILY,
-    "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
+    "mmada": llada.FAMILY,
 }
 """What `load` reads, by the `model_type` of config.json."""
 REFUSED = {
@@ -83,6 +83,7 @@ def load(
     revision: str | None = None,
     mask_token_id: int | None = None,
     block_length: int | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     **image_options: Any,
 ) -> Model:
     """Load a masked diffusion language model, or an autoregressive image model, from its published file format.
@@ -111,6 +112,8 @@ def load(
         mask_token_id: overrides the checkpoint's; needed where it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
+        offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
+            experts need one, since their files hold the experts one by one.
         image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and its kin.
 
@@ -125,6 +128,7 @@ def load(
         "quantization_config": quantization_config,
         "mask_token_id": mask_token_id,
         "block_length": block_length,
+        "offload_folder": offload_folder,
     }
     if source is None:
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
@@ -137,6 +141,8 @@ def load(
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
     check_int("mask_token_id", mask_token_id, low=0, none=True)
     check_int("block_length", block_length, low=1, none=True)
+    if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
+        raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
     dtype = _dtype(dtype)
     device = _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -178,6 +184,8 @@ def _language_model(
     """What `load` does for masked language models; `options` are for `from_pretrained`."""
     family = _family(source, config)
     hf_config = family.config(config)
+    if family.fused is not None:
+        _check_fused(source, hf_config, options)
     quantised = _quantised(source, config, hf_config)
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
@@ -210,6 +218,30 @@ def _language_model(
     place = os.path.abspath(source) if os.path.isdir(source) else source
     model.published = Published(place, family, config, generation, names)
     return model
+
+
+def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
+    """What matrices that are split while they are read cannot be: quantised or spread over processes then. The plan of
+    `tp_plan="auto"` leaves them whole; experts, which are most of such a model, are spread.
+
+    Raises:
+        ValueError: options that ask for one or the other.
+    """
+    plan = options.get("tp_plan")
+    if options.get("quantization_config") is not None:
+        raise ValueError(
+            f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
+            "query_key_value matrices are split where they are read. Load it without, and quantise model.module "
+            "(torchao.quantize_, say)"
+        )
+    if isinstance(plan, dict) and any("self_attn" in name for name in plan):
+        raise ValueError(
+            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split where "
+            "they are read; give 'auto', or a plan without it"
+        )
+    if plan is not None:
+        whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
+        hf_config.base_model_tp_plan = whole
 
 
 def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
@@ -332,7 +364,8 @@ def _pretrained(
     }
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
-    module.__class__ = own
+    if family.reader is not None:
+        module.__class__ = own
     _saves_alone(module, family)
     if family.experts and module.dtype == torch.float64:
         module.set_experts_implementation("eager")  # the grouped kernels have no float64

@@ -200,9 +200,9 @@ def block_length(config: Mapping[str, Any], source: str) -> int | None:
 
 def reader() -> type:
     """The class that reads the published files."""
-    from paradec.models.text.llada2_reader import LLaDA2MoeReader
+    from paradec.models.text.llada2_reader import reading
 
-    return LLaDA2MoeReader
+    return reading(FUSED)
 
 
 FAMILY = Family(

@@ -7,6 +7,7 @@ afterwards. (On that class itself, it would be registered for the owner's other 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,6 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
-
-from paradec.models.text.llada2 import FUSED
 
 
 class SplitRows(ConversionOps):
@@ -56,11 +55,9 @@ class LLaDA2MoeReader(Glm4MoeForCausalLM):
         return True  # transformers looks for the experts in the file of the class
 
 
-register_checkpoint_conversion_mapping(
-    LLaDA2MoeReader.__name__,
-    [
-        *get_checkpoint_conversion_mapping("glm4_moe"),
-        *(WeightConverter(whole, list(parts), [SplitRows()]) for whole, parts in FUSED.items()),
-    ],
-    overwrite=True,  # where this module is imported again
-)
+def reading(fused: Mapping[str, tuple[str, ...]]) -> type:
+    """The class that reads the files. fused: as in `paradec.models.family.Family`."""
+    stacking = get_checkpoint_conversion_mapping("glm4_moe")
+    splitting = [WeightConverter(whole, list(parts), [SplitRows()]) for whole, parts in fused.items()]
+    register_checkpoint_conversion_mapping(LLaDA2MoeReader.__name__, [*stacking, *splitting], overwrite=True)
+    return LLaDA2MoeReader
