@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler
+from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
 from test_mar_images import DECODER, SIZES
@@ -37,7 +38,8 @@ WRAPPED = [
     "Opaque",
     "OpaqueWithOutput",
 ]
-LOADED = ["llada", "dream", *CONFIGS]
+MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
+LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
 IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "dit"]
 EVERY = [*TEXT, *IMAGES]
@@ -48,6 +50,8 @@ def make(kind: str) -> Any:
     if kind in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
+    if kind in MIXTURES:
+        return paradec.load(MOE / kind, dtype="float64", **told(kind))
     if kind in IMAGE_MODELS:
         return IMAGE_MODELS[kind][0]()
     if kind == "digits-maskgit":

@@ -81,7 +81,8 @@ def small_weights(name: str, config: dict[str, Any]) -> dict[str, Tensor]:
     dense = config.get("intermediate_size", config.get("dense_intermediate_size"))
     embeddings = "model.word_embeddings.weight" if name == "llada2-tiny" else "model.embed_tokens.weight"
     shapes: dict[str, tuple[int, ...]] = {embeddings: (vocab, hidden), "model.norm.weight": (hidden,)}
-    shapes["lm_head.weight"] = (vocab, hidden)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         place = f"model.layers.{layer}."
         shapes |= {f"{place}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}

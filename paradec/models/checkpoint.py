@@ -443,7 +443,7 @@ def _check_experts(source: str, names: Iterable[str], config: Any) -> None:
             stored.setdefault(int(found.group(1)), set()).add(int(found.group(2)))
     experts = experts_of(config)
     for layer, indices in sorted(stored.items()):
-        if has_experts(config, layer) and indices != set(range(experts)):
+        if has_experts(config, layer) and (len(indices) != experts or max(indices) >= experts):
             raise CheckpointError(
                 f"the weights of {source!r} do not fit config.json: {experts} experts, but layer {layer} holds "
                 f"{len(indices)}" + (f" (up to {max(indices)})" if len(indices) <= max(indices) else "")

@@ -236,8 +236,8 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
         raise ValueError(
-            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split where "
-            "they are read; give 'auto', or a plan without it"
+            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
+            "where they are read; give 'auto', or a plan without it"
         )
     if plan is not None:
         whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
@@ -367,12 +367,19 @@ def _pretrained(
     if family.reader is not None:
         module.__class__ = own
     _saves_alone(module, family)
-    if family.experts and module.dtype == torch.float64:
-        module.set_experts_implementation("eager")  # the grouped kernels have no float64
+    if family.experts and not _groups(module):
+        module.set_experts_implementation("eager")
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
     return module.eval()
+
+
+def _groups(module: Any) -> bool:
+    """Whether torch's grouped products, with which transformers runs experts, take these: they have no float64, and
+    rows must be multiples of 16 bytes. The loop over the experts takes any."""
+    sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
+    return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
 
 
 def _saves_alone(module: Any, family: Family) -> None:

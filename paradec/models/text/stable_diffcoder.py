@@ -43,9 +43,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
             raise CheckpointError(f"config.json has no {name!r}")
     refuse_unless(config, ONLY)
     sizes = {name: positive(config, name) for name in REQUIRED if name != "rms_norm_eps"}
-    hidden, heads, kv_heads = (
-        sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
+    hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if heads % kv_heads:
         raise CheckpointError(
             f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
