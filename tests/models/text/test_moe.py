@@ -207,9 +207,7 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize(
-    ("name", "sampler"), [*((name, "threshold") for name in NAMES), ("llada2-tiny", "editing")]
-)
+@pytest.mark.parametrize(("name", "sampler"), [*((name, "threshold") for name in NAMES), ("llada2-tiny", "editing")])
 def test_rows_alone_and_caches(name: str, sampler: str) -> None:
     """A row of a padded batch is the row alone; on block-causal models caches lose nothing."""
     model = golden_moe(name, "float64")

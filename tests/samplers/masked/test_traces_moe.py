@@ -37,6 +37,18 @@ def names(method: str) -> list[str]:
     return sorted(f"{method}/{path.stem}" for path in (TRACES / method).glob("*.json"))
 
 
+def some(found: list[str], among: str = "") -> list[Any]:
+    """One case of every file whose name has this text, and with `-m full` all others too."""
+    others = [(name, slice(1, None)) if among in name else (name, slice(None)) for name in found]
+    return [(name, slice(1)) for name in found if among in name] + [
+        pytest.param(*entry, marks=pytest.mark.full) for entry in others
+    ]
+
+
+def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, Any]]]:
+    return list(enumerate(trace["cases"]))[numbers]
+
+
 def trace_of(name: str) -> dict[str, Any]:
     return json.loads((TRACES / f"{name}.json").read_text())
 
@@ -60,17 +72,24 @@ def their_calls(case: dict[str, Any], row: int = 0) -> Calls:
 
 
 def run(
-    model: Model, sampler: Any, prompts: list[list[int]], new: int, draws: Any = None, **request: Any
+    model: Model,
+    sampler: Any,
+    prompts: list[list[int]],
+    new: int,
+    most: int | None = None,
+    draws: Any = None,
+    **request: Any,
 ) -> Iterator[tuple[Calls, list[int]]]:
     """Ours: each row's calls, and its canvas at the end.
 
+    most: calls after which to stop.
     draws: per call the reference's tokens and their probabilities for the last positions of the row, which take the
-        place of ours; decoding ends with them.
+        place of ours.
     """
     state = sampler.start(model, prompts, max_new_tokens=new, eos_early_stop=False, rng="reference", seed=0, **request)
     calls: list[Calls] = [[] for _ in prompts]
     turn = 0
-    while not state.done and (draws is None or turn < len(draws)):
+    while not state.done and turn != most:
         before = state.canvas.clone()
         proposal = sampler.step(model, state)
         if draws is not None:
@@ -131,15 +150,17 @@ def llada20(settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]
     return sampler, request | {"steps": steps * blocks}
 
 
-@pytest.mark.parametrize("name", names("llada20_generate"))
-def test_llada20(name: str) -> None:
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate")))
+def test_llada20(name: str, numbers: slice) -> None:
     trace = trace_of(name)
     settings = trace["settings"]
     model = golden_moe("llada2-tiny", "float64", settings["block_length"])
-    for number, case in enumerate(trace["cases"]):
+    for number, case in cases(trace, numbers):
         prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
         sampler, request = llada20(settings, len(prompt))
-        ((calls, canvas),) = run(model, sampler, [prompt], settings["gen_length"], draws_of(case), **request)
+        ((calls, canvas),) = run(
+            model, sampler, [prompt], settings["gen_length"], len(case["steps"]), draws_of(case), **request
+        )
         same_calls(calls, their_calls(case), where)
         answer = cut(canvas[len(prompt) : len(prompt) + settings["gen_length"]])
         if settings.get("eos_early_stop") and END in prompt:
@@ -157,18 +178,18 @@ def llada21(settings: dict[str, Any]) -> Any:
     return samplers.create("editing", preset="llada2.1", least=settings.get("num_to_transfer", 1), **changes)
 
 
-@pytest.mark.parametrize("name", names("llada21_generate"))
-def test_llada21(name: str) -> None:
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada21_generate")))
+def test_llada21(name: str, numbers: slice) -> None:
     trace = trace_of(name)
     settings = trace["settings"]
     model = golden_moe("llada2-tiny", "float64", settings["block_length"])
     sampler = llada21(settings)
     edits = 0
-    for number, case in enumerate(trace["cases"]):
+    for number, case in cases(trace, numbers):
         prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
         length, new = settings["block_length"], settings["gen_length"]
         theirs = their_calls(case)
-        ((calls, canvas),) = run(model, sampler, [prompt], new, draws_of(case), block_length=length)
+        ((calls, canvas),) = run(model, sampler, [prompt], new, len(case["steps"]), draws_of(case), block_length=length)
         if settings["editing_threshold"] > 1:
             assert all(call in theirs for call in calls)
             theirs = decided(theirs)
@@ -178,15 +199,15 @@ def test_llada21(name: str) -> None:
     assert edits or settings["editing_threshold"] > 0.8 or settings.get("max_post_steps") == 0
 
 
-@pytest.mark.parametrize("name", names("llada20_generate") + names("llada21_generate"))
-def test_ends(name: str) -> None:
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate") + names("llada21_generate"), "early"))
+def test_ends(name: str, numbers: slice) -> None:
     """Stopping at the end token, as `generate` does by default, returns what the references cut, with no more calls."""
     trace = trace_of(name)
     settings = trace["settings"]
     model = golden_moe("llada2-tiny", "float64", settings["block_length"])
     if "temperature" in settings or settings["threshold"] > 1:
         return
-    for number, case in enumerate(trace["cases"]):
+    for number, case in cases(trace, numbers):
         prompt, new = case["prompt_ids"][0], settings["gen_length"]
         if name.startswith("llada20"):
             sampler, request = llada20(settings, len(prompt))
@@ -198,13 +219,13 @@ def test_ends(name: str) -> None:
         assert out.nfe <= case["nfe"] or END in prompt, f"{name}, case {number}"
 
 
-@pytest.mark.parametrize("name", names("llada20_batch"))
-def test_batches(name: str) -> None:
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_batch")))
+def test_batches(name: str, numbers: slice) -> None:
     """Three rows of one length; the reference's wait for each other at the end of a block, ours move on alone."""
     trace = trace_of(name)
     settings = trace["settings"]
     model = golden_moe("llada2-tiny", "float64", settings["block_size"])
-    for number, case in enumerate(trace["cases"]):
+    for number, case in cases(trace, numbers):
         prompts, new = case["prompt_ids"], settings["max_new_tokens"]
         single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
         sampler, request = llada20(single | {"threshold": settings["threshold"]}, len(prompts[0]))
@@ -217,28 +238,28 @@ def test_batches(name: str) -> None:
 # ---- LLaDA-MoE, SDAR-MoE -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names("llada_moe_generate"))
-def test_llada_moe(name: str) -> None:
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada_moe_generate")))
+def test_llada_moe(name: str, numbers: slice) -> None:
     trace, model = trace_of(name), golden_moe("llada-moe-tiny", "float64")
     settings = trace["settings"]
     request = {"block_length": settings["block_length"], "steps": settings["steps"]}
     sampler = samplers.create("low_confidence")
-    for number, case in enumerate(trace["cases"]):
+    for number, case in cases(trace, numbers):
         found = run(model, sampler, case["prompt_ids"], settings["gen_length"], **request)
         for row, (calls, canvas) in enumerate(found):
             assert calls == their_calls(case, row), f"{name}, case {number}, row {row}"
             assert canvas == case["final_ids"][row]
 
 
-@pytest.mark.parametrize("name", names("sdar_generate"))
-def test_sdar_moe(name: str) -> None:
+@pytest.mark.parametrize(("name", "numbers"), some(names("sdar_generate")))
+def test_sdar_moe(name: str, numbers: slice) -> None:
     """What SDAR's rules fill, of the tokens that the reference drew. Sequential has no sampler here; its draws are
     those that the model gives."""
     trace = trace_of(name)
     settings = trace["settings"]
     length, rule = settings["block_length"], settings["remasking_strategy"]
     model = golden_moe("sdar-moe-tiny", "float64", block_length=length)
-    for number, case in enumerate(trace["cases"]):
+    for number, case in cases(trace, numbers):
         prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
         theirs = [step for step in case["steps"] if not step["store"]]
         blocks = -(-(len(prompt) + settings["gen_length"]) // length) - len(prompt) // length
