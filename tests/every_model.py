@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
+from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
 from test_mar_images import DECODER, SIZES
@@ -39,7 +40,8 @@ WRAPPED = [
     "Opaque",
     "OpaqueWithOutput",
 ]
-LOADED = ["llada", "dream", *CONFIGS]
+MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
+LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
 IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "dit"]
 CANVAS = "diffusion_gemma"
@@ -53,6 +55,8 @@ def make(kind: str) -> Any:
             return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
     if kind == CANVAS:
         return paradec.wrap(copy.deepcopy(tiny_module(dtype=torch.float64, canvas=4)))
+    if kind in MIXTURES:
+        return paradec.load(MOE / kind, dtype="float64", **told(kind))
     if kind in IMAGE_MODELS:
         return IMAGE_MODELS[kind][0]()
     if kind == "digits-maskgit":

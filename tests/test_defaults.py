@@ -56,7 +56,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "allow_mismatch": False,
     },
     "wino": {"threshold": 0.6, "threshold_back": 0.9, "cap_share": 0.7, "cap_low": 5, "cap_high": 20},
-    "editing": {"threshold": 0.7, "editing_threshold": 0.5, "max_post_steps": 16},
+    "editing": {"threshold": 0.7, "editing_threshold": 0.5, "max_post_steps": 16, "least": 1, "end": "step"},
     "saber": {"minimum": 2, "remask_share": 0.125},
     "freedave": {"base": "low_confidence", "draft_steps": 4, "draft_mode": "batch", "agreement": "exact"},
     "credit": {"threshold": 0.9, "decay": 0.7, "exponent": 0.2, "fusion": 0.65, "storage": "slots", "slots": 8},
@@ -131,7 +131,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "llada": {"delimiter_threshold": 0.3, "delimiter_match": "exact"},
         "dream": {"delimiter_threshold": 0.5, "delimiter_match": "ends"},
     },
-    "editing": {"dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16}},
+    "editing": {
+        "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
+        "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
+        "sglang": {"threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16},
+    },
+    "threshold": {"llada2.0": {"threshold": 0.95}},
     "freedave": {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}},
     "credit": {
         "dinfer": {"threshold": 0.9, "decay": 0.8, "exponent": 0.2, "fusion": 0.7, "storage": "dense"},

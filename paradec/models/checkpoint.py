@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from paradec.checks import is_finite, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 """Tokens that end a turn; looked up in the checkpoint's tokenizer."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """Dtypes that weights may be stored in."""
@@ -40,8 +40,14 @@ DTYPES = {
     "C64": "complex64",
 }
 """What safetensors calls a dtype -> what torch does."""
+FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
+"""Fields of config.json that need not be integers."""
 COUNTERS = ("position_ids", "num_batches_tracked")
 """Buffers of image models in transformers' format that are integers: their names end so."""
+MIXTURES = ("qwen3_moe", "glm4_moe")
+"""transformers' names of its mixtures of experts among those that checkpoints are loaded on."""
+EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
+STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
 REACH_SECONDS = 5
 """How long the hub may take to answer before it counts as out of reach."""
 
@@ -127,7 +133,7 @@ def positive(config: Mapping[str, Any], name: str) -> Any:
         CheckpointError: something else stands there.
     """
     value = config.get(name)
-    integral = name not in ("rope_theta", "rms_norm_eps", "mlp_ratio")
+    integral = name not in FRACTIONS
     kinds = int if integral else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not is_finite(value) or value <= 0:
         kind = "integer" if integral else "number"
@@ -296,14 +302,15 @@ def check_foreign_dtypes(source: str, config: Mapping[str, Any], revision: str |
 
 
 def check_weights(source: str, stored: Mapping[str, Stored], config: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """Compare what is stored with what a Llama, Qwen2 or Qwen3 of this config needs, before anything is built.
+    """Compare what is stored with what a module of this config needs, before anything is built.
 
     Args:
         stored: names in the checkpoint, their shapes and dtypes.
         names: the checkpoint's name patterns -> the model's names, as given to `from_pretrained(key_mapping=)`.
 
     Returns:
-        The model's names of the weights -> the checkpoint's.
+        The model's names of the weights -> the checkpoint's; where the module holds several as one, or one as several
+        (`paradec.models.stacked`), the names that `names` makes.
 
     Raises:
         CheckpointError: weights that are missing, left over, or of another shape or dtype, by name.
@@ -314,6 +321,8 @@ def check_weights(source: str, stored: Mapping[str, Stored], config: Any, names:
             f"the weights of {source!r} do not fit config.json: {config.num_hidden_layers} layers, but only "
             f"{len(stored)} weights"
         )
+    if config.model_type in MIXTURES:
+        _check_experts(source, stored, config)
     original = {}
     twice = []
     for name in stored:
@@ -352,29 +361,90 @@ def listed(wrong: Mapping[str, list[str]]) -> str:
 
 
 def _needed_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights: Qwen2 has biases on q, k and v, Qwen3 has norms on q and k."""
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    """Names and shapes of the weights, as files have them: Qwen2 has biases on q, k and v, Qwen3 has norms on q and k,
+    LLaDA2 (Glm4Moe) has them and one matrix for q, k and v. Experts stand in the file one by one."""
+    hidden, vocab = config.hidden_size, config.vocab_size
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     wide, width = config.num_attention_heads * head, config.num_key_value_heads * head
     layer = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (wide, hidden),
-        "self_attn.k_proj.weight": (width, hidden),
-        "self_attn.v_proj.weight": (width, hidden),
         "self_attn.o_proj.weight": (hidden, wide),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.model_type == "glm4_moe":
+        layer["self_attn.query_key_value.weight"] = (wide + 2 * width, hidden)
+    else:
+        layer |= {f"self_attn.{name}_proj.weight": (size, hidden) for name, size in zip("qkv", (wide, width, width))}
     if config.model_type == "qwen2":
         for name, size in (("q", wide), ("k", width), ("v", width)):
             layer[f"self_attn.{name}_proj.bias"] = (size,)
-    if config.model_type == "qwen3":
+    if config.model_type in ("qwen3", "qwen3_moe", "glm4_moe"):
         layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
     needed = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         needed["lm_head.weight"] = (vocab, hidden)
+    dense, mixture = _mlp("mlp.", hidden, config.intermediate_size), _mixture(config)
     for index in range(config.num_hidden_layers):
-        needed |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        parts = layer | (mixture if has_experts(config, index) else dense)
+        needed |= {f"model.layers.{index}.{name}": shape for name, shape in parts.items()}
     return needed
+
+
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether a layer of transformers' class is a mixture of experts."""
+    if config.model_type == "glm4_moe":
+        return bool(layer >= config.first_k_dense_replace)
+    if config.model_type == "qwen3_moe":
+        return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    return False
+
+
+def _mlp(place: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{place}gate_proj.weight": (inner, hidden),
+        f"{place}up_proj.weight": (inner, hidden),
+        f"{place}down_proj.weight": (hidden, inner),
+    }
+
+
+def _mixture(config: Any) -> dict[str, tuple[int, ...]]:
+    """The router and the experts of a layer; {} for models without."""
+    if config.model_type not in MIXTURES:
+        return {}
+    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, experts_of(config)
+    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
+    for index in range(experts):
+        found |= _mlp(f"mlp.experts.{index}.", hidden, inner)
+    if config.model_type == "glm4_moe":
+        found["mlp.gate.e_score_correction_bias"] = (experts,)
+        found |= _mlp("mlp.shared_experts.", hidden, inner * config.n_shared_experts)
+    return found
+
+
+def experts_of(config: Any) -> int:
+    """How many experts there are to choose from in a layer that has them."""
+    return int(config.n_routed_experts if config.model_type == "glm4_moe" else config.num_experts)
+
+
+def _check_experts(source: str, names: Iterable[str], config: Any) -> None:
+    """Raise CheckpointError where layers hold experts in another number than config.json says, or in another form."""
+    stored: dict[int, set[int]] = {}
+    for name in names:
+        if "language_model." in name or name.startswith("model.lm_head."):
+            raise CheckpointError(
+                f"the weights of {source!r} are those of a model with pictures ({name}), which load does not read"
+            )
+        if found := STACKED.fullmatch(name):
+            raise CheckpointError(
+                f"the weights of {source!r} are in the training form, with all experts of a layer in {found.group()}; "
+                "load reads the published form, with a matrix for each expert"
+            )
+        if found := EXPERT.match(name):
+            stored.setdefault(int(found.group(1)), set()).add(int(found.group(2)))
+    experts = experts_of(config)
+    for layer, indices in sorted(stored.items()):
+        if has_experts(config, layer) and (len(indices) != experts or max(indices) >= experts):
+            raise CheckpointError(
+                f"the weights of {source!r} do not fit config.json: {experts} experts, but layer {layer} holds "
+                f"{len(indices)}" + (f" (up to {max(indices)})" if len(indices) <= max(indices) else "")
+            )

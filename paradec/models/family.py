@@ -25,6 +25,12 @@ class Family:
         qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's and serve where tokenizer.json is missing (the
             checkpoint's own tokenizer class is remote code over the same files).
         float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
+        experts: whether it is a mixture of experts: files have a matrix for each, the module stacks of them.
+        fused: a weight's name behind its layer, after `key_mapping` -> the module's weights whose rows stand in it, one
+            after the other.
+        reader: gives the class that reads the files, where `module` itself cannot; what it reads becomes a `module`.
+        padding_ends: whether the tokenizer's end token, else the padding, ends answers where the checkpoint states no
+            end.
     """
 
     module: str
@@ -37,6 +43,10 @@ class Family:
     mask_token: str | None = None
     qwen2_tokenizer: bool = False
     float32_angles: bool = False
+    experts: bool = False
+    fused: Mapping[str, tuple[str, ...]] | None = None
+    reader: Callable[[], Any] | None = None
+    padding_ends: bool = False
 
     @property
     def topology(self) -> str:

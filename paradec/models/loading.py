@@ -31,7 +31,7 @@ from paradec.models.images.loading import (
     packaged_image,
 )
 from paradec.models.saving import Published
-from paradec.models.text import diffusion_gemma, dream, fast_dllm_v2, llada, sdar
+from paradec.models.text import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation, wrap
 
@@ -42,13 +42,24 @@ FAMILIES: dict[str, Family] = {
     "Dream": dream.FAMILY,
     "sdar": sdar.FAMILY,
     "Fast_dLLM_Qwen": fast_dllm_v2.FAMILY,
+    "sdar_moe": sdar.FAMILY_MOE,
+    "llada2_moe": llada2.FAMILY,
+    "mmada": llada.FAMILY,
 }
 """What `load` reads, by the `model_type` of config.json."""
 REFUSED = {
-    "llada2_moe": "LLaDA2 is a mixture of experts for which transformers has no class",
-    "sdar_moe": "the mixture-of-experts SDAR has not been checked against its published code",
+    "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
+    "published form, which load reads",
     "nemotron_labs_diffusion": "it needs YaRN angles and queries scaled by position, and its published code decides "
-    "when attention is causal; neither has been checked",
+    "when attention is causal; neither has been checked. Load it with trust_remote_code=True and give it to "
+    "paradec.wrap",
+    "llava_llada": "LLaDA-V takes pictures as embeddings, not as tokens. For text alone, give its language model to "
+    "paradec.wrap, loaded by its own code",
+    "wedlm": "WeDLM decodes by moving what is decided to the front, under causal attention, which no sampler here "
+    "does. Its weights are a Qwen3's or Qwen2's; give one of transformers to paradec.wrap with topology='causal' for "
+    "the causal samplers",
+    "omnivoice": "OmniVoice predicts several codebooks of sound at each position, and samplers here one token. Use its "
+    "own code",
 }
 """Diffusion language models that `load` does not read, and why."""
 PACKAGED = "tiny-llada"
@@ -71,15 +82,17 @@ def load(
     revision: str | None = None,
     mask_token_id: int | None = None,
     block_length: int | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     **image_options: Any,
 ) -> Model:
     """Load a masked diffusion language model, or an autoregressive image model, from its published file format.
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
     `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
-    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with; DiffusionGemma
-    ("diffusion_gemma") on transformers' own class, with its generation_config.json for defaults. Weights must be
-    safetensors (one file or sharded); remote code is never executed.
+    ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Mixtures of
+    experts likewise: LLaDA-MoE and SDAR-MoE on `Qwen3MoeForCausalLM`, LLaDA2.0 and 2.1 on `Glm4MoeForCausalLM`
+    (docs/models.md has the table). DiffusionGemma ("diffusion_gemma") runs on transformers' own class, with its
+    generation_config.json for defaults. Weights must be safetensors (one file or sharded); remote code is never executed.
 
     Ids come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
     disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
@@ -99,6 +112,8 @@ def load(
         mask_token_id: overrides the checkpoint's; needed where it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
+        offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
+            experts need one, since their files hold the experts one by one.
         image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and its kin.
 
@@ -113,6 +128,7 @@ def load(
         "quantization_config": quantization_config,
         "mask_token_id": mask_token_id,
         "block_length": block_length,
+        "offload_folder": offload_folder,
     }
     if source is None:
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
@@ -125,6 +141,8 @@ def load(
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
     check_int("mask_token_id", mask_token_id, low=0, none=True)
     check_int("block_length", block_length, low=1, none=True)
+    if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
+        raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
     dtype = _dtype(dtype)
     device = _device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -173,6 +191,8 @@ def _language_model(
     """What `load` does for masked language models; `options` are for `from_pretrained`."""
     family = _family(source, config)
     hf_config = family.config(config)
+    if family.fused is not None:
+        _check_fused(source, hf_config, options)
     quantised = _quantised(source, config, hf_config)
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
@@ -207,6 +227,30 @@ def _language_model(
     return model
 
 
+def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
+    """What matrices that are split while they are read cannot be: quantised or spread over processes then. The plan of
+    `tp_plan="auto"` leaves them whole; experts, which are most of such a model, are spread.
+
+    Raises:
+        ValueError: options that ask for one or the other.
+    """
+    plan = options.get("tp_plan")
+    if options.get("quantization_config") is not None:
+        raise ValueError(
+            f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
+            "query_key_value matrices are split where they are read. Load it without, and quantise model.module "
+            "(torchao.quantize_, say)"
+        )
+    if isinstance(plan, dict) and any("self_attn" in name for name in plan):
+        raise ValueError(
+            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
+            "where they are read; give 'auto', or a plan without it"
+        )
+    if plan is not None:
+        whole = {name: how for name, how in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
+        hf_config.base_model_tp_plan = whole
+
+
 def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
     """Whether config.json says how the weights are quantised; transformers is told, whose quantisers read them.
 
@@ -234,6 +278,10 @@ def _family(source: str, config: dict[str, Any]) -> Family:
     """Raises CheckpointError: a model_type that `load` does not read."""
     model_type = config.get("model_type")
     if isinstance(model_type, str):
+        if model_type == "llada" and llada_moe.is_llada_moe(config):
+            return llada_moe.FAMILY
+        if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
+            return stable_diffcoder.FAMILY
         if model_type in FAMILIES:
             return FAMILIES[model_type]
         if model_type in REFUSED:
@@ -283,7 +331,8 @@ def _pretrained(
     from safetensors import SafetensorError
     from transformers.utils import logging as hf_logging
 
-    cls = getattr(transformers, family.module)
+    own = getattr(transformers, family.module)
+    cls = own if family.reader is None else family.reader()
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()  # its table of keys is replaced by the error below
     weights = fetch(source, WEIGHTS, revision)
@@ -322,11 +371,22 @@ def _pretrained(
     }
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
+    if family.reader is not None:
+        module.__class__ = own
     _saves_alone(module, family)
+    if family.experts and not _groups(module):
+        module.set_experts_implementation("eager")
     half = module.dtype in (torch.bfloat16, torch.float16)
     if half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
     return module.eval()
+
+
+def _groups(module: Any) -> bool:
+    """Whether torch's grouped products, with which transformers runs experts, take these: they have no float64, and
+    rows must be multiples of 16 bytes. The loop over the experts takes any."""
+    sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
+    return module.dtype != torch.float64 and not any(size * module.dtype.itemsize % 16 for size in sizes)
 
 
 def _saves_alone(module: Any, family: Family) -> None:
@@ -336,7 +396,7 @@ def _saves_alone(module: Any, family: Family) -> None:
     the file had them, and find none of them again. And config.json must say that the model is not causal, since nothing
     in it names an attention of ours.
     """
-    renamed = set(family.key_mapping or {})
+    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [entry for entry in conversions if not renamed.issuperset(entry.source_patterns)]
     module.config.is_causal = False

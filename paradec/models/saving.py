@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from paradec.checks import check_int, shown
-from paradec.models.checkpoint import INDEX, TURN_ENDS, Stored, check_weights
+from paradec.models.checkpoint import INDEX, Stored, check_weights
 from paradec.models.family import Family
+from paradec.models.stacked import Fetched, Part, parts_of
+from paradec.models.vocabulary import stated_ends
 
 OWN_FORMAT = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
 """How the names of transformers' classes end that `wrap` knows as more than a map from ids to logits."""
@@ -42,7 +44,7 @@ class Published:
     Args:
         source: the folder or hub repository.
         config, generation: config.json, and generation_config.json, {} where there was none.
-        names: the module's names of the weights -> the file's.
+        names: the module's names of the weights -> the file's (see `check_weights`).
     """
 
     source: str
@@ -96,14 +98,15 @@ def _save_published(model: Any, path: Path, max_shard_size: int | str) -> None:
     from safetensors.torch import save_file
 
     published, module = model.published, model.module
-    state = _state(module, published.names)
+    state = _state(module, published)
+    sizes = _sizes(module, state)
     config, generation = _stated(model)
-    stored = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, (_, t) in state.items()}
+    stored = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sizes.items()}
     try:
         check_weights(str(path), stored, published.family.config(config), published.family.key_mapping or {})
     except ValueError as error:
         raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
-    split = _split({name: tensor for name, (_, tensor) in state.items()}, max_shard_size)
+    split = _split(sizes, max_shard_size)
     with _written(path) as draft:
         for file, names in split.filename_to_tensors.items():
             save_file(_on_cpu(module, {name: state[name] for name in names}), draft / file, metadata={"format": "pt"})
@@ -144,8 +147,7 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         first = next((value for value in values if value is not None), None)
         if first != getattr(facts, name):
             config[name] = getattr(facts, name)
-    ends = [config.get("eos_token_id"), generation.get("eos_token_id"), *(known.get(token) for token in TURN_ENDS)]
-    given = {end for value in ends for end in (value if isinstance(value, list) else [value])} - {None}
+    given = set(stated_ends(config, generation, tokenizer, published.family))
     if given != set(facts.eos_token_ids):
         config["eos_token_id"] = list(facts.eos_token_ids)
         generation.pop("eos_token_id", None)
@@ -164,25 +166,35 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def _state(module: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[str, Tensor]]:
-    """The file's names of the weights -> the module's name, and the tensor. A tensor that the file does not hold, being
+def _state(module: nn.Module, published: Published) -> dict[str, Part]:
+    """The file's names of the weights -> what the module has of them. A tensor that the file does not hold, being
     another one's under a second name, is left out; others that it does not know keep their names.
 
     Raises:
         ValueError: weights that are spread over processes.
     """
-    state = module.state_dict()
-    places = {_place(state[own]) for own in names if own in state}
+    state, names = module.state_dict(), published.names
+    parts = parts_of(state, published.family.fused)
+    held = {own for name in names if name in parts for own in parts[name].own}
+    places = {_place(state[own]) for own in held}
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     found = {}
-    for own, tensor in state.items():
-        if hasattr(tensor, "full_tensor"):
-            raise ValueError(f"{own} is spread over processes (tp_plan); save a model that one process has loaded")
+    for name, part in parts.items():
+        for own in part.own:
+            if hasattr(state[own], "full_tensor"):
+                raise ValueError(f"{own} is spread over processes (tp_plan); save a model that one process has loaded")
+        tensor = state[part.own[0]]
         offloaded = tensor.device.type == "meta"
-        twice = tied.get(own) in names if offloaded else _place(tensor) in places
-        if own in names or not twice:
-            found[names.get(own, own)] = own, tensor
+        twice = tied.get(name) in names if offloaded else _place(tensor) in places
+        if name in names or not twice:
+            found[names.get(name, name)] = part
     return found
+
+
+def _sizes(module: nn.Module, state: Mapping[str, Part]) -> dict[str, Tensor]:
+    """The weights' shapes and dtypes, as tensors without numbers, each alone in its memory."""
+    empty = {own: torch.empty_like(tensor, device="meta") for own, tensor in module.state_dict().items()}
+    return {name: torch.empty_like(part.of(empty)) for name, part in state.items()}
 
 
 def _place(tensor: Tensor) -> Any:
@@ -190,20 +202,24 @@ def _place(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _on_cpu(module: nn.Module, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _on_cpu(module: nn.Module, state: Mapping[str, Part]) -> dict[str, Tensor]:
     """Weights as they can be written: here, contiguous, and each alone in its memory."""
-    found: dict[str, Tensor] = {}
-    taken = set()
-    for name, (own, tensor) in state.items():
-        if tensor.device.type == "meta":  # offloaded by accelerate, whose hooks know where to
-            from accelerate.utils import align_module_device
+    own = module.state_dict()
 
-            parent, _, attribute = own.rpartition(".")
-            part = module.get_submodule(parent)
-            with align_module_device(part, torch.device("cpu")):
-                found[name] = getattr(part, attribute).detach().clone()
-            continue
-        tensor = tensor.detach().cpu().contiguous()
+    def here(name: str) -> Tensor:
+        if own[name].device.type != "meta":
+            return own[name].detach().cpu()
+        from accelerate.utils import align_module_device  # its hooks know where the tensor is
+
+        parent, _, attribute = name.rpartition(".")
+        part = module.get_submodule(parent)
+        with align_module_device(part, torch.device("cpu")):
+            return getattr(part, attribute).detach().clone()
+
+    fetched, found = Fetched(here), {}
+    taken = set()
+    for name, part in state.items():
+        tensor = part.of(fetched).contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in taken:
             tensor = tensor.clone()
         taken.add(tensor.data_ptr())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from paradec.models.checkpoint import TURN_ENDS, CheckpointError, fetch, token_id
@@ -31,11 +32,7 @@ def facts_of(
         mask = known.get(family.mask_token)
     if mask is None:
         raise CheckpointError(f"config.json of {source!r} has no 'mask_token_id'; give load(..., mask_token_id=...)")
-    ends: list[int] = []
-    for data in (config, generation):
-        stated = data.get("eos_token_id")
-        ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
-    ends += [known[token] for token in TURN_ENDS if token in known]
+    ends = stated_ends(config, generation, tokenizer, family)
     pad = _first_stated(source, "pad_token_id", config, {}, tokenizer)
     for name, value in (("mask_token_id", mask), ("pad_token_id", pad), *(("eos_token_id", end) for end in ends)):
         token_id(name, value, vocab)
@@ -53,6 +50,19 @@ def facts_of(
         )
     except ValueError as error:
         raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def stated_ends(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
+    """The ids that end answers, by what a checkpoint states; whether they are ids is not checked."""
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    ends: list[Any] = []
+    for data in (config, generation):
+        stated = data.get("eos_token_id")
+        ends += stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not ends and family.padding_ends:
+        places = (getattr(tokenizer, "eos_token_id", None), config.get("pad_token_id"))
+        ends += [place for place in places if place is not None][:1]
+    return ends + [known[token] for token in TURN_ENDS if token in known]
 
 
 def _first_stated(

@@ -1,4 +1,4 @@
-"""What families on transformers' Qwen2 and Qwen3 share: the field names of their config.json."""
+"""What families on transformers' Qwen2, Qwen3 and Qwen3Moe share: the field names of their config.json."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ REQUIRED = (
     "max_position_embeddings",
 )
 """The class defaults are wrong for the published 7B, so nothing is filled in."""
+
+REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
+"""What mixtures of experts must state besides. (Class defaults of `norm_topk_prob` and published values differ.)"""
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:
@@ -64,6 +67,49 @@ def qwen3_config(config: Mapping[str, Any]) -> Any:
     if width % 2:
         raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
     return Qwen3Config(**_fields(config), head_dim=width, attention_bias=False)
+
+
+def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
+    """The same for `Qwen3MoeConfig`: layers of experts, of which a few are chosen for each token.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+    """
+    from transformers import Qwen3MoeConfig
+
+    _sizes(config, (*REQUIRED, *REQUIRED_MOE), {**ONLY, **ONLY_QWEN3})
+    width, layers = positive(config, "head_dim"), positive(config, "num_hidden_layers")
+    if width % 2:
+        raise CheckpointError(f"config.json: head_dim={width} is odd; rotary angles need an even width")
+    experts, chosen = experts_per_token(config)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(entry) is not int or not 0 <= entry < layers for entry in dense):
+        raise CheckpointError(
+            f"config.json: mlp_only_layers={shown(dense)} must be a list of layers, 0 to {layers - 1}"
+        )
+    return Qwen3MoeConfig(
+        **_fields(config),
+        head_dim=width,
+        attention_bias=False,
+        moe_intermediate_size=positive(config, "moe_intermediate_size"),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=bool(flag(config, "norm_topk_prob", None)),
+        decoder_sparse_step=positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step"),
+        mlp_only_layers=dense,
+    )
+
+
+def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them are chosen for each token.
+
+    Raises:
+        CheckpointError: no positive integers, or more chosen than there are.
+    """
+    experts, chosen = positive(config, "num_experts"), positive(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise CheckpointError(f"config.json: num_experts_per_tok={chosen} is larger than num_experts={experts}")
+    return experts, chosen
 
 
 def _sizes(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""SDAR and TraDo checkpoints (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3.
+"""SDAR and TraDo checkpoints (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3, and
+SDAR's mixtures of experts (JetLM/SDAR-30B-A3B-Chat and kin) on its Qwen3Moe.
 
 Same blocks and names as Qwen3; logits row i predicts token i. Attention is block-causal: a position sees its own block
 and all blocks before it, blocks being counted from position 0, so that a prompt's last block may hold the first
@@ -12,12 +13,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paradec.models.family import Family
-from paradec.models.text.qwen import qwen3_config, stated_block
+from paradec.models.text.qwen import qwen3_config, qwen3_moe_config, stated_block
 
-PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B-Chat(?:-b(\d+))?|TraDo-[\d.]+B-Instruct)")
+PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|TraDo-[\d.]+B-Instruct)")
 """Published names: `-b16` stands for blocks of 16, no ending for blocks of 4; their config.json may not say it."""
 
 BLOCK_NAME = "block_size"
@@ -45,3 +47,5 @@ FAMILY = Family(
     mask_token="<|MASK|>",
     qwen2_tokenizer=True,
 )
+FAMILY_MOE = replace(FAMILY, module="Qwen3MoeForCausalLM", config=qwen3_moe_config, experts=True)
+"""The mixtures of experts; all else is as in the dense ones."""

@@ -54,6 +54,7 @@ class MaskedSampler(Sampler):
         rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
         shadows: whether it evaluates masks beside the row that the rest of the row does not see.
         drafts: whether it evaluates drafts of later steps, and promises the result of taking them one by one.
+        ends_with_block: whether stop rules of a method that `revises` see a block only when it closes.
         device_step: whether `select` waits for no device and takes counts from tensors, and nothing else is the class's
             own, so that the device step can take it. Subclasses say so again for themselves.
         frontier: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
@@ -77,6 +78,7 @@ class MaskedSampler(Sampler):
     rereads: ClassVar[bool] = False
     shadows: ClassVar[bool] = False
     drafts: ClassVar[bool] = False
+    ends_with_block: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
     frontier: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     announces: ClassVar[bool] = False

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, check_number
+from paradec.checks import check_choice, check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.masked.threshold import at_least
 from paradec.samplers.statistics import best_one
 
 
@@ -31,36 +32,50 @@ class Editing(MaskedSampler):
             is spent on looking. (diffusers turns editing off with 0; here that exchanges every token that is not the
             model's best.)
         max_post_steps: most steps of a block without masks.
+        least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
+        end: when an end token ends a row: "step", once a step has left all before it as it stands, or "block", once its
+            block is closed, as in the model's own code. Later steps of the block may exchange it otherwise.
 
-    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "dllm" has the other source's.
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "llada2.1" is the model's own code's,
+    for blocks of 32, "dllm" the same with ends as here, and "sglang" has that engine's thresholds.
     diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
-    filled; here a step must have left them as they stand. For models that were trained to edit; what others predict
+    filled. For models that were trained to edit; what others predict
     where a token stands was never trained.
     """
 
     threshold: float = 0.7
     editing_threshold: float = 0.5
     max_post_steps: int = 16
+    least: int = 1
+    end: str = "step"
 
     name = "editing"
     paper = "LLaDA2.1"
     arxiv = "2602.08676"
     summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
     rereads = True
+    ends_with_block = property(lambda self: self.end == "block")  # type: ignore[assignment]
     revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
-    presets = {"dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16}}
+    presets = {
+        "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
+        "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
+        "sglang": {"threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16},
+    }
     frontier = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)
         check_number("editing_threshold", self.editing_threshold, low=0, high=1)
         check_int("max_post_steps", self.max_post_steps, low=0, high=1_000_000)
+        check_int("least", self.least, low=1, high=1_000_000)
+        check_choice("end", self.end, ("step", "block"))
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"post_steps": MemorySpec(dtype=torch.int64)}
 
     def select(self, view: View) -> Tensor:
-        return (view.scores > self.threshold) | best_one(view.scores)
+        sure = view.scores > self.threshold
+        return sure | best_one(view.scores) if self.least == 1 else at_least(view, sure, self.least)
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         sure = view.quantities["confidence"] > self.editing_threshold

@@ -54,4 +54,5 @@ def standing(
     if lingers is not None:
         lingers = lingers & (state.block_step[rows] < sampler.most_steps(state.masks_at_open[rows]))
         closes = closes & ~lingers
-    return lingers, np.where(decided["selected"] & ~closes[:, None], state.facts.mask_id, decided["tokens"])
+    open_still = ~closes[:, None] if sampler.ends_with_block else decided["selected"] & ~closes[:, None]
+    return lingers, np.where(open_still, state.facts.mask_id, decided["tokens"])

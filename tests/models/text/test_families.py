@@ -292,6 +292,9 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
         ("SDAR-8B-Chat", 4),
         ("SDAR-1.7B-Chat-b16", 16),
         ("SDAR-4B-Chat-b64", 64),
+        ("SDAR-30B-A3B-Chat", 4),
+        ("SDAR-30B-A3B-Chat-b32", 32),
+        ("SDAR-30B-A3B-Sci", 4),
         ("TraDo-8B-Instruct", 4),
         ("SDAR-8B-Chat-mine", None),
         ("my-model", None),
@@ -391,9 +394,11 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("llada2_moe", "transformers has no class"),
-        ("sdar_moe", "mixture-of-experts SDAR"),
-        ("nemotron_labs_diffusion", "YaRN"),
+        ("llada2_moe_veomni", "training form.*convert it"),
+        ("nemotron_labs_diffusion", "YaRN.*trust_remote_code=True.*paradec.wrap"),
+        ("llava_llada", "pictures as embeddings.*paradec.wrap"),
+        ("wedlm", "moving what is decided to the front.*paradec.wrap"),
+        ("omnivoice", "several codebooks.*its own code"),
         ("qwen3", "load reads 'llada', 'Dream', 'sdar', 'Fast_dLLM_Qwen'.*paradec.wrap"),
     ],
 )

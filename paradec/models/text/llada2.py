@@ -1,0 +1,220 @@
+"""LLaDA2 checkpoints (inclusionAI/LLaDA2.0-mini, -flash, LLaDA2.1-mini, -flash and kin) on transformers' Glm4Moe.
+
+A mixture of experts with other names, and one matrix for queries, keys and values, which is split where it is read
+(`paradec.models.text.llada2_reader`). Attention is block-causal over blocks of 32 counted from position 0, logits row i
+predicts token i. Published decoding: sampler "threshold" (2.0) or "editing" (2.1), with the presets of these names.
+Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.checks import shown
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.family import Family
+from paradec.models.text.qwen import experts_per_token, stated_block
+
+KEY_MAPPING = {
+    r"^model\.word_embeddings\.": "model.embed_tokens.",
+    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.query_layernorm\.": ".self_attn.q_norm.",
+    r"\.attention\.key_layernorm\.": ".self_attn.k_norm.",
+    r"\.attention\.query_key_value\.": ".self_attn.query_key_value.",
+    r"\.mlp\.gate\.expert_bias$": ".mlp.gate.e_score_correction_bias",
+}
+"""Checkpoint names -> Glm4Moe names, but for what is split (`FUSED`) and stacked (transformers does that)."""
+FUSED = {
+    "self_attn.query_key_value.weight": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    )
+}
+"""A matrix of the file, and the module's ones whose rows stand in it, one after the other."""
+PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
+"""Published names, all trained with blocks of 32; their config.json does not say it."""
+BLOCK_NAME = "block_length"
+
+ONLY = {
+    "hidden_act": ("silu",),
+    "use_qk_norm": (True, None),
+    "use_qkv_bias": (False, None),
+    "use_bias": (False, None),
+    "use_rmsnorm": (True, None),
+    "use_sliding_window": (False, None),
+    "using_split_qkv_in_self_attention": (False, None),
+    "norm_head": (False, None),
+    "norm_softmax": (False, None),
+    "norm_topk_prob": (True, None),
+    "score_function": ("sigmoid", None),
+    "moe_router_enable_expert_bias": (True, None),
+    "router_dtype": ("fp32", None),
+    "delete_token_id": (None,),
+    "split_token_id": (None,),
+}
+"""Fields that would change the maths or the decoding, and the values that the published code follows. (The token ids
+are LLaDA2.2's, whose decoding deletes and splits.)"""
+
+REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "first_k_dense_replace",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "partial_rotary_factor",
+)
+
+
+def glm4_moe_config(config: Mapping[str, Any]) -> Any:
+    """The `Glm4MoeConfig` that computes what a LLaDA2 `config.json` says.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that the published code does not have.
+    """
+    from transformers import Glm4MoeConfig
+
+    for name in REQUIRED:
+        if config.get(name) is None:
+            raise CheckpointError(f"config.json has no {name!r}")
+    refuse_unless(config, ONLY)
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
+            "query_key_value matrices are split where they are read, which quantised ones cannot be"
+        )
+    hidden, layers, heads = (
+        positive(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    kv_heads = positive(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    dense = config["first_k_dense_replace"]
+    if isinstance(dense, bool) or not isinstance(dense, int) or not 0 <= dense <= layers:
+        raise CheckpointError(
+            f"config.json: first_k_dense_replace={shown(dense)} must be an integer from 0 to num_hidden_layers={layers}"
+        )
+    width, factor = _rotated(config, hidden, heads)
+    return Glm4MoeConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        intermediate_size=positive(config, "intermediate_size"),
+        moe_intermediate_size=positive(config, "moe_intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
+        max_position_embeddings=positive(config, "max_position_embeddings"),
+        first_k_dense_replace=dense,
+        n_shared_experts=positive(config, "num_shared_experts"),
+        routed_scaling_factor=float(positive(config, "routed_scaling_factor")),
+        **_routing(config),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": rope_theta(config),
+            "partial_rotary_factor": factor,
+        },
+        rms_norm_eps=float(positive(config, "rms_norm_eps")),
+        hidden_act="silu",
+        use_qk_norm=True,
+        attention_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        use_cache=False,
+    )
+
+
+def _rotated(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, float]:
+    """The width of a head, and the part of it that is rotated."""
+    if config.get("head_dim") is None and hidden % heads:
+        raise CheckpointError(f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    width = hidden // heads if config.get("head_dim") is None else positive(config, "head_dim")
+    factor = positive(config, "partial_rotary_factor")
+    rotated = int(width * factor)
+    if factor > 1 or rotated < 2 or rotated % 2:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor={factor} of heads of {width} rotates {rotated} entries; rotary angles "
+            f"need an even number of at most {width}"
+        )
+    if config.get("rotary_dim") not in (None, rotated):
+        raise CheckpointError(
+            f"config.json: rotary_dim={shown(config['rotary_dim'])} contradicts partial_rotary_factor={factor}, which "
+            f"rotates {rotated} of {width}"
+        )
+    return width, float(factor)
+
+
+def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Glm4Moe's fields of how experts are chosen."""
+    experts, chosen = experts_per_token(config)
+    groups, best = (positive(config, name) for name in ("n_group", "topk_group"))
+    if experts % groups or experts < 2 * groups:
+        raise CheckpointError(
+            f"config.json: num_experts={experts} cannot be cut into n_group={groups} equal groups of at least 2"
+        )
+    if best > groups or best * (experts // groups) < chosen:
+        raise CheckpointError(
+            f"config.json: topk_group={best} of n_group={groups} groups of {experts // groups} experts leave fewer "
+            f"than num_experts_per_tok={chosen}"
+            if best <= groups
+            else f"config.json: topk_group={best} is larger than n_group={groups}"
+        )
+    return {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": chosen,
+        "n_group": groups,
+        "topk_group": best,
+        "norm_topk_prob": chosen > 1,  # as the published code does it
+    }
+
+
+def block_length(config: Mapping[str, Any], source: str) -> int | None:
+    """The block of the checkpoint: from config.json, else 32 for a published name.
+
+    Raises:
+        CheckpointError: config.json states something else than a positive integer.
+    """
+    stated = stated_block(config, BLOCK_NAME)
+    if stated is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
+        return stated
+    return 32
+
+
+def reader() -> type:
+    """The class that reads the published files."""
+    from paradec.models.text.llada2_reader import reading
+
+    return reading(FUSED)
+
+
+FAMILY = Family(
+    module="Glm4MoeForCausalLM",
+    config=glm4_moe_config,
+    prediction="same",
+    key_mapping=KEY_MAPPING,
+    block_name=BLOCK_NAME,
+    block_length=block_length,
+    mask_token="<|mask|>",
+    experts=True,
+    fused=FUSED,
+    reader=reader,
+    padding_ends=True,
+)

@@ -1,0 +1,138 @@
+"""LLaDA-MoE checkpoints (inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct) on transformers' Qwen3Moe.
+
+Their `model_type` is "llada", as that of the dense LLaDA: the architecture tells them apart. Same blocks and names as
+Qwen3-MoE, with the probabilities of the chosen experts taken as they are. Attention is bidirectional, logits row i
+predicts token i. Zhu et al., "LLaDA-MoE", arXiv 2509.24389.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.checks import shown
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.family import Family
+from paradec.models.text.qwen import experts_per_token
+
+ONLY = {
+    "hidden_act": ("silu",),
+    "qk_layernorm": (True,),
+    "attention_bias": (False, None),
+    "clip_qkv": (None,),
+    "partial_rotary_factor": (1, 1.0, None),
+    "shared_expert_intermediate_size": (None,),
+    "moe_router_enable_expert_bias": (False, None),
+    "moe_router_score_function": ("softmax", None),
+    "norm_topk_prob": (None, False),
+    "routed_scaling_factor": (1, 1.0, None),
+    "router_num_group": (None,),
+    "router_topk_group": (None,),
+}
+"""Fields that would change the maths, and the values that the published code and Qwen3Moe compute. The published code
+reads the last five and follows none of them."""
+
+REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "qk_layernorm",
+    "num_experts",
+    "num_experts_per_tok",
+    "expert_intermediate_size",
+)
+
+
+def is_llada_moe(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json of `model_type` "llada" is that of a mixture of experts."""
+    names = config.get("architectures")
+    named = isinstance(names, list) and any(isinstance(name, str) and name.startswith("LLaDAMoE") for name in names)
+    return named or config.get("num_experts") is not None
+
+
+def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
+    """The `Qwen3MoeConfig` that computes what a LLaDA-MoE `config.json` says.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that the published code does not have.
+    """
+    from transformers import Qwen3MoeConfig
+
+    for name in REQUIRED:
+        if config.get(name) is None:
+            raise CheckpointError(f"config.json has no {name!r}")
+    refuse_unless(config, ONLY)
+    hidden, layers, heads, kv_heads = (
+        positive(config, name)
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    )
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if hidden % (2 * heads):
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden} is not a multiple of twice num_attention_heads={heads}; rotary angles "
+            "need an even width"
+        )
+    if config.get("head_dim") not in (None, hidden // heads):
+        raise CheckpointError(
+            f"config.json: head_dim={shown(config['head_dim'])} is not supported; supported: {hidden // heads}"
+        )
+    experts, chosen = experts_per_token(config)
+    dense = _dense_layers(config, layers)
+    inner = positive(config, "expert_intermediate_size")
+    return Qwen3MoeConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=positive(config, "vocab_size"),
+        max_position_embeddings=positive(config, "max_position_embeddings"),
+        intermediate_size=positive(config, "dense_intermediate_size") if dense else inner,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=dense,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
+        rms_norm_eps=float(positive(config, "rms_norm_eps")),
+        hidden_act="silu",
+        attention_bias=False,
+        use_sliding_window=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        use_cache=False,
+    )
+
+
+def _dense_layers(config: Mapping[str, Any], layers: int) -> list[int]:
+    """The layers without experts: those whose entry in `moe_layer_freq` is 0. An absent list means none."""
+    frequency = config.get("moe_layer_freq")
+    if frequency is None:
+        return []
+    if not isinstance(frequency, list) or len(frequency) != layers or any(entry not in (0, 1) for entry in frequency):
+        raise CheckpointError(
+            f"config.json: moe_layer_freq={shown(frequency)} must be a list of num_hidden_layers={layers} zeros and "
+            "ones: 1 for a layer of experts"
+        )
+    return [index for index, entry in enumerate(frequency) if not entry]
+
+
+FAMILY = Family(
+    module="Qwen3MoeForCausalLM",
+    config=qwen3_moe_config,
+    prediction="same",
+    default_block_length=32,
+    mask_token="<|mask|>",
+    experts=True,
+)

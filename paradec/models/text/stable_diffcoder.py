@@ -1,0 +1,93 @@
+"""Stable-DiffCoder checkpoints (ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct) on transformers' Llama.
+
+Their `model_type` is "llama": the architecture tells them from a Llama. Same blocks and names; logits row i predicts
+token i, attention is block-causal over blocks counted from position 0, of 4 in the published code. Fan et al.,
+"Stable-DiffCoder", arXiv 2601.15892.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.checks import shown
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.family import Family
+from paradec.models.text.qwen import REQUIRED, stated_block
+
+ONLY = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
+"""Fields that change the maths, and the values that are supported."""
+PUBLISHED = re.compile(r"Stable-DiffCoder-8B-(?:Base|Instruct)")
+"""Published names; their config.json does not say the block."""
+BLOCK_NAME = "block_length"
+
+
+def is_stable_diffcoder(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json of `model_type` "llama" is that of a Stable-DiffCoder."""
+    names = config.get("architectures")
+    return isinstance(names, list) and "StableDiffcoderForCausalLM" in names
+
+
+def llama_config(config: Mapping[str, Any]) -> Any:
+    """The `LlamaConfig` of a Stable-DiffCoder `config.json`.
+
+    Raises:
+        CheckpointError: a field is missing, inconsistent, or asks for maths that is not supported.
+    """
+    from transformers import LlamaConfig
+
+    for name in REQUIRED:
+        if config.get(name) is None:
+            raise CheckpointError(f"config.json has no {name!r}")
+    refuse_unless(config, ONLY)
+    sizes = {name: positive(config, name) for name in REQUIRED if name != "rms_norm_eps"}
+    hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    width = positive(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
+    if width % 2 or (config.get("head_dim") is None and hidden % heads):
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden} over num_attention_heads={heads}, head_dim="
+            f"{shown(config.get('head_dim'))}: rotary angles need heads of an even width"
+        )
+    return LlamaConfig(
+        **sizes,
+        head_dim=width,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta(config)},
+        rms_norm_eps=float(positive(config, "rms_norm_eps")),
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        use_cache=False,
+    )
+
+
+def block_length(config: Mapping[str, Any], source: str) -> int | None:
+    """The block of the checkpoint: from config.json, else 4 for a published name.
+
+    Raises:
+        CheckpointError: config.json states something else than a positive integer.
+    """
+    stated = stated_block(config, BLOCK_NAME)
+    if stated is not None or PUBLISHED.fullmatch(os.path.basename(source.rstrip("/"))) is None:
+        return stated
+    return 4
+
+
+FAMILY = Family(
+    module="LlamaForCausalLM",
+    config=llama_config,
+    prediction="same",
+    block_name=BLOCK_NAME,
+    block_length=block_length,
+    mask_token="<[MASK_TOKEN]>",
+)

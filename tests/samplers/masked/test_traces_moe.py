@@ -1,0 +1,294 @@
+"""Traces of the published decoding loops on mixtures of experts, replayed through `load` and `generate` in float64:
+LLaDA2.0's and 2.1's own, a batched sampler of 2.0's rule, LLaDA's on LLaDA-MoE, and SDAR's on SDAR-MoE. With
+`rng="reference"`, where the mask's own probability counts as it does in the public code: two cases hang on it.
+
+Ours are held to the reference's calls one by one: which positions each evaluated and wrote, which tokens it exchanged,
+and to the answer that it returned. What differs from the references, and why:
+- Ends. LLaDA2.0 stops after a block in which an end token stands, wherever it does; 2.1 decodes all blocks, or with its
+  early stop ends after a block. All cut the answer after the end. Ours is run without a stop and compared until theirs
+  stopped, then cut; `test_ends` says that stopping early gives the same answers.
+- An end token in the prompt makes LLaDA2.0's early stop return nothing: ours looks at the answer alone.
+- A threshold above 1 fills by count alone: ours is `low_confidence` there. An editing threshold above 1 edits nothing,
+  and ours spends no step on looking: the reference's empty calls are left out.
+- With a temperature the reference's own draws are put in: its stream of random numbers is multinomial's in float32.
+- Rows of a batch move on alone here.
+- SDAR's static and sequential rules write over decided tokens where fewer masks are left than they fill
+  (`b4_static_s2`); ours leaves those. Its calls that only store a block have no counterpart without a cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from moe_models import MASK, MOE, golden_moe
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+
+TRACES = MOE / "traces"
+END = 92
+
+
+def names(method: str) -> list[str]:
+    return sorted(f"{method}/{path.stem}" for path in (TRACES / method).glob("*.json"))
+
+
+def some(found: list[str], among: str = "") -> list[Any]:
+    """One case of every file whose name has this text, and with `-m full` all others too."""
+    others = [(name, slice(1, None)) if among in name else (name, slice(None)) for name in found]
+    return [(name, slice(1)) for name in found if among in name] + [
+        pytest.param(*entry, marks=pytest.mark.full) for entry in others
+    ]
+
+
+def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, Any]]]:
+    return list(enumerate(trace["cases"]))[numbers]
+
+
+def trace_of(name: str) -> dict[str, Any]:
+    return json.loads((TRACES / f"{name}.json").read_text())
+
+
+def cut(answer: list[int], end: int = END) -> list[int]:
+    """What the references return: up to the first end token, that included."""
+    return answer[: answer.index(end) + 1] if end in answer else answer
+
+
+Calls = list[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]
+"""Per call of one row: (position, token) that it wrote where a mask was, and that it exchanged."""
+
+
+def their_calls(case: dict[str, Any], row: int = 0) -> Calls:
+    found = []
+    for step in case["steps"]:
+        edited = {(at, new) for of, at, _, new in step.get("edit", []) if of == row}
+        written = {(at, token) for of, at, token in step["commit"] if of == row}
+        found.append((frozenset(written - edited), frozenset(edited)))
+    return found
+
+
+def run(
+    model: Model,
+    sampler: Any,
+    prompts: list[list[int]],
+    new: int,
+    most: int | None = None,
+    draws: Any = None,
+    **request: Any,
+) -> Iterator[tuple[Calls, list[int]]]:
+    """Ours: each row's calls, and its canvas at the end.
+
+    most: calls after which to stop.
+    draws: per call the reference's tokens and their probabilities for the last positions of the row, which take the
+        place of ours.
+    """
+    state = sampler.start(model, prompts, max_new_tokens=new, eos_early_stop=False, rng="reference", seed=0, **request)
+    calls: list[Calls] = [[] for _ in prompts]
+    turn = 0
+    while not state.done and turn != most:
+        before = state.canvas.clone()
+        proposal = sampler.step(model, state)
+        if draws is not None:
+            put_in(proposal, *draws[turn], end=int(state.block_end[0]))
+        running = proposal.rows.tolist()
+        sampler.commit(state, proposal)
+        for row in running:
+            changed = (state.canvas[row] != before[row]).nonzero()[:, 0].tolist()
+            now = [(at, int(state.canvas[row, at])) for at in changed]
+            filled = frozenset(entry for entry in now if before[row, entry[0]] == MASK)
+            calls[row].append((filled, frozenset(now) - filled))
+        turn += 1
+    for row in range(len(prompts)):
+        yield calls[row], state.canvas[row].tolist()
+
+
+def put_in(proposal: Any, tokens: list[int], probabilities: list[float], end: int) -> None:
+    """Let a proposal be of these tokens: those of the positions before `end`."""
+    for token, probability, at in zip(tokens, probabilities, range(end - len(tokens), end), strict=True):
+        here = proposal.positions[0] == at
+        proposal.values[0, here] = token
+        for quantity in (proposal.scores, *proposal.quantities.values()):
+            quantity[0, here] = probability
+
+
+def draws_of(case: dict[str, Any]) -> Any:
+    steps = [step for step in case["steps"] if not step.get("store")]
+    if not all("sampled" in step for step in steps):
+        return None
+    return [(step["sampled"][0], step["sampled_p"][0]) for step in steps]
+
+
+def same_calls(ours: Calls, theirs: Calls, where: str) -> None:
+    """Theirs may have stopped earlier."""
+    for number, (one, other) in enumerate(zip(ours, theirs)):
+        assert one == other, f"{where}, call {number}"
+    assert len(ours) >= len(theirs), where
+
+
+def decided(calls: Calls) -> Calls:
+    return [call for call in calls if call[0] or call[1]]
+
+
+# ---- LLaDA2 --------------------------------------------------------------------------------------------------------
+
+
+def llada20(settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
+    """The sampler of 2.0's loop, and the request."""
+    length, new = settings["block_length"], settings["gen_length"]
+    steps = min(settings["steps"], new // settings.get("minimal_topk", 1))
+    blocks = -(-(prompt + new) // length) - prompt // length
+    request = {"block_length": length}
+    if settings["threshold"] > 1:
+        return samplers.create("low_confidence"), request
+    if steps >= length:  # one a step at least
+        return samplers.create("threshold", preset="llada2.0", threshold=settings["threshold"]), request
+    sampler = samplers.create("threshold", threshold=settings["threshold"], quota_per_step="least")
+    return sampler, request | {"steps": steps * blocks}
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate")))
+def test_llada20(name: str, numbers: slice) -> None:
+    trace = trace_of(name)
+    settings = trace["settings"]
+    model = golden_moe("llada2-tiny", "float64", settings["block_length"])
+    for number, case in cases(trace, numbers):
+        prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
+        sampler, request = llada20(settings, len(prompt))
+        ((calls, canvas),) = run(
+            model, sampler, [prompt], settings["gen_length"], len(case["steps"]), draws_of(case), **request
+        )
+        same_calls(calls, their_calls(case), where)
+        answer = cut(canvas[len(prompt) : len(prompt) + settings["gen_length"]])
+        if settings.get("eos_early_stop") and END in prompt:
+            assert case["returned"] == [[]], where
+            assert END in answer
+        else:
+            assert answer == case["returned"][0], where
+
+
+def llada21(settings: dict[str, Any]) -> Any:
+    """The sampler of 2.1's loop."""
+    edit = settings["editing_threshold"]
+    changes = {"max_post_steps": settings["max_post_steps"]} if "max_post_steps" in settings else {}
+    changes |= {"threshold": settings["threshold"], "editing_threshold": min(edit, 1.0)}
+    return samplers.create("editing", preset="llada2.1", least=settings.get("num_to_transfer", 1), **changes)
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada21_generate")))
+def test_llada21(name: str, numbers: slice) -> None:
+    trace = trace_of(name)
+    settings = trace["settings"]
+    model = golden_moe("llada2-tiny", "float64", settings["block_length"])
+    sampler = llada21(settings)
+    edits = 0
+    for number, case in cases(trace, numbers):
+        prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
+        length, new = settings["block_length"], settings["gen_length"]
+        theirs = their_calls(case)
+        ((calls, canvas),) = run(model, sampler, [prompt], new, len(case["steps"]), draws_of(case), block_length=length)
+        if settings["editing_threshold"] > 1:
+            assert all(call in theirs for call in calls)
+            theirs = decided(theirs)
+        same_calls(calls, theirs, where)
+        assert cut(canvas[len(prompt) : len(prompt) + new]) == case["returned"][0], where
+        edits += sum(len(edited) for _, edited in calls)
+    assert edits or settings["editing_threshold"] > 0.8 or settings.get("max_post_steps") == 0
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate") + names("llada21_generate"), "early"))
+def test_ends(name: str, numbers: slice) -> None:
+    """Stopping at the end token, as `generate` does by default, returns what the references cut, with no more calls."""
+    trace = trace_of(name)
+    settings = trace["settings"]
+    model = golden_moe("llada2-tiny", "float64", settings["block_length"])
+    if "temperature" in settings or settings["threshold"] > 1:
+        return
+    for number, case in cases(trace, numbers):
+        prompt, new = case["prompt_ids"][0], settings["gen_length"]
+        if name.startswith("llada20"):
+            sampler, request = llada20(settings, len(prompt))
+        else:
+            sampler, request = llada21(settings), {"block_length": settings["block_length"]}
+        out = paradec.generate(model, prompt, sampler=sampler, max_new_tokens=new, rng="reference", **request)
+        if case["returned"] != [[]]:
+            assert cut(out.new_tokens[0].tolist()) == case["returned"][0], f"{name}, case {number}"
+        assert out.nfe <= case["nfe"] or END in prompt, f"{name}, case {number}"
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_batch")))
+def test_batches(name: str, numbers: slice) -> None:
+    """Three rows of one length; the reference's wait for each other at the end of a block, ours move on alone."""
+    trace = trace_of(name)
+    settings = trace["settings"]
+    model = golden_moe("llada2-tiny", "float64", settings["block_size"])
+    for number, case in cases(trace, numbers):
+        prompts, new = case["prompt_ids"], settings["max_new_tokens"]
+        single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
+        sampler, request = llada20(single | {"threshold": settings["threshold"]}, len(prompts[0]))
+        for row, (calls, canvas) in enumerate(run(model, sampler, prompts, new, **request)):
+            theirs = decided(their_calls(case, row))
+            assert calls == theirs, f"{name}, case {number}, row {row}"
+            assert canvas == case["final_ids"][row]
+
+
+# ---- LLaDA-MoE, SDAR-MoE -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("llada_moe_generate")))
+def test_llada_moe(name: str, numbers: slice) -> None:
+    trace, model = trace_of(name), golden_moe("llada-moe-tiny", "float64")
+    settings = trace["settings"]
+    request = {"block_length": settings["block_length"], "steps": settings["steps"]}
+    sampler = samplers.create("low_confidence")
+    for number, case in cases(trace, numbers):
+        found = run(model, sampler, case["prompt_ids"], settings["gen_length"], **request)
+        for row, (calls, canvas) in enumerate(found):
+            assert calls == their_calls(case, row), f"{name}, case {number}, row {row}"
+            assert canvas == case["final_ids"][row]
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("sdar_generate")))
+def test_sdar_moe(name: str, numbers: slice) -> None:
+    """What SDAR's rules fill, of the tokens that the reference drew. Sequential has no sampler here; its draws are
+    those that the model gives."""
+    trace = trace_of(name)
+    settings = trace["settings"]
+    length, rule = settings["block_length"], settings["remasking_strategy"]
+    model = golden_moe("sdar-moe-tiny", "float64", block_length=length)
+    for number, case in cases(trace, numbers):
+        prompt, where = case["prompt_ids"][0], f"{name}, case {number}"
+        theirs = [step for step in case["steps"] if not step["store"]]
+        blocks = -(-(len(prompt) + settings["gen_length"]) // length) - len(prompt) // length
+        steps = settings["denoising_steps"]
+        least = samplers.create(
+            "threshold", threshold=settings.get("confidence_threshold", 1.0), quota_per_step="least"
+        )
+        state = least.start(
+            model,
+            [prompt],
+            max_new_tokens=settings["gen_length"],
+            eos_early_stop=False,
+            block_length=length,
+            steps=steps * blocks,
+        )
+        for call, step in enumerate(theirs):
+            assert int(state.block_start[0]) // length * length == step["start"], where
+            proposal = least.step(model, state)
+            end = int(state.block_end[0])
+            tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
+            if rule != "sequential":
+                put_in(proposal, tokens, probabilities, end)
+            else:  # each of the next masks from the left is surer than the one behind it
+                put_in(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
+            before = state.canvas.clone()
+            least.commit(state, proposal)
+            found = (before[0] != state.canvas[0]).nonzero()[:, 0].tolist()
+            expected = [at for _, at, _ in step["commit"] if before[0, at] == MASK]
+            assert found == expected, f"{where}, call {call}"
+            for _, at, token in step["commit"]:  # what the static rules write over decided tokens as well
+                state.canvas[0, at] = token
+        assert all(MASK not in row for row in case["final_ids"]) or settings.get("stop")
