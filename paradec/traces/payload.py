@@ -57,11 +57,14 @@ def run_data(trace: Trace, name: str) -> dict[str, Any]:
     left_out: list[str] = []
     if trace.batch > MOST_ROWS:
         left_out.append(f"rows {MOST_ROWS + 1} to {trace.batch}")
-    images, budget = [], MOST_IMAGE_TEXT
-    for row in rows if trace.images else ():
-        image = (trace.images or [])[row] if row < len(trace.images or ()) else None
-        budget -= len(image or "")
-        images.append(image if budget >= 0 else None)
+    images: list[str | None] = []
+    budget = MOST_IMAGE_TEXT
+    for image in (trace.images or [])[: len(rows)]:
+        fits = len(image) <= budget
+        budget -= len(image) * fits
+        images.append(image if fits else None)
+    if None in images:
+        left_out.append("some of the pictures")
     steps = _steps(trace, len(rows), budget, left_out)
     return {
         "name": name,
@@ -128,7 +131,7 @@ def _steps(trace: Trace, rows: int, images: int, left_out: list[str]) -> list[di
         images -= sum(len(picture) for picture in step.pictures or ())
         whole = (spans <= MOST_MARKS, drafts <= MOST_MARKS, images >= 0)
         found.append(_step(step, rows, *whole))
-    for kept, what in zip(whole, ("what was evaluated", "rejected drafts", "pictures"), strict=True):
+    for kept, what in zip(whole, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
         if not kept:
             left_out.append(f"{what}, in later steps")
     return found
