@@ -91,7 +91,8 @@ def main() -> None:
         said = json.dumps([expected(trace) for trace in traces])
         (folder / f"{name}.expected.json").write_text(said, encoding="utf-8")
     output = paradec.generate(paradec.load(), PROMPTS, max_new_tokens=32, trace=True)
-    (folder / "notebook.html").write_text("<!DOCTYPE html><meta charset=utf-8>" + output._repr_html_(), encoding="utf-8")
+    shown = "<!DOCTYPE html><meta charset=utf-8>" + output._repr_html_()
+    (folder / "notebook.html").write_text(shown, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ SCRIPTS = ("שלום", "مرحبا", "👩‍👩‍👧", "日本", "e\u0301", 
 
 def hostile() -> Trace:
     """A text whose every token would do harm where it is not escaped, and so for settings, rules and kinds."""
-    trace = Trace([[99] * (len(HOSTILE) + 2)], {"sampler": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}, family="masked", mask_id=99)
-    trace.canvas[0][:2] = [0, 1]
+    settings = {"sampler": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
+    trace = Trace([[0, 1, *[99] * len(HOSTILE)]], settings, family="masked", mask_id=99)
     trace.texts = dict(enumerate(HOSTILE))
     for token in range(len(HOSTILE)):
-        rules = {(0, token + 2): HOSTILE[token % 2]}
-        trace.add([(0, token + 2, token, 0.5)], [12], HOSTILE[0], Notes([1], [[(0, 12)]], [(2, 12)], rules=rules), 0.001)
+        notes = Notes([1], [[(0, 12)]], [(2, 12)], rules={(0, token + 2): HOSTILE[token % 2]})
+        trace.add([(0, token + 2, token, 0.5)], [12], HOSTILE[0], notes, 0.001)
     trace.images = ["javascript:window.hacked=1"]
     return trace
 

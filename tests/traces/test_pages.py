@@ -139,10 +139,11 @@ def test_many_rows_and_large_pictures_stay_small(monkeypatch: pytest.MonkeyPatch
 
 def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
     request = {"max_new_tokens": 8, "trace": True, "eos_early_stop": False}
-    one, two = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in ("low_confidence", "maskgit"))
+    names = ["low_confidence", "maskgit"]
+    one, two = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in names)
     runs = Reader(one.to_html(beside=two, names=["a", "b"])).runs()
     assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [8, len(two.steps)]
-    assert [run["name"] for run in Reader(one.to_html(beside=[two, two])).runs()] == ["low_confidence", "maskgit", "maskgit"]
+    assert [run["name"] for run in Reader(one.to_html(beside=[two, two])).runs()] == [*names, "maskgit"]
     one.to_gif(tmp_path / "both.gif", beside=two)
     assert Image.open(tmp_path / "both.gif").n_frames == max(8, len(two.steps)) + 1
     with pytest.raises(ValueError, match="names has 1 entries for 2 traces"):
