@@ -71,13 +71,14 @@ for (const name of names) {
   check(await step(page) === Math.min(1, last), `${name}: arrow keys`);
   await page.locator("#forth").click(); await page.locator("#back").click();
   check(await step(page) === Math.min(1, last), `${name}: buttons`);
-  await page.locator("#title").click(); await page.locator("#speed").selectOption("30");
+  await page.locator("#title").click(); await page.locator("#speed").selectOption("4");
   await page.evaluate(() => document.activeElement.blur());
   await page.keyboard.press("Home"); await page.keyboard.press(" ");
-  await page.waitForTimeout(250); await page.keyboard.press(" ");
+  await page.waitForFunction(() => document.getElementById("slider").value > 0, null, { timeout: 5000 }).catch(() => {});
+  await page.keyboard.press(" ");
   const played = await step(page);
   check(played > 0, `${name}: space plays`);
-  await page.waitForTimeout(150);
+  await page.waitForTimeout(350);
   check(await step(page) === played, `${name}: space pauses`);
   const box = await page.locator(".chart").first().boundingBox();
   await page.mouse.click(box.x + box.width / 2, box.y + 10);
@@ -116,6 +117,13 @@ for (const name of names) {
   check(new Set(sources).size === 3 && sources.every(source => source.startsWith("data:image/png")), "forecast: the latent of every step");
   const made = await open("pipeline");
   check(await made.locator("figure img").first().evaluate(image => image.naturalWidth) === 28, "pipeline: its picture");
+}
+{ // playing ends at the end
+  const page = await open("both");
+  await page.locator("#speed").selectOption("30"); await page.locator("#slider").fill("30");
+  await page.locator("#play").click();
+  await page.waitForFunction(() => document.getElementById("slider").value === "32", null, { timeout: 5000 });
+  check(await page.locator("#play").getAttribute("aria-label") === "play", "both: playing goes on behind the end");
 }
 { // two runs in step: the shorter one stays at its end
   const page = await open("both");
