@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -24,16 +25,19 @@ from paradec.protocol import Commit, Interrupted, State, decode
 from paradec.request import Arguments, Preset, Request, takes_arguments
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace
+from paradec.traces.texts import name_tokens
 
 MADE = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.checks.MODELS`) that write ids without being told where a picture ends."""
+MOST_SHOWN = 100
+"""Characters of a text that an output's `repr` shows."""
 
 
 COUNTED = ("encoder_calls", "denoising_calls")
 """What states of canvases count besides."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Output:
     """What `generate` and `infill` return. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks)."""
 
@@ -96,6 +100,30 @@ class Output:
         if self.denoising_calls is None:
             return None
         return [tokens / max(1, calls) for tokens, calls in zip(self.tokens, self.denoising_calls, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data that JSON can hold: every field that is there, tensors as lists, but for `prefix`; and the two
+        numbers `nfe` and `tokens_per_forward`."""
+        found = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "prefix"}
+        data = {name: _plain(value) for name, value in found.items() if value is not None}
+        return data | {"nfe": self.nfe, "tokens_per_forward": self.tokens_per_forward}
+
+    def __repr__(self) -> str:
+        rows, end = len(self.tokens), sum(self.finished)
+        texts = [] if self.text is None else [self.text] if isinstance(self.text, str) else self.text
+        shown = [repr(text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "...") for text in texts[:2]]
+        said = ", ".join(entry if len(entry) <= 2 * MOST_SHOWN else "..." for entry in shown)
+        said = f"{said}, ... {len(texts) - 2} more" if len(texts) > 2 else said or "no text"
+        of_rows = "" if rows == 1 else f"{rows} rows, "
+        ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
+        more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
+        return (
+            f"Output({said}: {of_rows}{sum(self.tokens)} tokens, {self.nfe} forwards, {self.tokens_per_forward:.1f} "
+            f"tokens per forward, {ended}, {self.seconds:.2f} s{more})"
+        )
+
+    def _repr_html_(self) -> str:
+        return str(importlib.import_module("paradec.traces.notebook").of_output(self))
 
 
 @takes_arguments()
@@ -337,6 +365,9 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         text = [_decoded(model, row[wanted]) for row, wanted in zip(ids, read & (column >= begin))]
         if holes:
             fills = [[_decoded(model, row[a:b]) for a, b in _runs(hole)] for row, hole in zip(ids, filled)]
+    if state.trace is not None:
+        state.trace.ends = np.minimum(state.end, state.asked).tolist()
+        name_tokens(state.trace, model.tokenizer)
     sequences = right_aligned(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
     return Output(
         text=text[0] if text and prompts.single else text,
@@ -356,6 +387,15 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
     )
+
+
+def _plain(value: Any) -> Any:
+    """A field of an output as data that JSON can hold."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _column(array: np.ndarray) -> Tensor:

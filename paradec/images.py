@@ -22,6 +22,7 @@ from paradec.models.images.grid import Grid
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.request import Preset, Request, check_names, request_for, takes_arguments
+from paradec.traces.pictures import of_images
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
@@ -120,6 +121,7 @@ def generate_images(
     if isinstance(drafter, PictureModel):  # it reads the same conditions
         method = replace(method, drafter=drafter.request(given, grid, num_images, negative_prompt).model)
     state = model.begin(method, laid, grid, request)
+    state.noted = request.trace
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
@@ -138,6 +140,8 @@ def generate_images(
         if output_type != "latent":
             images = model.decode(output.tokens, grid).cpu()
             output.images = to_pil(images) if output_type == "pil" else images
+            if state.trace is not None and request.trace:
+                state.trace.images = of_images(output.images)
     return output
 
 
@@ -208,6 +212,10 @@ def _read(model: PictureModel, state: State, grid: Grid, seconds: float) -> tupl
     found = model.read(state, grid)
     latent = model.latent(found.tokens, grid) if found.whole else None
     nfe, row_forwards, forwarded, _ = state.counts
+    if state.trace is not None:
+        state.trace.grid = (grid.height, grid.width)
+        offsets = grid.cell_offsets.tolist()
+        state.trace.cells = [[first + offset for offset in offsets] for first in found.prompt_lengths]
     output = ImageOutput(
         images=None,
         codes=None if latent is None or latent.is_floating_point() else latent,

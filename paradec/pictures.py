@@ -19,7 +19,7 @@ MOST_IMAGES = 100_000
 """Pictures that one prompt or class can become."""
 
 
-@dataclass
+@dataclass(repr=False)
 class ImageOutput:
     """What `generate_images` returns. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included).
     Models of continuous tokens (MAR) have no codes: `C'` numbers for each token instead."""
@@ -46,6 +46,14 @@ class ImageOutput:
     trace: Trace | None = None
     draft_nfe: list[int] = field(default_factory=list)
     """Forward calls of the smaller model that drafted for each row, which `row_nfe` leaves out; 0 without one."""
+
+    def __repr__(self) -> str:
+        rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
+        what = "no pictures yet" if self.images is None else f"{rows} picture{'s' * (rows != 1)} of {size} tokens"
+        return (
+            f"ImageOutput({what}: {self.nfe} forwards, {self.tokens_per_forward:.2f} tokens per forward, "
+            f"{self.seconds:.2f} s{', trace' * (self.trace is not None)})"
+        )
 
     @property
     def nfe(self) -> int:

@@ -15,7 +15,9 @@ a query holds and in the one decision of their paper. The invariants are listed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from paradec.checks import check_choice, check_model
 from paradec.registry import Registry, present_settings
-from paradec.trace import Trace, TraceStep
+from paradec.trace import Notes, Span, Trace, spans
 
 
 @dataclass
@@ -328,6 +330,8 @@ class State:
     batch: int
     memory: Memory
     trace: Trace | None = field(init=False, default=None)
+    noted: bool = field(init=False, default=True)
+    """Whether a trace also has what `Sampler.observe` notes."""
 
     def __post_init__(self) -> None:
         self._counts = np.zeros((4, self.batch), np.int64)
@@ -428,6 +432,11 @@ class Sampler:
         """Decide what becomes final and write it. The only place where the state changes."""
         raise NotImplementedError
 
+    def observe(self, state: Any, proposal: Any) -> Notes:
+        """What a trace notes of a step before its commit: which positions are evaluated, and whose choice it is. Asked
+        for when a trace is recorded, and at no other time. Changes nothing."""
+        return Notes(proposal.cost.counts[0].tolist(), evaluated(proposal.cost.queries, state.batch))
+
     def step(self, model: Callable[..., Any], state: Any) -> Any:
         """`query`, one model call per query, `propose`. Repeating a step gives the same proposal."""
         queries = self.query(state)
@@ -491,12 +500,42 @@ def decode(
     """
     with torch.inference_mode():
         while not state.done:
-            proposal = sampler.step(model, state)
-            commit = sampler.commit(state, proposal)
-            if state.trace is not None:
-                state.trace.steps.append(
-                    TraceStep(commits=commit.to_list(), forwarded=proposal.cost.forwarded.tolist(), kind=commit.kind)
-                )
+            if state.trace is None:
+                commit = sampler.commit(state, sampler.step(model, state))
+            else:
+                commit = traced(sampler, model, state, state.trace)
             if callback is not None and callback(state, commit):
                 break
     return state
+
+
+def traced(sampler: Sampler, model: Callable[..., Tensor], state: State, trace: Trace) -> Commit:
+    """One step with its commit, written down."""
+    begin = time.perf_counter()
+    proposal = sampler.step(model, state)
+    notes = sampler.observe(state, proposal) if state.noted else None
+    commit: Commit = sampler.commit(state, proposal)
+    commits, pictures = commit.to_list(), None
+    seconds = time.perf_counter() - begin
+    if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
+        pictures = importlib.import_module("paradec.traces.pictures").of_latent(commit.values, len(trace.steps))
+    trace.add(commits, proposal.cost.forwarded.tolist(), commit.kind, notes, seconds, pictures)
+    return commit
+
+
+def evaluated(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
+    """The positions of each of `batch` rows that model calls evaluate; None where they have no positions. Waits for the
+    device."""
+    found: list[set[int]] = [set() for _ in range(batch)]
+    said = False
+    for query in queries:
+        positions = getattr(query, "positions", getattr(query, "targets", None))
+        if positions is None:
+            continue
+        said = True
+        count = len(query.rows)  # of every branch and draft the same
+        at, valid = positions[:count].cpu().numpy(), getattr(query, "valid", None)
+        real = np.ones(at.shape, bool) if valid is None else valid[:count].cpu().numpy()
+        for row, columns, kept in zip(query.rows.tolist(), at, real, strict=True):
+            found[row].update(columns[kept].tolist())
+    return [spans(row) for row in found] if said else None

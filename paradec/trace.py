@@ -1,17 +1,29 @@
-"""A replayable record of a decoding: what each step evaluated and what it made final."""
+"""A replayable record of a decoding: what each step evaluated and what it made final.
+
+`paradec.traces` draws it: pages, animations, plots. This module knows data alone.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+Span = tuple[int, int]
+"""First position, and the one after the last."""
 
 
 @dataclass
 class TraceStep:
-    """One step. Rows count from 0; positions count from a row's first prompt token."""
+    """One step. Rows count from 0; positions count from a row's first prompt token.
+
+    What comes after `kind` is None in records that do not have it, older files among them, and is left out where steps
+    are compared.
+    """
 
     commits: list[tuple[int, int, int, float]]
     """(row, position, token, confidence) of everything that was written, sorted; the mask id where a sampler took a
@@ -21,16 +33,100 @@ class TraceStep:
     where the row took no part. Steps and rows together make `Output.forwarded_tokens`."""
     kind: str
     """"full" (whole sequences), "window" (a part, over a store), "forecast" (no evaluation), ..."""
+    nfe: list[int] | None = field(default=None, compare=False)
+    """Forward calls that each row took part in."""
+    draft_nfe: list[int] | None = field(default=None, compare=False)
+    """Forward calls of a model that drafts, of each row, in all steps until this one was evaluated."""
+    seconds: float | None = field(default=None, compare=False)
+    """Wall time of the step."""
+    evaluated: list[list[Span]] | None = field(default=None, compare=False)
+    """Which positions of each row were evaluated."""
+    blocks: list[Span | None] | None = field(default=None, compare=False)
+    """The open block of each row, or its window of drafts; None where the row took no part."""
+    rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
+    """(row, position, token) of the drafts that were evaluated and did not become final."""
+    rules: list[int] | None = field(default=None, compare=False)
+    """What each entry of `commits` is due to: a place in `Trace.rules`."""
+    pictures: list[str] | None = field(default=None, compare=False)
+    """Of a latent: a small picture of each row after the step, as a data URI."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data that JSON can hold, without what is None."""
+        return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) is not None}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TraceStep:
+        """Inverse of `to_dict`; names of later versions are passed over."""
+        known = {entry.name for entry in fields(cls)}
+        step = cls(**{name: value for name, value in data.items() if name in known})
+        step.commits = [(row, position, token, score) for row, position, token, score in step.commits]
+        if step.rejected is not None:
+            step.rejected = [(row, position, token) for row, position, token in step.rejected]
+        if step.evaluated is not None:
+            step.evaluated = [[(start, stop) for start, stop in row] for row in step.evaluated]
+        if step.blocks is not None:
+            step.blocks = [None if span is None else (span[0], span[1]) for span in step.blocks]
+        return step
+
+
+@dataclass
+class Notes:
+    """What is seen of a step before it is committed, for its `TraceStep`."""
+
+    nfe: list[int]
+    evaluated: list[list[Span]] | None = None
+    blocks: list[Span | None] | None = None
+    draft_nfe: list[int] | None = None
+    drafts: set[tuple[int, int, int]] | None = None
+    """(row, position, token) of all drafts that are evaluated; None where nothing is drafted."""
+    rules: Mapping[tuple[int, int], str] | None = None
+    """What writes at (row, position), where that is not the sampler as a whole."""
+
+
+DRAFTED, DRAWN = "accepted draft", "own token"
+"""Names in `Trace.rules` of tokens that were drafted, and of those that the model chose itself."""
 
 
 @dataclass
 class Trace:
-    """All steps of one request, and what is needed to replay them: the canvas before the first step."""
+    """All steps of one request, and what is needed to replay them: the canvas before the first step.
+
+    What comes after `steps` says how to draw it. Older files do not have it.
+    """
 
     canvas: list[list[int]]
     """The ids that decoding started from, one list per row, without padding."""
     settings: dict[str, Any] = field(default_factory=dict)
     steps: list[TraceStep] = field(default_factory=list)
+    family: str = ""
+    """Of the sampler."""
+    score: str = "confidence"
+    """What the commits' fourth number is, by the name that samplers give it."""
+    cache: str = ""
+    unit: str = "positions"
+    """What `TraceStep.forwarded` counts."""
+    mask_id: int | None = None
+    """The id at undecided positions, of masked samplers."""
+    filled: list[list[Span]] | None = None
+    """What decoding is to fill, of each row; None where the mask ids in `canvas` say it."""
+    ends: list[int] | None = None
+    """The position after each row's last token: what is behind it is padding."""
+    rules: list[str] = field(default_factory=list)
+    """Names of what `TraceStep.rules` points to."""
+    texts: dict[int, str] = field(default_factory=dict)
+    """Of every token in the trace, where there was a tokenizer."""
+    special: list[int] = field(default_factory=list)
+    """Which of them are special tokens."""
+    joined: list[list[tuple[int, int, str]]] | None = None
+    """(first position, the one after the last, text) of final tokens that are a text together alone, of each row."""
+    cells: list[list[int]] | None = None
+    """Of pictures: the positions of each row's image tokens, in reading order."""
+    grid: tuple[int, int] | None = None
+    """Of pictures: rows and columns of image tokens."""
+    images: list[str] | None = None
+    """Of pictures: what came of each row, as a data URI."""
+
+    # ---- reading --------------------------------------------------------------------------------------------------
 
     def replay(self, until: int | None = None) -> list[list[int]]:
         """The canvas after the first `until` steps (all by default). Later writes win: edits and remasks replay too."""
@@ -40,19 +136,197 @@ class Trace:
                 canvas[row][position] = token
         return canvas
 
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
+
+    def to_fill(self, row: int) -> list[Span]:
+        """The spans that decoding is to fill in a row; of older files those that it wrote to."""
+        if self.filled is not None:
+            return [(start, stop) for start, stop in self.filled[row]]
+        if not self.canvas:
+            return []
+        if self.family and (self.mask_id is not None or None in self.canvas[row]):
+            return spans(i for i, token in enumerate(self.canvas[row]) if token in (self.mask_id, None))
+        return spans({position for step in self.steps for at, position, _, _ in step.commits if at == row})
+
+    @property
+    def row_nfe(self) -> list[int]:
+        """Forward calls that each row took part in; of older files the steps that evaluated something of it."""
+        counts = [0] * self.batch
+        for step in self.steps:
+            for row, forwarded in enumerate(step.forwarded):
+                counts[row] += step.nfe[row] if step.nfe is not None else int(forwarded > 0)
+        return counts
+
+    # ---- writing down ---------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        commits: list[tuple[int, int, int, float]],
+        forwarded: list[int],
+        kind: str,
+        notes: Notes | None = None,
+        seconds: float | None = None,
+        pictures: list[str] | None = None,
+    ) -> None:
+        """Append a step. `notes`: what was seen before its commit; None notes no more than the first three."""
+        step = TraceStep(commits, forwarded, kind)
+        self.steps.append(step)
+        if notes is None:
+            return
+        step.nfe, step.draft_nfe, step.evaluated, step.blocks = (
+            notes.nfe, notes.draft_nfe, notes.evaluated, notes.blocks
+        )  # fmt: skip
+        step.seconds, step.pictures = seconds, pictures
+        if notes.drafts is not None:
+            written = {(row, position, token) for row, position, token, _ in commits}
+            step.rejected = sorted(notes.drafts - written)
+            named = [DRAFTED if entry[:3] in notes.drafts else DRAWN for entry in commits]
+        elif notes.rules is not None:
+            named = [notes.rules.get(entry[:2], "") for entry in commits]
+        else:
+            return
+        step.rules = [self._rule(name) for name in named]
+
+    def _rule(self, name: str) -> int:
+        if name not in self.rules:
+            self.rules.append(name)
+        return self.rules.index(name)
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data that JSON can hold: canvas, settings and steps, and what else there is."""
+        empty: dict[str, Any] = {"canvas": [], "settings": {}, "steps": []}
+        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        found = {name: value for name, value in found.items() if name in empty or value not in (None, "", [], {})}
+        return found | {"steps": [step.to_dict() for step in self.steps]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        """Inverse of `to_dict`, of this version or an earlier one; names of later ones are passed over."""
+        known = {entry.name for entry in fields(cls)}
+        trace = cls(**{name: value for name, value in data.items() if name in known})
+        trace.steps = [TraceStep.from_dict(step) for step in data["steps"]]
+        trace.texts = {int(token): text for token, text in trace.texts.items()}
+        if trace.grid is not None:
+            trace.grid = (trace.grid[0], trace.grid[1])
+        for name in ("filled", "joined"):
+            if (rows := getattr(trace, name)) is not None:
+                setattr(trace, name, [[tuple(entry) for entry in row] for row in rows])
+        sizes = [len(row) for row in trace.canvas]
+        for row, position, *_ in (commit for step in trace.steps for commit in step.commits):
+            if not (0 <= row < len(sizes) and 0 <= position < sizes[row]):
+                raise ValueError(f"a commit at row {row}, position {position}, which the canvas does not have")
+        return trace
+
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """JSON text; also written to `path` when one is given."""
-        text = json.dumps(asdict(self))
+        text = json.dumps(self.to_dict())
         if path is not None:
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
         return text
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Trace:
-        """Read a file written by `to_json`, or its text."""
+        """Read a file written by `to_json`, or its text.
+
+        Raises:
+            ValueError: no trace.
+        """
         text = str(source)
-        data = json.loads(text if text.lstrip().startswith("{") else Path(source).read_text())
-        steps = [
-            TraceStep([tuple(c) for c in step["commits"]], step["forwarded"], step["kind"]) for step in data["steps"]
-        ]
-        return cls(canvas=data["canvas"], settings=data["settings"], steps=steps)
+        named = not text.lstrip().startswith("{")
+        try:
+            data = json.loads(Path(source).read_text(encoding="utf-8") if named else text)
+            return cls.from_dict(data)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            what = repr(text) if named else "the text"
+            raise ValueError(f"{what} is no trace that paradec wrote: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file: .json (which `load` reads), .html, .gif, or a plot as .png, .pdf or .svg.
+
+        Raises:
+            ValueError: another suffix. ImportError: pillow or matplotlib is missing for what they draw.
+        """
+        importlib.import_module("paradec.traces.files").save([self], path)
+
+    load = from_json
+
+    # ---- pictures: `paradec.traces` -------------------------------------------------------------------------------
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        beside: Trace | Sequence[Trace] = (),
+        names: Sequence[str] = (),
+    ) -> str:
+        """A page to step through: one file that needs nothing else. See `paradec.traces.html.page`.
+
+        Args:
+            path: where to write it too.
+            beside: further runs, stepped through together with this one.
+            names: what to call the runs; by default their samplers.
+        """
+        text: str = importlib.import_module("paradec.traces.html").page(self._with(beside), names)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_gif(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        beside: Trace | Sequence[Trace] = (),
+        names: Sequence[str] = (),
+        **how: Any,
+    ) -> None:
+        """An animation.
+
+        Args:
+            how: what `paradec.traces.gif.write` takes: row, width, seconds, most_frames, font, dark.
+
+        Raises:
+            ImportError: pillow is missing. ValueError: as `paradec.traces.gif.write`.
+        """
+        importlib.import_module("paradec.traces.gif").write(self._with(beside), path, names, **how)
+
+    def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
+        """A matplotlib figure: when each position became final, and what the steps cost.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        return importlib.import_module("paradec.traces.plot").figure(self._with(beside), names)
+
+    def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
+        return [self, beside] if isinstance(beside, Trace) else [self, *beside]
+
+    def _repr_html_(self) -> str:
+        return str(importlib.import_module("paradec.traces.notebook").of_trace(self))
+
+    def __repr__(self) -> str:
+        sampler = self.settings.get("sampler", "?")
+        rows, steps = self.batch, len(self.steps)
+        forwards = max(self.row_nfe, default=0)
+        return (
+            f"Trace({sampler!r}: {rows} row{'s' * (rows != 1)}, {steps} step{'s' * (steps != 1)}, "
+            f"{forwards} forward{'s' * (forwards != 1)})"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(vars(Trace([])) | state)  # a pickle of an earlier version has less
+
+
+def spans(positions: Iterable[int]) -> list[Span]:
+    """Runs of neighbours among positions, ascending."""
+    found: list[Span] = []
+    for position in sorted(positions):
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found

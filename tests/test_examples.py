@@ -6,15 +6,20 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+from PIL import Image
 from places import ROOT
+from scripts import load_script
 
 EXAMPLES = ROOT / "examples"
 IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
 DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
 GROUPS = ["amused_recap", "mar_recap"]
-NAMES = ["llada_generate", "dream_generate", "infill", "llada2_swap_in", *DIFFUSION, *DIGITS, *GROUPS, *IMAGES]
+TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
+NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
 import runpy, sys
@@ -29,12 +34,14 @@ def test_examples_run_offline() -> None:
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    _, llada, dream, infill, swap_in, dit, flux, wan, recap, digits, amused, mar, *images = done.stdout.split("=" * 9)
+    _, *printed = done.stdout.split("=" * 9)
+    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, *images = printed
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
     assert "noise" in dream and "16 forwards" in dream
     assert "kiwi apple fig pear" in infill and "hole 1: 'apple fig'" in infill
+    assert watch.strip().splitlines()[0::2] == ["one token per step: 32 forwards", "threshold: 4 forwards"]
     # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
     assert "ThresholdScheduler: 16 forwards\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
     assert swap_in.count("Scheduler: ") == 4
@@ -53,3 +60,16 @@ def test_examples_run_offline() -> None:
     for output, tokens in zip(images, (49, 33, 38, 16), strict=True):
         forwards = [int(count) for count in re.findall(r": (\d+) forwards", output)]
         assert len(forwards) == 2 and forwards[1] < forwards[0] == tokens
+
+
+def test_the_animation_of_the_readme_is_what_the_script_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the letters, which are those of the installed pillow; and it is small."""
+    stored = ROOT / "docs" / "assets" / "threshold.gif"
+    monkeypatch.setattr(sys, "argv", ["watch_a_run.py", "--gif", str(tmp_path / "x.gif"), "--html", ""])
+    load_script("examples/watch_a_run.py").main()
+    assert "threshold: 4 forwards" in capsys.readouterr().out
+    assert stored.stat().st_size < 1_000_000
+    with Image.open(stored) as one, Image.open(tmp_path / "x.gif") as other:
+        assert (one.n_frames, one.size) == (other.n_frames, other.size) == (33, (720, 194))

@@ -24,6 +24,7 @@ from paradec.cli.image import image
 from paradec.cli.infill import infill
 from paradec.cli.learn2pd import learn2pd
 from paradec.cli.samplers import samplers
+from paradec.cli.trace import trace
 from paradec.interrupts import EXIT_CODE, debugging
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
@@ -122,6 +123,7 @@ app.command()(generate)
 app.command()(infill)
 app.command(short_help="Make pictures, and say what it took.")(image)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
+app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
 app.command()(samplers)
 app.command(short_help="List the caches, and what each works with.")(caches)
 app.add_typer(learn2pd, name="learn2pd")

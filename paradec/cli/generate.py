@@ -24,6 +24,7 @@ from paradec.generate import MADE, Output, own_defaults
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
 from paradec.prompts import Prompts, check_placeholder, encode
 from paradec.request import DEFAULTS, FIELDS, Request
+from paradec.traces.files import check_suffix
 
 Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole or adaptive.")]
 EosEarlyStop = Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")]
@@ -124,6 +125,8 @@ def decode(
     # Everything that can be is checked before the model is loaded, which may take minutes.
     values = options.settings(settings)
     options.check_writable("--trace", trace)
+    if trace is not None:
+        check_suffix(trace, "--trace")
     check_texts(prompt, request)
     request |= {"sampler": sampler, "num_return_sequences": num_return_sequences}
     request["attention"] = options.attention_of(attention, attention_settings)
@@ -221,7 +224,7 @@ def print_answers(
                     bar.stop()
                     warnings.warn(show.EQUAL, stacklevel=1)
                 if trace is not None and output.trace is not None:
-                    output.trace.to_json(trace)
+                    output.trace.save(trace)
     except KeyboardInterrupt:  # between two batches
         code = EXIT_CODE
     return found, code

@@ -74,7 +74,12 @@ Drafter = Annotated[
 VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
 VAE = Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")]
 TracePictures = Annotated[
-    Path | None, typer.Option(metavar="FILE.png", help="Draw which step made which token final, dark to yellow.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Which step made which token final: .png draws it, dark to yellow; .html is a page to step through, .gif "
+        "an animation, .json data for `paradec trace`.",
+    ),
 ]
 
 
@@ -211,7 +216,10 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
             )
     except paradec.Interrupted as interrupt:
         code, output = EXIT_CODE, interrupt.output
-    job.write(output.images, None if job.trace is None else output.steps)
+    if job.sheet_of_steps:
+        job.write(output.images, output.steps)
+    else:
+        job.write(output.images, record=output.trace)
     if as_json:
         typer.echo(json.dumps(show.pictures_report(job.out, job.conditions, output, sampler)))
     else:

@@ -64,7 +64,12 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; by defa
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE.json", help="Write what each step evaluated and made final."),
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Write what each step evaluated and made final: .html is a page to step through, .gif an animation, "
+        ".json data for `paradec trace`.",
+    ),
 ]
 Live = Annotated[bool, typer.Option("--live", help="Show the tokens being filled in, on a terminal.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

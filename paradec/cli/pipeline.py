@@ -24,6 +24,7 @@ from paradec.cli.sheets import ImageJob, Made
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.traces.pictures import of_steps
 
 AMUSED = ("maskgit", "halton", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""
@@ -87,10 +88,10 @@ class PipelineJob:
         if not self.codes:
             if self.temperature is not None:
                 raise ValueError("--temperature is for models of tokens; leave it out")
-            if self.job.trace is not None:
+            if self.job.sheet_of_steps:
                 raise ValueError(
                     "--trace draws which step made which token final; a diffusion model makes all pixels at every step "
-                    "(--json has its calls)"
+                    "(--json has its calls, and --trace FILE.html draws them)"
                 )
         elif self.compare:
             raise ValueError(f"--compare is for diffusion pipelines; {name} draws other codes with each sampler")
@@ -136,7 +137,10 @@ class PipelineJob:
 
         made = self._paint_codes(pipe, call, paint) if self.codes else self._paint(pipe, paint)
         self.job.columns = rows if made.plain is not None and self.job.columns is None else self.job.columns
-        self.job.write((made.plain or []) + made.images, made.steps)
+        record = None
+        if self.job.trace is not None and not self.job.sheet_of_steps:
+            record = of_steps(made.steps, made.images, self.method) if self.codes else made.told.trace(made.images)
+        self.job.write((made.plain or []) + made.images, made.steps, record)
         if as_json:
             report = show.pipeline_report(self.job.out, self.job.conditions, self.cls.__name__, self.method, made)
             typer.echo(json.dumps(report))

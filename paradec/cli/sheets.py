@@ -14,8 +14,13 @@ from paradec.checks import check_int, check_text
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from paradec.trace import Trace
+
 MOST_CLASSES = 100_000
 """Longest range of classes that is written out."""
+SHEETS = (".png", ".jpg", ".jpeg", ".webp")
+RECORDS = (".html", ".htm", ".gif", ".json")
+"""Suffixes of `--trace` that are a `paradec.trace.Trace`."""
 TRACE_SIDE = 160
 """Pixels along a picture of `--trace`, about."""
 
@@ -40,8 +45,10 @@ class ImageJob:
         for name, file in (("--out", self.out), ("--trace", self.trace)):
             if file is not None and (file.is_dir() or not file.parent.is_dir()):
                 raise ValueError(f"cannot write {name} {str(file)!r}: not a file in an existing folder")
-            if file is not None and file.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-                raise ValueError(f"{name} {str(file)!r} must end in .png, .jpg, .jpeg or .webp")
+            also = RECORDS if name == "--trace" else ()
+            if file is not None and file.suffix.lower() not in (*SHEETS, *also):
+                allowed = ", ".join((*also, *SHEETS[:-1]))
+                raise ValueError(f"{name} {str(file)!r} must end in {allowed} or {SHEETS[-1]}")
         check_int("--columns", self.columns, low=1, none=True)
         check_int("--enlarge", self.enlarge, low=1, high=64)
         if (self.prompts is None) == (self.classes is None):
@@ -53,18 +60,26 @@ class ImageJob:
         elif self.classes is not None:
             self.conditions = {"class_labels": read_classes(self.classes)}
 
-    def write(self, images: Sequence[Any] | None, steps: Any = None) -> None:
+    @property
+    def sheet_of_steps(self) -> bool:
+        """Whether `--trace` is a picture of which step made what, and no record of the run."""
+        return self.trace is not None and self.trace.suffix.lower() in SHEETS
+
+    def write(self, images: Sequence[Any] | None, steps: Any = None, record: Trace | None = None) -> None:
         """Write the sheets.
 
         Args:
             images: None after an interrupt: there are no pictures then.
-            steps: [B, h, w] int64, which step made which token final, for `--trace`.
+            steps: [B, h, w] int64, which step made which token final, for `--trace`. record: of the run, for the same.
         """
         from paradec.images import contact_sheet, step_pictures
 
         if images is not None:
             contact_sheet(images, self.columns, enlarge=self.enlarge).save(self.out)
-        if self.trace is not None:
+        if self.trace is not None and not self.sheet_of_steps:
+            if record is not None:
+                record.save(self.trace)
+        elif self.trace is not None:
             contact_sheet(step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:]))), self.columns).save(
                 self.trace
             )

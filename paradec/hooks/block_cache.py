@@ -93,6 +93,9 @@ class BlockCache:
 
     # ---- for the user -----------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        return f"BlockCache({type(self.pipe).__name__}: {self._report})"
+
     def report(self) -> BlockCacheReport:
         """What was evaluated and held so far."""
         return self._report

@@ -102,6 +102,9 @@ class RecapSession:
         self.first = Patch(layers[0], self._first)
         self.last = Patch(layers[-1], self._last)  # around the first, where there is one layer
 
+    def __repr__(self) -> str:
+        return f"RecapSession({type(self.pipe).__name__}: {self._report})"
+
     def report(self) -> RecapReport:
         """What the transformer's layers evaluated so far."""
         return self._report

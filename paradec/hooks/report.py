@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.trace import Notes, Trace
+from paradec.traces.pictures import of_images
 
 
 @dataclass
@@ -40,7 +43,7 @@ class CallRecord:
         return start.elapsed_time(end) / 1000
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """What a session did in its latest run."""
 
@@ -85,6 +88,40 @@ class Report:
             f"{kinds.count('mixed')} mixed; histories took {self.bytes / 1e6:.1f} MB at most"
         )
         return "\n".join(lines)
+
+    def trace(self, images: Any = None) -> Trace:
+        """The run as a trace, a step for each of the pipeline's, for `Trace.to_html` and its like.
+
+        Args:
+            images: what the pipeline made, PIL images or a tensor [B, C, H, W] in [0, 1], to be shown with it.
+        """
+        steps: dict[int, list[CallRecord]] = {}
+        for call in self.calls:
+            steps.setdefault(call.step, []).append(call)
+        settings = next(iter(self.settings.values())).to_dict() if self.settings else {}
+        trace = Trace([], settings, family="forecast", unit="modules")
+        for _, calls in sorted(steps.items()):
+            kinds = {call.kind for call in calls}
+            notes = Notes([sum(call.kind != "forecast" for call in calls)])
+            trace.add(
+                [],
+                [sum(call.evaluated for call in calls)],
+                kinds.pop() if len(kinds) == 1 else "mixed",
+                notes,
+                sum(call.seconds for call in calls),
+            )
+        trace.images = None if images is None else of_images(images)
+        return trace
+
+    def _repr_html_(self) -> str:
+        return str(importlib.import_module("paradec.traces.notebook").of_report(self))
+
+    def __repr__(self) -> str:
+        kinds = [call.kind for call in self.calls]
+        return (
+            f"Report({', '.join(self.settings)}: run {self.runs}, {len(kinds)} calls, {kinds.count('full')} full, "
+            f"{kinds.count('forecast')} forecast)"
+        )
 
     def __str__(self) -> str:
         lines = [self.summary]

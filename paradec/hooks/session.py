@@ -76,6 +76,14 @@ class Session:
             transformer.remove()
         self.clock.end_all()
 
+    def __repr__(self) -> str:
+        parts = [
+            f"{t.name} by {t.settings.name} (target {t.settings.target}, {len(t.names)} modules hooked)"
+            for t in self.transformers
+        ]
+        calls = sum(len(t.state.records) for t in self.transformers)
+        return f"Session({'; '.join(parts)}; {self.clock.run} runs, the latest of {calls} calls)"
+
     def _finished(self, run: Run) -> None:
         for state in run.states.values():
             state.forget()

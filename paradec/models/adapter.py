@@ -61,6 +61,27 @@ class Adapter:
         """Take everything off the module that was put on it for this adapter, and return it."""
         return self.module
 
+    def __repr__(self) -> str:
+        module = self.__dict__.get("module")
+        if module is None:  # asked for in the middle of its making
+            return object.__repr__(self)
+        facts, kind = self.__dict__.get("facts"), str(self.dtype).removeprefix("torch.")
+        said = [f"makes {getattr(self, 'makes', 'nothing')}"]
+        if isinstance(facts, ModelFacts):
+            blocks = f" in blocks of {facts.block_length}" if facts.block_length else ""
+            said += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
+            said += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
+        said += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {self.device}"]
+        return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(said)})"
+
+
+def count_text(number: int) -> str:
+    """A count in three digits: 1.86M."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
 
 class Model(Adapter):
     """Base of the models of tokens, which samplers query. A kind of them says how it calls its module (`_logits`);

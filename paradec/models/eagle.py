@@ -129,6 +129,10 @@ class EagleDrafter:
             heads = {"n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads}
             self.raster = dataclasses.replace(base.module.config, **heads)
 
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"EagleDrafter({self.facts.name!r}: drafts for {self.base.facts.name!r}, {kind} on {self.device})"
+
     @property
     def device(self) -> torch.device:
         """Where the network is."""

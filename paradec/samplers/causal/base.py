@@ -25,7 +25,7 @@ from paradec.protocol import Cost, Memory, MemorySpec, Proposal, Query, Sampler
 from paradec.request import Request, randomness, request_for
 from paradec.samplers.causal.state import CausalState, JacobiState
 from paradec.samplers.statistics import guided
-from paradec.trace import Trace
+from paradec.trace import Notes, Trace
 
 __all__ = ["CausalSampler", "CausalState", "JacobiState", "check_causal", "negative_rows", "proposed", "read_logits"]
 __getattr__ = moved.names_of(__name__)
@@ -138,7 +138,13 @@ class CausalSampler(Sampler):
         )
         if request.trace:
             rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
-            state.trace = Trace(canvas=rows, settings=self.to_dict() | request.sampling())
+            state.trace = Trace(
+                canvas=rows,
+                settings=self.to_dict() | request.sampling(),
+                family=self.family,
+                score="probability",
+                filled=[[(int(length), int(length) + new)] for length in lengths],
+            )
         self._open(state, model)
         return state
 
@@ -175,6 +181,12 @@ class CausalSampler(Sampler):
             raise ValueError("suppress_tokens leaves no token that may be drawn")
         allowed = allowed.to(device)
         return None if allowed.all() else allowed, allowed.double()
+
+    def observe(self, state: CausalState, proposal: Proposal) -> Notes:
+        notes = super().observe(state, proposal)
+        if state.drafting is not None:
+            notes.draft_nfe = state.draft_nfe.tolist()
+        return notes
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from paradec.samplers.causal.verification import (
     probability,
     verify,
 )
+from paradec.trace import Notes
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,24 @@ class ChainSampler(CausalSampler):
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
         """Tokens [R, W] drawn from p [R, W, V] with uniform [R, W]."""
         return draw(p, uniform)
+
+    def observe(self, state: CausalState, proposal: Proposal) -> Notes:
+        """As for all; and the drafts that are evaluated, from windows as well as trees."""
+        notes, committed = super().observe(state, proposal), state.committed
+        notes.drafts, notes.blocks = set(), [None] * state.batch
+        for row in proposal.rows.tolist():
+            last = min(committed[row] + proposal.positions.shape[1], state.length[row])
+            notes.blocks[row] = (int(committed[row]), int(last))
+        for query in proposal.cost.queries:
+            count = len(query.rows)
+            drafted = query.positions[:count].cpu().numpy() >= committed[query.rows, None]
+            if query.valid is not None:
+                drafted &= query.valid[:count].cpu().numpy()
+            index, column = drafted.nonzero()
+            positions, tokens = (each[:count].cpu().numpy()[index, column] for each in (query.positions, query.tokens))
+            rows = query.rows[index]
+            notes.drafts.update(zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True))
+        return notes
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 

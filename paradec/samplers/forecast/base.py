@@ -179,7 +179,7 @@ class ForecastSampler(Sampler):
         )
         if trace:
             request = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
-            state.trace = Trace(canvas=[], settings=self.to_dict() | request)
+            state.trace = Trace(canvas=[], settings=self.to_dict() | request, family=self.family)
         return state
 
     # ---- step -----------------------------------------------------------------------------------------------------

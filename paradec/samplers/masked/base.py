@@ -25,13 +25,14 @@ from paradec.kernels.token_stats import Draws, read_stats
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import reference, revising
+from paradec.samplers.masked import noting, reference, revising
 from paradec.samplers.masked.queries import part_query
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
 from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View
 from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics, top_by_rank
+from paradec.trace import Notes
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
 
@@ -59,6 +60,7 @@ class MaskedSampler(Sampler):
             own, so that the device step can take it. Subclasses say so again for themselves.
         frontier: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
             arguments of the request. A fraction for `steps` is that share of the undecided positions.
+        names_rules: whether a selection is several rules' (`rules_of`).
 
     Class attributes that follow from what a class overrides, unless it says otherwise:
         announces: whether `announce` says what a step will commit before the model is called.
@@ -81,6 +83,7 @@ class MaskedSampler(Sampler):
     ends_with_block: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
     frontier: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    names_rules: ClassVar[bool] = False
     announces: ClassVar[bool] = False
     fuses: ClassVar[bool] = False
     assesses: ClassVar[bool] = False
@@ -163,6 +166,10 @@ class MaskedSampler(Sampler):
         Args:
             facts: of the model. longest: positions of the longest answer.
         """
+
+    def rules_of(self, view: View) -> dict[tuple[int, int], str]:
+        """Which rules choose what of a view, by (row, column): for traces of methods that declare `names_rules`."""
+        return {}
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -336,6 +343,9 @@ class MaskedSampler(Sampler):
             return reference.categorical(state, logits, positions, rows, generator)
         noise = reference.gumbel_uniform(state, logits.shape[-1], rows, positions, generator)
         return (logits.double() + rng.gumbel(noise)).argmax(-1)
+
+    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
+        return noting.complete(self, state, proposal, super().observe(state, proposal))
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,20 @@ class Combination(MaskedSampler):
         cuts = [cut for cut in found if cut is not None]
         return torch.stack(cuts).amin(0) if cuts else None
 
+    names_rules = True
+
+    def rules_of(self, view: View) -> dict[tuple[int, int], str]:
+        """The names of the rules that would commit a position, joined."""
+        chosen: dict[tuple[int, int], list[str]] = {}
+        for _, rule, own in self.views(view):
+            for row, column in (rule.select(own) & view.candidates).nonzero().tolist():
+                chosen.setdefault((row, column), []).append(rule.name)
+        return self.named({place: tuple(names) for place, names in chosen.items()}, view)
+
+    def named(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
+        """What a trace calls the choice of several rules, by (row, column)."""
+        return {place: " and ".join(names) for place, names in chosen.items()}
+
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return _joined({index: rule.remember(own, selected) for index, rule, own in self.views(view)})
 
@@ -211,6 +225,11 @@ class Intersection(Combination):
         agreed = functools.reduce(operator.and_, (rule.select(own) for _, rule, own in self.views(view)))
         agreed = agreed & view.candidates
         return torch.where(agreed.any(-1, keepdim=True), agreed, best_one(view.scores))
+
+    def named(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
+        best = [tuple(place) for place in best_one(view.scores).nonzero().tolist()]
+        alone = {place: "best one, where rules disagree" for place in best}
+        return alone | {place: "all rules" for place, names in chosen.items() if len(names) == len(self.rules)}
 
 
 def _joined(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, M
 from paradec.samplers.masked.commit import to_host
 from paradec.samplers.masked.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
 from paradec.samplers.masked.stopping import NEVER, first_end
+from paradec.trace import Notes
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
@@ -338,6 +339,19 @@ class FreeDave(MaskedSampler):
             found.append(logits)
             total += len(logits)
         return found[0] if len(found) == 1 else torch.cat(found), at, copies
+
+    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
+        """As for all; and what the drafts of later steps fill in."""
+        notes = super().observe(state, proposal)
+        assert isinstance(proposal, DraftProposal)
+        notes.rules, notes.drafts = None, set()
+        positions, now = proposal.positions.tolist(), proposal.drafts[0].tokens
+        for number, ahead in enumerate(proposal.drafts[1:], start=1):
+            for index, column in (ahead.tokens != now).nonzero().tolist():
+                if number < proposal.copies[index]:
+                    token = int(ahead.tokens[index, column])
+                    notes.drafts.add((int(proposal.rows[index]), positions[index][column], token))
+        return notes
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ class MAR(Sampler):
         if request.trace:
             asked = {"labels": labels, "steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
             empty: list[list[Any]] = [[None] * size for _ in labels]
-            state.trace = Trace(empty, self.to_dict() | asked)
+            state.trace = Trace(empty, self.to_dict() | asked, family=self.family)
         return state
 
     # ---- groups -----------------------------------------------------------------------------------------------------

@@ -106,7 +106,14 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.attention_state = attention.begin(state, sampler.uses_steps)
     if request.trace:
         start = [canvas[r, : ends[r]].tolist() for r in range(len(rows))]
-        state.trace = Trace(canvas=start, settings=sampler.to_dict() | request.sampling())
+        state.trace = Trace(
+            canvas=start,
+            settings=sampler.to_dict() | request.sampling(),
+            family=sampler.family,
+            score=sampler.score,
+            cache=cache.name,
+            mask_id=mask,
+        )
     if request.keep_prefix:
         state.settled = np.zeros(state.batch, np.int64)
     if reuse is not None:

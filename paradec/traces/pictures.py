@@ -1,0 +1,90 @@
+"""Small pictures inside of traces, as data URIs."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from paradec.trace import Notes, Trace
+
+SIDE = 512
+"""Pixels along the longer side of a final picture, at most."""
+LATENT_SIDE = 64
+"""The same of a latent's, after each step."""
+MOST_ROWS = 8
+"""Rows of a latent that are drawn after each step."""
+MOST_STEPS = 200
+"""Steps of a latent that are drawn: the first ones."""
+MOST_PIXELS = 2**16
+"""Of what is kept without loss."""
+PREFIX = "data:image/"
+
+
+def as_uri(image: Any, side: int = SIDE) -> str:
+    """A PIL image as text: PNG where it is small, JPEG where it is large; no longer than `side` pixels."""
+    if image.mode not in ("L", "RGB"):
+        image = image.convert("RGB")
+    if max(image.size) > side:
+        image.thumbnail((side, side))
+    kind = "png" if image.width * image.height <= MOST_PIXELS else "jpeg"
+    data = io.BytesIO()
+    image.save(data, format=kind, **({"optimize": True} if kind == "png" else {"quality": 85}))
+    return f"{PREFIX}{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def from_uri(text: str) -> Any:
+    """The PIL image again."""
+    from paradec.pictures import pillow
+
+    return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
+
+
+def of_images(images: Any) -> list[str] | None:
+    """Of what `generate_images` returns, PIL images or a tensor [B, C, H, W] in [0, 1]; None of anything else."""
+    from paradec.pictures import to_pil
+
+    if isinstance(images, Tensor):
+        if images.ndim != 4 or images.shape[1] not in (1, 3):
+            return None
+        images = to_pil(images)
+    return [as_uri(image.copy()) for image in images]
+
+
+def of_steps(steps: Any, images: Any, sampler: Any) -> Trace:
+    """The trace of pictures of which no more is known than the step [B, h, w] int64 that made each token final, from 0,
+    -1 where none did; and what came of them. `unit` is the tokens that a step made final."""
+    rows, height, width = steps.shape
+    flat = steps.reshape(rows, -1)
+    trace = Trace([[None] * (height * width) for _ in range(rows)], sampler.to_dict(), family="masked")  # type: ignore[list-item]
+    trace.grid, trace.cells = (height, width), [list(range(height * width)) for _ in range(rows)]
+    trace.unit, trace.images = "tokens", of_images(images)
+    for index in range(int(flat.max(initial=-1)) + 1):
+        made = [(int(row), int(cell), 1, 1.0) for row, cell in np.argwhere(flat == index)]
+        counts = np.bincount([row for row, *_ in made], minlength=rows).tolist()
+        trace.add(made, counts, "full", Notes([1] * rows))
+    return trace
+
+
+def of_latent(latent: Tensor, step: int) -> list[str] | None:
+    """Of the first rows of a latent [B, C, H, W] after a step, each by its own brightest and darkest value: the first
+    three channels as colours, one as grey. None where it is no raster, after too many steps, and without pillow."""
+    try:
+        from paradec.pictures import pillow
+
+        library = pillow()
+    except ImportError:
+        return None
+    if latent.ndim != 4 or step >= MOST_STEPS:
+        return None
+    rows = latent[:MOST_ROWS, : 3 if latent.shape[1] >= 3 else 1].float().cpu().numpy()
+    found = []
+    for row in rows:
+        low, high = float(row.min()), float(row.max())
+        pixels = np.round((row - low) / max(high - low, 1e-12) * 255).astype(np.uint8).transpose(1, 2, 0)
+        image = library.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+        found.append(as_uri(image, LATENT_SIDE))
+    return found

@@ -1,0 +1,99 @@
+"""Writes pages of traces into a folder, and beside each what must be seen on it, for `look.mjs`.
+
+    python tests/browser/write_pages.py FOLDER
+
+Expected texts come from `Trace.replay`, which knows nothing of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "traces"), str(TESTS.parent)]
+
+import torch  # noqa: E402
+from runs_by_hand import hostile, long, scripts  # noqa: E402
+
+import paradec  # noqa: E402
+from paradec.models.images.diffusion import DiffusionModel  # noqa: E402
+from paradec.models.images.pixel_dit import PixelDiTPipeline  # noqa: E402
+from paradec.trace import Trace  # noqa: E402
+from paradec.traces.html import page  # noqa: E402
+
+PROMPTS = ["Sort: wolf fig otter zebra deer orange", "Latin square: Q Z S U"]
+
+
+def texts() -> dict[str, list[Trace]]:
+    """Of the masked and the causal family."""
+    model, found = paradec.load(), {}
+    request: dict[str, Any] = {"max_new_tokens": 32, "trace": True}
+    for name, more in {
+        "threshold": {},
+        "wino": {},
+        "freedave": {},
+        "union": {"sampler": "credit+localleap", "cache": "dual", "block_length": 8},
+    }.items():
+        found[name] = [paradec.generate(model, PROMPTS, **({"sampler": name} | request | more)).trace]
+    one = paradec.generate(model, PROMPTS[0], sampler="low_confidence", **request).trace
+    several = paradec.generate(model, PROMPTS[0], **request).trace
+    return found | {"both": [one, several], "hostile": [hostile()], "scripts": [scripts()], "long": [long(2000)]}
+
+
+def pictures() -> dict[str, list[Trace]]:
+    """Of image models, and of a diffusion model in our loop and in a pipeline."""
+    found = {}
+    for name, sampler, more in (("digits-maskgit", "recap", {"steps": 8}), ("digits-ar", "sjd", {})):
+        out = paradec.generate_images(
+            paradec.load(name), class_labels=[3, 8], sampler=sampler, seed=0, trace=True, **more
+        )
+        found[sampler] = [out.trace]
+    pipe = PixelDiTPipeline.digits()
+    pipe.set_progress_bar_config(disable=True)
+    sampler = paradec.TaylorSeer(interval=5, order=1, target="output")
+    model = DiffusionModel(pipe.transformer)
+    side = pipe.transformer.config.sample_size
+    noise = torch.randn(2, model.channels, side, side, generator=torch.Generator().manual_seed(0))
+    request = {"scheduler": pipe.scheduler, "num_inference_steps": 30, "class_labels": [3, 8], "trace": True}
+    state = sampler.start(model, noise, **request)
+    paradec.decode(sampler, model, state)
+    with paradec.accelerate(pipe, paradec.TaylorSeer(interval=5)) as session:
+        images = pipe([3, 8], num_inference_steps=30, generator=torch.Generator().manual_seed(0)).images
+    return found | {"forecast": [state.trace], "pipeline": [session.report().trace(images)]}
+
+
+def expected(trace: Trace) -> dict[str, Any]:
+    """What a run's page must say: forwards, and where there are texts, the ids of every row after every step."""
+    found: dict[str, Any] = {"steps": len(trace.steps), "forwards": max(trace.row_nfe), "mask": trace.mask_id}
+    found["rows"], found["grid"] = trace.batch, trace.grid
+    found["kinds"] = sorted({step.kind for step in trace.steps})
+    if trace.canvas and trace.grid is None:
+        found["texts"] = {str(token): text for token, text in trace.texts.items()}
+        found["filled"] = [[i for a, b in trace.to_fill(r) for i in range(a, b)] for r in range(trace.batch)]
+        some = {0, 1, 2, len(trace.steps) // 2, len(trace.steps)}
+        found["canvas"] = {str(k): trace.replay(k) for k in some if k <= len(trace.steps)}
+        found["back"] = {
+            str(k): [[r, p] for r, p, token, _ in trace.steps[k - 1].commits if token == trace.mask_id]
+            for k in some
+            if 0 < k <= len(trace.steps)
+        }
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, traces in (texts() | pictures()).items():
+        (folder / f"{name}.html").write_text(page(traces), encoding="utf-8")
+        said = json.dumps([expected(trace) for trace in traces])
+        (folder / f"{name}.expected.json").write_text(said, encoding="utf-8")
+    output = paradec.generate(paradec.load(), PROMPTS, max_new_tokens=32, trace=True)
+    shown = "<!DOCTYPE html><meta charset=utf-8>" + output._repr_html_()
+    (folder / "notebook.html").write_text(shown, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""`paradec trace`, and `--trace` by suffix, of the other commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli
+from paradec.trace import Trace
+from paradec.traces.html import page
+
+PROMPT = "Sort: wolf fig otter zebra deer orange"
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def ok(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    files = [folder / "one.json", folder / "several.json"]
+    for file, sampler in zip(files, ("low_confidence", "threshold"), strict=True):
+        ok("generate", PROMPT, "--sampler", sampler, "--max-new-tokens", 8, "--trace", file)
+    return files
+
+
+@pytest.mark.parametrize("suffix", ["html", "gif", "json", "PNG", ""])
+def test_generate_writes_by_suffix(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"run.{suffix}".rstrip(".")
+    ok("generate", PROMPT, "--max-new-tokens", 8, "--trace", file)
+    start = {"html": b"<!DOCTYPE html>", "gif": b"GIF89a", "PNG": b"\x89PNG"}.get(suffix, b'{"canvas"')
+    assert file.read_bytes().startswith(start)
+
+
+def test_another_suffix_is_refused_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paradec, "load", lambda *_, **__: pytest.fail("loaded"), raising=False)
+    file = tmp_path / "run.hmtl"
+    for command in (["generate", PROMPT], ["infill", "sort <mask>"]):
+        result = run(*command, "--trace", file)
+        assert result.exit_code == 2 and "--trace" in result.stderr and ".html (a page)" in result.stderr
+    result = run("image", "--out", tmp_path / "x.png", "--class", "3", "--trace", file)
+    assert result.exit_code == 2 and ".html" in result.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_in_step(runs: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "both.html"
+    lines = ok("trace", *runs, "--out", out, "--title", "a < b").splitlines()
+    first, second = (Trace.load(file) for file in runs)
+    assert lines[0].startswith("one: low_confidence, rows 1, steps 8, forwards 8, tokens final 8, positions evaluated ")
+    assert lines[1].startswith(f"several: threshold, rows 1, steps {len(second.steps)}, ")
+    assert lines[2].endswith("both.html")
+    text = out.read_text(encoding="utf-8")
+    assert text == page([first, second], ["one", "several"], "a < b")
+    assert "<title>a &lt; b</title>" in text
+    ok("trace", *runs, "--out", tmp_path / "both.gif", "--name", "a", "--name", "b")
+    assert Image.open(tmp_path / "both.gif").n_frames == 9
+    data = json.loads(ok("trace", runs[1], runs[1], "--json"))
+    assert data["out"] is None and [entry["name"] for entry in data["runs"]] == ["several (1)", "several (2)"]
+    assert data["runs"][0]["forwards"] == len(second.steps) < 8 and data["runs"][0]["final"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ONE", "--out", "no/such/x.html"], "cannot write --out"),
+        (["ONE", "--out", "x.txt"], "--out"),
+        (["ONE", "--out", "ONE"], "one of the files to read"),
+        (["ONE", "ONE", "--out", "DIR/both.json"], "holds one run"),
+        (["ONE", "--name", "a", "--name", "b"], "--name is given 2 times for 1 files"),
+        (["missing.json"], "is no file"),
+        (["BAD"], "no trace that paradec wrote"),
+        (["ONE"] * 5, "5 traces: from 1 to 4"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, runs: list[Path], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text('{"steps": 3}')
+    places = {"ONE": str(runs[0]), "BAD": str(bad), "DIR/both.json": str(tmp_path / "both.json")}
+    before = runs[0].read_bytes()
+    result = run("trace", *(places.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.startswith("error: ")
+    assert runs[0].read_bytes() == before
+
+
+@pytest.mark.parametrize("model", ["digits-ar", "digits-maskgit", "digits-dit"])
+def test_pictures(model: str, tmp_path: Path) -> None:
+    file, data = tmp_path / "run.html", tmp_path / "run.json"
+    given = ["image", "--model", model, "--class", "3", "--seed", "1", "--out", tmp_path / "x.png"]
+    given += [] if model == "digits-ar" else ["--steps", "6"]
+    ok(*given, "--trace", file)
+    assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    ok(*given, "--trace", data)
+    trace = Trace.load(data)
+    assert trace.images is not None and len(trace.images) == 1
+    if model == "digits-dit":
+        assert len(trace.steps) == 6 and {step.kind for step in trace.steps} == {"full", "forecast"}
+        assert trace.unit == "modules" and trace.row_nfe[0] == sum(step.kind == "full" for step in trace.steps)
+    else:
+        assert trace.grid == (7, 7) and sum(len(step.commits) for step in trace.steps) == 49
+    assert Image.open(tmp_path / "x.png").size == (28, 28)

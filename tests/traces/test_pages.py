@@ -1,0 +1,279 @@
+"""Pages, animations and plots of traces: harmless, bounded, and what they say is what was recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_models import tiny_masked_image
+from PIL import Image
+from runs_by_hand import HOSTILE, hostile, long, scripts
+from tiny_models import tiny
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.trace import Trace
+from paradec.traces import payload
+from paradec.traces.html import page
+from paradec.traces.pictures import from_uri, of_steps
+from paradec.traces.texts import joined, name_tokens, token_texts
+
+ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
+
+
+class Reader(HTMLParser):
+    """The tags of a page, and what its data script holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data = ""
+        self.reading = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.reading = dict(attrs).get("id") == "data"
+
+    def handle_endtag(self, tag: str) -> None:
+        self.reading = False
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self.reading else ""
+
+    def runs(self) -> list[dict[str, Any]]:
+        return json.loads(self.data)["runs"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2)
+
+
+@pytest.fixture(scope="module")
+def trace(model: Model) -> Trace:
+    found = paradec.generate(model, ROWS, sampler="wino", max_new_tokens=8, block_length=4, trace=True).trace
+    assert found is not None
+    return found
+
+
+def test_a_page_is_one_file_that_asks_for_nothing(trace: Trace, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    text = trace.to_html(file)
+    assert file.read_text(encoding="utf-8") == text
+    found = Reader(text)
+    assert not any({"src", "href", "srcset", "action"} & set(attributes) for _, attributes in found.tags)
+    assert not {"link", "base", "iframe", "object", "embed"} & {tag for tag, _ in found.tags}
+    assert not re.search(r"https?:|//\w|@import|url\(|fetch\(|XMLHttp|WebSocket|import\(", text.replace("// ", ""))
+    policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+
+
+def test_a_page_holds_every_step(trace: Trace) -> None:
+    (run,) = Reader(trace.to_html()).runs()
+    assert run["mask"] == trace.mask_id and run["family"] == "masked" and run["left"] == []
+    assert [row["start"] for row in run["rows"]] == trace.canvas and [row["end"] for row in run["rows"]] == trace.ends
+    for step, shown in zip(trace.steps, run["steps"], strict=True):
+        assert [entry[:3] for entry in shown["c"]] == [list(entry[:3]) for entry in step.commits]
+        assert [entry[3] for entry in shown["c"]] == [pytest.approx(entry[3], rel=1e-3) for entry in step.commits]
+        assert shown["f"] == step.forwarded and shown["n"] == step.nfe and shown["k"] == step.kind
+        assert [[tuple(span) for span in row] for row in shown["e"]] == step.evaluated
+
+
+def test_no_token_does_harm(tmp_path: Path) -> None:
+    name = "</title><script>window.hacked = 1</script>"
+    text = page([hostile(), hostile()], [name, HOSTILE[1]], HOSTILE[0])
+    text.encode("utf-8")  # the lone surrogate is gone
+    found = Reader(text)
+    plain = Reader(page([scripts(), scripts()]))
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags] and text.count("</script>") == 2
+    run = found.runs()[0]
+    assert [run["texts"][str(i)] for i in range(7)] == list(HOSTILE[:7]) and run["texts"]["7"] == "?"
+    assert run["settings"][HOSTILE[1]] == HOSTILE[2] and found.runs()[0]["name"] == name
+    hostile().to_gif(tmp_path / "x.gif")
+    framed = Reader(hostile()._repr_html_())
+    assert [tag for tag, _ in framed.tags] == ["iframe"]
+    assert framed.tags[0][1]["sandbox"] == "allow-scripts" and framed.tags[0][1]["srcdoc"] == hostile().to_html()
+
+
+@pytest.mark.parametrize("steps", [2000, 12_000])
+def test_long_runs_stay_small(steps: int, tmp_path: Path) -> None:
+    trace = long(steps)
+    text = trace.to_html()
+    assert len(text) < 6e6
+    (run,) = Reader(text).runs()
+    canvas = [list(row["start"]) for row in run["rows"]]
+    for step in run["steps"]:
+        for row, position, token, *_ in step["c"]:
+            canvas[row][position] = token
+    assert canvas == trace.replay()
+    assert sum(sum(step["n"]) for step in run["steps"]) == 2 * steps
+    rest = [] if steps == 2000 else ["steps 10001 to 12000 one by one: the last one here has all of them"]
+    assert run["left"] == [*rest, "what was evaluated, in later steps"]
+    file = tmp_path / "long.gif"
+    trace.to_gif(file)
+    assert Image.open(file).n_frames == 120 and file.stat().st_size < 1e6
+
+
+def test_many_rows_and_large_pictures_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = long(50, rows=40)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 3, 700, 700), dtype=np.uint8)
+    from paradec.traces.pictures import as_uri
+
+    trace.images = [as_uri(Image.fromarray(noise[i % 2].transpose(1, 2, 0))) for i in range(2)] * 20
+    assert from_uri(trace.images[0]).size == (512, 512) and max(map(len, trace.images)) < 500_000
+    monkeypatch.setattr(payload, "MOST_IMAGE_TEXT", 3 * len(trace.images[0]))
+    (run,) = Reader(trace.to_html()).runs()
+    assert len(run["rows"]) == payload.MOST_ROWS and run["left"] == ["rows 17 to 40", "some of the pictures"]
+    assert ["image" in row for row in run["rows"]].count(True) in (2, 3)
+    monkeypatch.setattr(payload, "MOST_WRITES", 20)
+    (run,) = Reader(long(50).to_html()).runs()
+    assert len(run["steps"]) == 21 and run["steps"][-1]["k"] == "rest" and "steps 21 to 50" in run["left"][0]
+
+
+def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
+    request = {"max_new_tokens": 8, "trace": True, "eos_early_stop": False}
+    names = ["low_confidence", "maskgit"]
+    one, two = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in names)
+    runs = Reader(one.to_html(beside=two, names=["a", "b"])).runs()
+    assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [8, len(two.steps)]
+    assert [run["name"] for run in Reader(one.to_html(beside=[two, two])).runs()] == [*names, "maskgit"]
+    one.to_gif(tmp_path / "both.gif", beside=two)
+    assert Image.open(tmp_path / "both.gif").n_frames == max(8, len(two.steps)) + 1
+    with pytest.raises(ValueError, match="names has 1 entries for 2 traces"):
+        one.to_html(beside=two, names=["a"])
+    with pytest.raises(ValueError, match="5 traces: from 1 to 4"):
+        one.to_html(beside=[two] * 4)
+    with pytest.raises(TypeError, match="must be a paradec.trace.Trace"):
+        one.to_html(beside=["run.json"])
+
+
+def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -> None:
+    file = tmp_path / "run.gif"
+    trace.to_gif(file, row=1, seconds=0.2, width=400)
+    with Image.open(file) as drawn:
+        assert drawn.size[0] == 400 and drawn.info["loop"] == 0
+        frames, times = [], []
+        for index in range(drawn.n_frames):
+            drawn.seek(index)
+            frames.append(np.asarray(drawn.convert("RGB")).copy())
+            times.append(drawn.info["duration"])
+    assert len(frames) == len(trace.steps) + 1 and set(times[:-1]) == {200} and times[-1] == 2500
+    assert all((a != b).any() for a, b in zip(frames, frames[1:]))
+    # grey where nothing is decided: less from frame to frame as long as nothing is taken back
+    grey = [int((np.abs(frame.astype(int) - (226, 226, 234)).max(-1) <= 4).sum()) for frame in frames]
+    assert grey[0] > 2 * grey[-1]
+    trace.to_gif(file, most_frames=3, dark=True)
+    assert Image.open(file).n_frames == 3
+    for wrong, message in (
+        ({"row": 3}, "row=3"), ({"width": 5}, "width=5"), ({"most_frames": 1}, "most_frames=1"),
+        ({"seconds": 0}, "seconds=0"), ({"font": tmp_path / "no.ttf"}, "no font file"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            trace.to_gif(tmp_path / "no.gif", **wrong)
+    assert not (tmp_path / "no.gif").exists()
+
+
+def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
+    model = tiny_masked_image()
+    out = paradec.generate_images(model, class_labels=[0, 1], steps=3, seed=0, trace=True)
+    trace = out.trace
+    assert trace.grid == (out.grid.height, out.grid.width) and len(trace.images) == 2
+    assert np.array_equal(np.asarray(from_uri(trace.images[1])), np.asarray(out.images[1].convert("RGB")))
+    (run,) = Reader(trace.to_html()).runs()
+    steps = np.full((2, out.grid.height * out.grid.width), -1)
+    for index, step in enumerate(run["steps"]):
+        for row, position, *_ in step["c"]:
+            if position in run["rows"][row]["cells"]:
+                steps[row, run["rows"][row]["cells"].index(position)] = index
+    assert (steps.reshape(out.steps.shape) == out.steps).all()
+    trace.save(tmp_path / "run.gif")
+    with Image.open(tmp_path / "run.gif") as drawn:
+        assert drawn.n_frames == len(trace.steps) + 1
+    back = of_steps(out.steps, out.images, paradec.samplers.create("maskgit"))
+    assert back.grid == trace.grid and [sum(step.forwarded) for step in back.steps] == [
+        (out.steps == i).sum() for i in range(len(trace.steps))
+    ]
+    back.save(tmp_path / "back.html")
+
+
+@pytest.mark.parametrize("family", ["text", "picture", "forecast"])
+def test_plots(family: str, trace: Trace) -> None:
+    pytest.importorskip("matplotlib")
+    if family == "picture":
+        made = paradec.generate_images(tiny_masked_image(), class_labels=1, steps=3, output_type="latent", trace=True)
+        trace = made.trace
+    elif family == "forecast":
+        trace = Trace([], {"sampler": "by hand"}, family="forecast")
+        for kind in ("full", "forecast", "full"):
+            trace.add([], [3 * (kind == "full")], kind)
+    figure = trace.plot(beside=trace, names=["a", "b"])
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert [title[0] for title in titles] == ["a", "b"]
+    bars = [axes for axes in figure.axes if len(axes.patches) == len(trace.steps)]
+    heights = [patch.get_height() for patch in bars[0].patches]
+    assert heights == [sum(step.forwarded) for step in trace.steps]
+
+
+def test_a_plot_without_matplotlib_says_what_to_do(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="bench"):
+        trace.plot()
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({sign: i for i, sign in enumerate([*alphabet, "<end>"])}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+
+
+def test_characters_of_several_tokens(bytewise: Any) -> None:
+    text = "a 🦊é!"
+    ids = bytewise(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    texts = token_texts(bytewise, ids)
+    assert [texts[i] for i in (ids[0], ids[1], ids[-1])] == ["a", " ", "!"] and texts[ids[2]] == "\ufffd"
+    assert joined(bytewise, ids, texts) == [(2, 6, "🦊"), (6, 8, "é")]
+    assert joined(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # a torn one stays torn
+    trace = Trace([[0, 0]], family="masked", mask_id=0)
+    trace.add([(0, 0, ids[6], 1.0), (0, 1, ids[7], 1.0)], [2], "full")
+    name_tokens(trace, bytewise)
+    assert trace.joined == [[(0, 2, "é")]] and trace.texts.keys() == {0, ids[6], ids[7]}
+
+
+def test_spaces_before_words_are_kept() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE({"\u2581": 0, "a": 1, "b": 2, "\u2581a": 3}, [("\u2581", "a")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert token_texts(tokenizer, [1, 3]) == {1: "a", 3: " a"}
+
+
+def test_texts_of_a_model_with_a_tokenizer() -> None:
+    out = paradec.generate(paradec.load(), "Sort: pear fig apple", max_new_tokens=8, trace=True)
+    trace = out.trace
+    ids = trace.replay()[0]
+    words = [trace.texts[i] for i in ids[: trace.ends[0]] if i not in trace.special]
+    assert " ".join(words) == f"sort : pear fig apple {out.text}"
+    assert Reader(trace.to_html()).runs()[0]["texts"][str(trace.mask_id)] == trace.texts[trace.mask_id]
