@@ -42,6 +42,8 @@ DTYPES = {
 """What safetensors calls a dtype -> what torch does."""
 COUNTERS = ("position_ids", "num_batches_tracked")
 """Buffers of image models in transformers' format that are integers: their names end so."""
+PROGRESS_BAR_FROM = 2**28
+"""Bytes of weights from which loading shows a progress bar."""
 REACH_SECONDS = 5
 """How long the hub may take to answer before it counts as out of reach."""
 

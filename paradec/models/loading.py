@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from paradec.checks import check_int, shown
+from paradec.models import causal
+from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Decoder, Model
 from paradec.models.checkpoint import (
+    PROGRESS_BAR_FROM,
     WEIGHTS,
     CheckpointError,
     check_weights,
@@ -56,8 +59,6 @@ PACKAGED = "tiny-llada"
 DEFAULT_NEW_TOKENS = 128
 """Answer length where neither the request nor generation_config.json names one."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PROGRESS_BAR_FROM = 2**28
-"""Bytes of weights from which loading shows a progress bar."""
 
 
 def load(
@@ -72,16 +73,21 @@ def load(
     revision: str | None = None,
     mask_token_id: int | None = None,
     block_length: int | None = None,
+    gguf_file: str | None = None,
     **image_options: Any,
 ) -> Model:
-    """Load a masked diffusion language model, or an autoregressive image model, from its published file format.
+    """Load a masked diffusion or causal language model, or an image model, from its published file format.
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
     `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
     ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Weights must be
     safetensors (one file or sharded); remote code is never executed.
 
-    Ids come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
+    Any causal language model in transformers' own format ("qwen3", "llama", "gemma3_text", ...) runs on its own class
+    there, and ends and pads as its `generate` does; GGUF files as far as transformers reads them (with the package
+    gguf), as plain numbers.
+
+    Ids of masked models come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
     disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
     that these files and the tokenizer's turn ends name.
 
@@ -90,7 +96,8 @@ def load(
     a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
 
     Args:
-        source: a folder, a hub repository id, or None for the small model inside the package.
+        source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
+            "folder/file.gguf" or "owner/repository/file.gguf".
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
         device: where to put the model; None is the CPU, or what `device_map`/`tp_plan` say.
         device_map, tp_plan, quantization_config, revision: as in transformers' `from_pretrained`.
@@ -99,6 +106,7 @@ def load(
         mask_token_id: overrides the checkpoint's; needed where it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
+        gguf_file: the name of the GGUF file in `source`, as in transformers.
         image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and its kin.
 
@@ -115,6 +123,8 @@ def load(
         "block_length": block_length,
     }
     if source is None:
+        if gguf_file is not None:
+            raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
@@ -130,7 +140,13 @@ def load(
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation(attn_implementation)
-    source = os.fspath(source)
+    source, gguf_file = gguf.file_of(os.fspath(source), gguf_file)
+    if gguf_file is not None:
+        if image_options:
+            raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
+        return causal.load_causal(
+            source, {}, revision, attn_implementation, device, gguf_file=gguf_file, dtype=dtype, **for_text
+        )
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -149,7 +165,9 @@ def load(
         return load_image_model(config["model_type"], source, image_options, **common)
     if image_options:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
-    return _language_model(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
+    of_masks = config.get("model_type") in [*FAMILIES, *REFUSED]
+    read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
+    return read(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
 
 
 def _language_model(
@@ -240,8 +258,8 @@ def _family(source: str, config: dict[str, Any]) -> Family:
             "model which paradec.load returns"
         )
     raise CheckpointError(
-        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))}. Load another "
-        "model with transformers and give it to paradec.wrap"
+        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
+        "language models of transformers. Load another model with transformers and give it to paradec.wrap"
     )
 
 

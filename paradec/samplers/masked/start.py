@@ -119,7 +119,10 @@ def _check_pair(sampler: Any, model: Any) -> None:
     sampler.check_model(model)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
-        raise ValueError(f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive")
+        raise ValueError(
+            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive: give one of "
+            "family 'draft_verify', e.g. sampler='sjd'"
+        )
     if sampler.shadows and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
