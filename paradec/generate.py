@@ -69,6 +69,8 @@ class Output:
     """What the calls attended to; None where all attended to everything."""
     prefix: KeptPrefix | None = None
     """With `keep_prefix`: keys and values of prompts and answers, for the `prefix` of the next request."""
+    draft_nfe: list[int] | None = None
+    """Forward calls of the model that drafts, for each row; None where there is none."""
 
     @property
     def nfe(self) -> int:
@@ -276,7 +278,7 @@ def _first(state: TextState) -> int:
 
 def _of_row(output: Output, row: int) -> Output:
     """The output of one row of a race, with what all rows cost."""
-    lists = ("row_nfe", "tokens", "finished")
+    lists = ["row_nfe", "tokens", "finished"] + ["draft_nfe"] * (output.draft_nfe is not None)
     tensors = ("sequences", "new_tokens", "attention_mask", "filled")
     changes: dict[str, Any] = {name: [getattr(output, name)[row]] for name in lists}
     changes |= {name: getattr(output, name)[row : row + 1] for name in tensors}
@@ -327,6 +329,7 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         trace=state.trace,
         cost=CacheCost.of(state),
         attention=None if state.attention_state is None else state.attention_state.report(),
+        draft_nfe=None if getattr(state, "drafting", None) is None else state.drafting.nfe.tolist(),
     )
 
 

@@ -87,9 +87,9 @@ def load(
     there, and ends and pads as its `generate` does; GGUF files as far as transformers reads them (with the package
     gguf), as plain numbers.
 
-    Ids of masked models come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
-    disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
-    that these files and the tokenizer's turn ends name.
+    Ids of masked models come from the checkpoint's own files: config.json, then generation_config.json, then the
+    tokenizer; where they disagree on the mask or the padding, the first one counts (and the logger "paradec" says so).
+    End tokens are all that these files and the tokenizer's turn ends name.
 
     Image models (`paradec.generate_images`): LlamaGen's and MAR's single files and folders, and Emu3, Chameleon's kin
     and Janus in transformers' format; "digits-ar" is the small one inside the package, "digits-ar-drafter"

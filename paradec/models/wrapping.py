@@ -135,7 +135,7 @@ def _adapter(module: nn.Module) -> type[Model]:
     if base.__name__.endswith("ForMaskedLM") and "attention_mask" in takes:
         return Encoder
     generates = _generates(module) and getattr(module, "_supports_attention_backend", False)
-    if generates and all(name in takes or anything and base is not type(module) for name in DECODER_TAKES):
+    if generates and (anything or all(name in takes for name in DECODER_TAKES)):
         return Decoder
     return Opaque
 
@@ -198,7 +198,7 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
         if getattr(config, "is_decoder", False):
             raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
         return
-    if _generates(module) and topology == "causal" and getattr(config, "is_decoder", True) is False:
+    if _generates(module) and topology == "causal" and _is_encoder(config):
         raise ValueError(
             f"config.is_decoder=False makes {name} bidirectional; a causal language model of its kind needs True"
         )
@@ -218,6 +218,14 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
                 )
     else:
         _refuse_more_than_plain(module, config, topology)
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether a config makes a class that can be both (BERT-like) see both ways."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    model_type = getattr(config, "model_type", None)
+    return getattr(config, "is_decoder", True) is False and model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _check_experts(module: nn.Module, config: Any) -> None:

@@ -22,8 +22,9 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Cost, Memory, MemorySpec, Proposal, Query, Sampler
-from paradec.request import Request, randomness, request_for
+from paradec.request import Request, randomness, request_for, stop_texts
 from paradec.samplers.causal.state import CausalState, JacobiState
+from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.statistics import guided
 from paradec.trace import Trace
 
@@ -43,7 +44,7 @@ class CausalSampler(Sampler):
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
     unserved: ClassVar[tuple[str, ...]] = (
-        *("blocks", "block_length", "steps", "stop", "stop_strings", "confidence_eos_eot_inf", "rng"),
+        *("blocks", "block_length", "steps", "stop", "confidence_eos_eot_inf", "rng"),
         *("cache", "attention", "prefix", "keep_prefix", "share_prefix"),
     )
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
@@ -111,6 +112,7 @@ class CausalSampler(Sampler):
             )
         _, seeds = randomness(request, prompts)
         allowed, guess = self._allowed(facts, request, grid, device)
+        texts = self._texts(model, request, len(prompts))
 
         batch, width = len(prompts), self._width(new)
         context = np.full((len(contexts), longest), facts.fill_token_id, np.int64)
@@ -136,6 +138,7 @@ class CausalSampler(Sampler):
             layout=None if grid is None else grid.layout.to(device),
             store=model.make_store(len(contexts), longest) if model.supports_store else None,
         )
+        state.texts = texts
         if request.trace:
             rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
             state.trace = Trace(canvas=rows, settings=self.to_dict() | request.sampling())
@@ -150,6 +153,19 @@ class CausalSampler(Sampler):
         new = model.default_max_new_tokens if new is None else new
         check_int("max_new_tokens", new, low=1)
         return new
+
+    def _texts(self, model: Any, request: Request, rows: int) -> AnswerTexts | None:
+        """What ends a row beside end tokens.
+
+        Raises:
+            ValueError: stop strings without a tokenizer.
+        """
+        texts, tokenizer = stop_texts(request.stop_strings), getattr(model, "tokenizer", None)
+        if texts and tokenizer is None:
+            raise ValueError(
+                f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none"
+            )
+        return AnswerTexts(texts, tokenizer, rows) if texts else None
 
     def _width(self, new: int) -> int:
         """Slots of a row's window, for an answer of so many tokens."""
@@ -182,7 +198,7 @@ class CausalSampler(Sampler):
         self, state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor
     ) -> tuple[Tensor, np.ndarray]:
         """Tokens that each row makes final, [R, 1] on the device and [R] on the host, of tokens [R, W] of which count
-        [R, 1] are good; and the end of rows with an end token.
+        [R, 1] are good; and the end of rows with an end token or a stop string.
 
         Raises:
             FloatingPointError: NaN or infinite logits. Nothing is written then.
@@ -199,8 +215,12 @@ class CausalSampler(Sampler):
         columns = [count, ended.long(), broken.long()]
         if state.drafting is not None and state.drafting.broken is not None:
             columns.append(state.drafting.broken.long().expand_as(count))
+        flags = len(columns)
+        if state.texts is not None:
+            columns.append(tokens)
         # the one transfer of the step
-        written, ends, failed, *drafter = torch.cat(columns, 1).T.cpu().numpy()
+        found = torch.cat(columns, 1).T.cpu().numpy()
+        written, ends, failed, *drafter = found[:flags]
         if failed.any():
             row = int(proposal.rows[failed.argmax()])
             raise FloatingPointError(
@@ -208,6 +228,11 @@ class CausalSampler(Sampler):
             )
         if drafter and drafter[0].any():
             raise FloatingPointError("the drafter returned NaN or infinite logits")
+        if state.texts is not None:
+            written, stops = state.texts.cut(proposal.rows, found[flags:].T, written)
+            state.stopped[proposal.rows[stops]] = True
+            ends = ends | stops
+            count = torch.as_tensor(written, device=count.device).unsqueeze(1)
         finished = proposal.rows[ends > 0]
         state.end[finished] = state.committed[finished] + written[ends > 0]
         made = np.zeros(state.batch, np.int64)

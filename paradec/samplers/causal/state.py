@@ -18,6 +18,7 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, State
 from paradec.request import Request
+from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.causal.verification import token_distribution
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class CausalState(State):
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
     drafting: Drafting | None = field(init=False, default=None)
     """Of a request whose drafts another model makes."""
+    texts: AnswerTexts | None = field(init=False, default=None)
+    """Of a request with stop strings."""
 
     revises: ClassVar[bool] = False
     attention_state: ClassVar[None] = None
