@@ -19,6 +19,7 @@ from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
 from paradec.canvas import TextState
 from paradec.checks import check_model
+from paradec.logprobs import LogProbs
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, State, decode
 from paradec.request import Arguments, Preset, Request, takes_arguments
@@ -71,6 +72,8 @@ class Output:
     """With `keep_prefix`: keys and values of prompts and answers, for the `prefix` of the next request."""
     draft_nfe: list[int] | None = None
     """Forward calls of the model that drafts, for each row; None where there is none."""
+    logprobs: LogProbs | None = None
+    """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
 
     @property
     def nfe(self) -> int:
@@ -285,8 +288,9 @@ def _of_row(output: Output, row: int) -> Output:
     for name in ("text", "fills"):
         if getattr(output, name) is not None:
             changes[name] = getattr(output, name)[row]
-    if output.prefix is not None:
-        changes["prefix"] = output.prefix.row(row)
+    for name in ("prefix", "logprobs"):
+        if getattr(output, name) is not None:
+            changes[name] = getattr(output, name).row(row)
     return replace(output, **changes, race_winner=row)
 
 
@@ -313,6 +317,7 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         if holes:
             fills = [[_decoded(model, row[a:b]) for a, b in _runs(hole)] for row, hole in zip(ids, filled)]
     sequences = right_aligned(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
+    drafting = getattr(state, "drafting", None)
     return Output(
         text=text[0] if text and prompts.single else text,
         sequences=sequences,
@@ -329,7 +334,8 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         trace=state.trace,
         cost=CacheCost.of(state),
         attention=None if state.attention_state is None else state.attention_state.report(),
-        draft_nfe=None if getattr(state, "drafting", None) is None else state.drafting.nfe.tolist(),
+        logprobs=None if state.logprobs is None else state.logprobs.aligned(state.asked, counted),
+        draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )
 
 

@@ -21,6 +21,9 @@ class TraceStep:
     where the row took no part. Steps and rows together make `Output.forwarded_tokens`."""
     kind: str
     """"full" (whole sequences), "window" (a part, over a store), "forecast" (no evaluation), ..."""
+    logprobs: list[list[Any]] | None = None
+    """With `generate(logprobs=k)`, for every entry of `commits`: [its log-probability, [[token, log-probability], ...]]
+    of the k likeliest, None for what is not finite."""
 
 
 @dataclass
@@ -42,7 +45,11 @@ class Trace:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """JSON text; also written to `path` when one is given."""
-        text = json.dumps(asdict(self))
+        data = asdict(self)
+        for step in data["steps"]:
+            if step["logprobs"] is None:  # as it was written before there were any
+                del step["logprobs"]
+        text = json.dumps(data)
         if path is not None:
             Path(path).write_text(text)
         return text
@@ -53,6 +60,7 @@ class Trace:
         text = str(source)
         data = json.loads(text if text.lstrip().startswith("{") else Path(source).read_text())
         steps = [
-            TraceStep([tuple(c) for c in step["commits"]], step["forwarded"], step["kind"]) for step in data["steps"]
+            TraceStep([tuple(c) for c in step["commits"]], step["forwarded"], step["kind"], step.get("logprobs"))
+            for step in data["steps"]
         ]
         return cls(canvas=data["canvas"], settings=data["settings"], steps=steps)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paradec import moved, rng
 from paradec.checks import check_int, shown
+from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts, encode
@@ -113,6 +114,7 @@ class CausalSampler(Sampler):
         _, seeds = randomness(request, prompts)
         allowed, guess = self._allowed(facts, request, grid, device)
         texts = self._texts(model, request, len(prompts))
+        check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
 
         batch, width = len(prompts), self._width(new)
         context = np.full((len(contexts), longest), facts.fill_token_id, np.int64)
@@ -139,6 +141,8 @@ class CausalSampler(Sampler):
             store=model.make_store(len(contexts), longest) if model.supports_store else None,
         )
         state.texts = texts
+        if request.logprobs is not None:
+            state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         if request.trace:
             rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
             state.trace = Trace(canvas=rows, settings=self.to_dict() | request.sampling())
@@ -252,6 +256,15 @@ class CausalSampler(Sampler):
             # slots past the end wrap around, so that the positions of a row are distinct and can be written to
             place = (positions + shift) % columns
             state.context[at, place] = torch.where(tokens >= 0, tokens, state.context[at, place])
+
+    def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
+        """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
+        proposal has them of the whole vocabulary in "log_p" [R, W, V]."""
+        if state.logprobs is None:
+            return None
+        found = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)
+        state.logprobs.write(proposal.rows, proposal.positions, selected, found, state.row_step[proposal.rows])
+        return found
 
     def _advance(self, state: CausalState, proposal: Proposal) -> None:
         """Count a step that has written its tokens."""

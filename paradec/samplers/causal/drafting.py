@@ -400,6 +400,9 @@ class DraftingSampler(ChainSampler):
         node = found.nodes.clamp(min=0)
         scores = probability(p.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
+        if state.logprobs is not None:
+            log_p = state.log_distribution(p, logits, rows, committed + depths)
+            quantities["log_p"] = log_p.take_along_dim(node.unsqueeze(-1), 1)
         if self._reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left
@@ -429,10 +432,11 @@ class DraftingSampler(ChainSampler):
         self._write(state, proposal.positions, rows, torch.where(selected, tokens, -1))
         _drafting(state).held[rows] = state.committed[rows]
         state.committed[rows] += written
+        said = self._note(state, proposal, tokens, selected)
         self._advance(state, proposal)
         self._draft_next(state, rows, proposal.quantities.get("features"))
         state.rows = np.flatnonzero(state.committed < state.end)
-        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
+        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)
 
 
 def _wrapped(module: nn.Module) -> Any:
