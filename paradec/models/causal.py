@@ -25,6 +25,7 @@ from paradec.models.checkpoint import (
     check_foreign_dtypes,
     fetch,
     listed,
+    states_quantiser,
     stored_weights,
 )
 from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_ids, wrap
@@ -78,6 +79,7 @@ def load_causal(
     config = hf_config.to_dict() if gguf_file is not None else config
     cls = _class(source, config)
     if gguf_file is None:
+        states_quantiser(source, config)
         stored_weights(source, revision)
         check_foreign_dtypes(source, config, revision)
     if dtype == torch.float64:  # their kernels have no float64

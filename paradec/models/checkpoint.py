@@ -285,6 +285,28 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
         )
 
 
+def states_quantiser(source: str, config: Mapping[str, Any]) -> bool:
+    """Whether config.json says how the weights are quantised.
+
+    Raises:
+        CheckpointError: a way that transformers does not know.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return False
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        known = isinstance(stated, dict) and AutoHfQuantizer.supports_quant_method(stated)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"config.json of {source!r}: quantization_config={shown(stated)} names no quant_method of transformers'"
+        )
+    return True
+
+
 def check_foreign_dtypes(source: str, config: Mapping[str, Any], revision: str | None) -> None:
     """The same for a folder that transformers' own classes read; those with a `quantization_config` are left to them.
 

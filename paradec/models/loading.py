@@ -22,6 +22,7 @@ from paradec.models.checkpoint import (
     listed,
     published_to_own,
     read_json,
+    states_quantiser,
     stored_weights,
 )
 from paradec.models.family import Family
@@ -224,20 +225,9 @@ def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
     Raises:
         CheckpointError: a way that transformers does not know.
     """
-    stated = config.get("quantization_config")
-    if stated is None:
+    if not states_quantiser(source, config):
         return False
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    try:
-        known = isinstance(stated, dict) and AutoHfQuantizer.supports_quant_method(stated)
-    except (TypeError, ValueError):
-        known = False
-    if not known:
-        raise CheckpointError(
-            f"config.json of {source!r}: quantization_config={shown(stated)} names no quant_method of transformers'"
-        )
-    hf_config.quantization_config = stated
+    hf_config.quantization_config = config["quantization_config"]
     return True
 
 
