@@ -87,6 +87,8 @@ def load_causal(
     if attn_implementation.removeprefix("paradec_") == "eager":
         options["attn_implementation"] = "eager"
     module = _module(source, cls, hf_config, files, dtype=dtype, **options)
+    if gguf_file is not None:
+        _forget_file(module)
     if device is not None:
         module = module.to(device)
     tokenizer = _tokenizer(source, files)
@@ -184,6 +186,14 @@ def _module(source: str, cls: Any, hf_config: Any, files: dict[str, Any], **opti
     if any(problems.values()):
         raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
     return module.eval()
+
+
+def _forget_file(module: Any) -> None:
+    """Take off a module of plain numbers that it came from a quantised file: else transformers would not save it."""
+    if all(parameter.is_floating_point() for parameter in module.parameters()):
+        for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+            module.__dict__.pop(name, None)
+        module.config.__dict__.pop("quantization_config", None)
 
 
 @contextmanager
