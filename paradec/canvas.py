@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from paradec.logprobs import LogProbs
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Memory
 from paradec.trace import Trace
@@ -70,6 +71,7 @@ class TextState(Protocol):
 
     facts: ModelFacts
     trace: Trace | None
+    logprobs: LogProbs | None
     max_new_tokens: int
     store: Any
     attention_state: Any
@@ -174,6 +176,8 @@ class CanvasState:
     """Rows of the model per row of the state: 2 under guidance."""
     memory: Memory
     """What the method remembers."""
+    logprobs: LogProbs | None
+    """What was kept of the tokens' log-probabilities; None unless the request asks for it."""
     given: Tensor
     """[B, L] bool: what the user gave."""
     commits: int

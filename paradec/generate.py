@@ -20,6 +20,7 @@ from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
 from paradec.canvas import TextState
 from paradec.checks import check_model
+from paradec.logprobs import LogProbs
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, State, decode
 from paradec.request import Arguments, Preset, Request, takes_arguments
@@ -82,6 +83,10 @@ class Output:
     denoising_calls: list[int] | None = None
     """On models with canvases: of each row's forward calls those that its open canvas needed. (In lock step, with
     `rng="reference"`, a row takes part in more.)"""
+    draft_nfe: list[int] | None = None
+    """Forward calls of the model that drafts, for each row; None where there is none."""
+    logprobs: LogProbs | None = None
+    """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
 
     @property
     def nfe(self) -> int:
@@ -331,15 +336,16 @@ def _first(state: TextState) -> int:
 
 def _of_row(output: Output, row: int) -> Output:
     """The output of one row of a race, with what all rows cost."""
-    lists = ("row_nfe", "tokens", "finished")
+    lists = ["row_nfe", "tokens", "finished"] + ["draft_nfe"] * (output.draft_nfe is not None)
     tensors = ("sequences", "new_tokens", "attention_mask", "filled")
     changes: dict[str, Any] = {name: [getattr(output, name)[row]] for name in lists}
     changes |= {name: getattr(output, name)[row : row + 1] for name in tensors}
     for name in ("text", "fills"):
         if getattr(output, name) is not None:
             changes[name] = getattr(output, name)[row]
-    if output.prefix is not None:
-        changes["prefix"] = output.prefix.row(row)
+    for name in ("prefix", "logprobs"):
+        if getattr(output, name) is not None:
+            changes[name] = getattr(output, name).row(row)
     return replace(output, **changes, race_winner=row)
 
 
@@ -369,6 +375,7 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         state.trace.ends = np.minimum(state.end, state.asked).tolist()
         name_tokens(state.trace, model.tokenizer)
     sequences = right_aligned(ids, state.asked, facts.fill_token_id).to(state.canvas.device)
+    drafting = getattr(state, "drafting", None)
     return Output(
         text=text[0] if text and prompts.single else text,
         sequences=sequences,
@@ -386,6 +393,8 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         cost=CacheCost.of(state),
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
+        logprobs=None if state.logprobs is None else state.logprobs.aligned(state.asked, counted),
+        draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )
 
 

@@ -58,15 +58,16 @@ def hf_generate(
     *,
     mask_token_id: int | None = None,
     prediction: str | None = None,
-    topology: str = "bidirectional",
+    topology: str | None = None,
     tokenizer: Any = None,
     preset: Preset | None = None,
     **arguments: Any,
 ) -> Tensor | MaskedDiffusionOutput:
-    """Decode a masked diffusion model that transformers loaded, from within its own `generate`.
+    """Decode a masked diffusion model, or a causal one, that transformers loaded, from within its own `generate`.
 
     ```
     model.generate(ids, max_new_tokens=64, custom_generate=paradec.hf_generate, prediction="same", mask_token_id=...)
+    model.generate(ids, max_new_tokens=64, custom_generate=paradec.hf_generate, sampler="sjd")  # a causal model
     ```
 
     transformers prepares the inputs and calls this; the model is wrapped for the call and left as it was. The usual
@@ -79,12 +80,13 @@ def hf_generate(
     `custom_generate=functools.partial(paradec.hf_generate, streamer=..., tokenizer=...)`.
 
     Args:
-        model: a transformers causal language model whose weights were trained for masked diffusion (Llama, Qwen2, ...).
+        model: a transformers causal language model, as it is, or with weights that were trained for masked diffusion
+            (Llama, Qwen2, ...). It is causal where nothing speaks of masks, as in `paradec.wrap`.
         input_ids: [B, L] int64; masks in it are filled as well.
         mask_token_id: by default what the generation config, the model's config or the tokenizer names.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
-            guessed from the architecture: it must be given.
-        topology, tokenizer: as in `paradec.wrap`.
+            guessed from the architecture: it must be given for a masked model.
+        topology, tokenizer: as in `paradec.wrap`; of a masked model "bidirectional" by default.
         preset, arguments: as in `paradec.generate`, but for what transformers' own arguments say (`SERVED` are left).
 
     Returns:
@@ -111,9 +113,12 @@ def hf_generate(
         "suppress_tokens": config.suppress_tokens or (),
     }
     stated = (mask_token_id, getattr(config, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
+    mask = next((value for value in stated if value is not None), None)
+    if topology is None and (prediction is not None or mask is not None):
+        topology = "bidirectional"
     wrapped = wrap(
         model,
-        mask_token_id=next((value for value in stated if value is not None), None),
+        mask_token_id=mask,
         eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
         pad_token_id=config.pad_token_id,
         prediction=prediction,

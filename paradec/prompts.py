@@ -216,7 +216,8 @@ def _from_text(model: Any, text: str, chat: bool | None, placeholder: str | None
     if chat or (chat is None and placeholder is None and template):
         return _from_messages(model, [{"role": "user", "content": text}], placeholder)
     if placeholder is None:
-        return _ids_of(tokenizer, text), 0
+        # a causal model was trained on what its tokenizer makes of a text, with the token that it begins with
+        return _ids_of(tokenizer, text, special=model.facts.topology == "causal"), 0
     # a masked language model was trained on whole inputs, with its special tokens around them
     return _ids_of(tokenizer, _with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from paradec.checks import check_choice, check_model
+from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.registry import Registry, present_settings
 from paradec.trace import Notes, Span, Trace, spans
 
@@ -192,6 +193,8 @@ class Proposal:
     """How many commits the state had seen; a proposal is good for the next one only."""
     kind: str = "full"
     """What was evaluated: "full", "window", or a combination."""
+    logprobs: StepLogProbs | None = None
+    """Of the values, where the request asks for them and the values are the tokens that would be written."""
 
 
 @dataclass
@@ -220,6 +223,8 @@ class Commit:
     selected: Tensor | None = None
     scores: Tensor | None = None
     kind: str = "full"
+    logprobs: StepLogProbs | None = None
+    """Of the values that were written, where the request asks for them."""
 
     def to_list(self) -> list[tuple[int, int, int, float]]:
         """(row, position, token, confidence) of everything written, sorted. Waits for the device."""
@@ -230,6 +235,15 @@ class Commit:
         scores = torch.ones(len(index)) if self.scores is None else self.scores.cpu()[index, column]
         rows = self.rows[index.numpy()]
         return sorted(zip(rows.tolist(), positions.tolist(), values.tolist(), scores.tolist(), strict=True))
+
+    def logprobs_list(self) -> list[list[Any]] | None:
+        """What `TraceStep.logprobs` holds, in the order of `to_list`; None where nothing was asked for."""
+        if self.selected is None or self.positions is None or self.logprobs is None:
+            return None
+        index, column = (i.cpu() for i in self.selected.nonzero(as_tuple=True))
+        places = zip(self.rows[index.numpy()].tolist(), self.positions.cpu()[index, column].tolist(), strict=True)
+        entries = sorted(zip(places, self.logprobs.at(index, column), strict=True), key=lambda entry: entry[0])
+        return [entry for _, entry in entries]
 
 
 @dataclass(frozen=True)
@@ -332,6 +346,8 @@ class State:
     trace: Trace | None = field(init=False, default=None)
     noted: bool = field(init=False, default=True)
     """Whether a trace also has what `Sampler.observe` notes."""
+    logprobs: LogProbs | None = field(init=False, default=None)
+    """Of what was decided, in the columns of the canvas, where the request asks for it; changed by commits."""
 
     def __post_init__(self) -> None:
         self._counts = np.zeros((4, self.batch), np.int64)
@@ -519,7 +535,8 @@ def traced(sampler: Sampler, model: Callable[..., Tensor], state: State, trace: 
     seconds = time.perf_counter() - begin
     if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
         pictures = importlib.import_module("paradec.traces.pictures").of_latent(commit.values, len(trace.steps))
-    trace.add(commits, proposal.cost.forwarded.tolist(), commit.kind, notes, seconds, pictures)
+    forwarded = proposal.cost.forwarded.tolist()
+    trace.add(commits, forwarded, commit.kind, notes, seconds, pictures, commit.logprobs_list())
     return commit
 
 

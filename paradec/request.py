@@ -110,6 +110,8 @@ class Request:
             (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
             for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
             so is decoded as usual, with one warning.
+        logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
+            step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution: `paradec.logprobs`.
 
     Raises:
         ValueError, TypeError: an argument out of its range; the message names it.
@@ -146,6 +148,7 @@ class Request:
     callback: Callable[[State, Commit], bool | None] | None = None
     trace: bool = False
     compile: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         samplers = Registry.by_kind["sampler"]
@@ -177,6 +180,7 @@ class Request:
         check_choice("rng", self.rng, ("counter", "reference"))
         check_int("num_return_sequences", self.num_return_sequences, low=1, high=MOST_ANSWERS)
         check_int("race", self.race, low=1, high=MOST_ANSWERS, none=True)
+        check_int("logprobs", self.logprobs, low=0, none=True)
         if self.callback is not None and not callable(self.callback):
             raise TypeError(f"callback={shown(self.callback)} must be callable")
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
@@ -341,6 +345,7 @@ class Arguments(TypedDict, total=False):
     callback: Callable[[State, Commit], bool | None] | None
     trace: bool
     compile: bool
+    logprobs: int | None
 
 
 def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:

@@ -3,8 +3,8 @@
 `put` gets token ids [B, n] in reading order: first what stands before the first mask of any row (the prompt, padded on
 the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
 streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions; on canvases of
-noise the best tokens of the open one, up to its end. `end` comes when
-the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it began.
+noise the best tokens of the open one, up to its end (causal models decide nothing beyond what is sent). `end` comes
+when the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it began.
 transformers' `TextStreamer`, `TextIteratorStreamer` and `TextDiffusionStreamer` work as they are, for one row. Tokens
 after a row's end are not sent, except as padding beside longer rows.
 """
@@ -56,7 +56,8 @@ def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], 
     def still_open() -> Tensor:  # [L] bool: columns in which a row has nothing final yet
         return right_aligned(state.undecided.cpu()[:, :width], state.asked, False).any(0)
 
-    drafts = getattr(streamer, "put_draft", None)
+    # without a mask nothing would say what is undecided
+    drafts = None if state.facts.mask_token_id is None else getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
 
     def after_commit(stepped: State, commit: Commit) -> bool | None:

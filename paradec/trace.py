@@ -47,6 +47,9 @@ class TraceStep:
     """(row, position, token) of the drafts that were evaluated and did not become final."""
     rules: list[int] | None = field(default=None, compare=False)
     """What each entry of `commits` is due to: a place in `Trace.rules`."""
+    logprobs: list[list[Any]] | None = field(default=None, compare=False)
+    """With `generate(logprobs=k)`, for every entry of `commits`: [its log-probability, [[token, log-probability], ...]]
+    of the k likeliest, None for what is not finite."""
     pictures: list[str] | None = field(default=None, compare=False)
     """Of a latent: a small picture of each row after the step, as a data URI."""
 
@@ -170,9 +173,10 @@ class Trace:
         notes: Notes | None = None,
         seconds: float | None = None,
         pictures: list[str] | None = None,
+        logprobs: list[list[Any]] | None = None,
     ) -> None:
         """Append a step. `notes`: what was seen before its commit; None notes no more than the first three."""
-        step = TraceStep(commits, forwarded, kind)
+        step = TraceStep(commits, forwarded, kind, logprobs=logprobs)
         self.steps.append(step)
         if notes is None:
             return

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -22,6 +23,7 @@ from paradec.cli import options, show
 from paradec.cli.batches import completed, in_batches, repeats, rows_that_fit
 from paradec.generate import MADE, Output, own_defaults
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
+from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
 from paradec.prompts import Prompts, check_placeholder, encode
 from paradec.request import DEFAULTS, FIELDS, Request
 from paradec.traces.files import check_suffix
@@ -30,6 +32,10 @@ Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, wh
 EosEarlyStop = Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")]
+Drafter = Annotated[
+    str | None,
+    typer.Option(help="Of speculative: a smaller causal model of the same vocabulary, or an EAGLE drafter of --model."),
+]
 Lines = Annotated[bool, typer.Option("--lines", help="Every line of the prompt is a prompt of its own.")]
 
 
@@ -62,6 +68,7 @@ def generate(
     as_json: options.AsJson = False,
     raw: Raw = False,
     lines: Lines = False,
+    drafter: Drafter = None,
 ) -> None:
     """Answer a prompt, and say what it took."""
     text = options.read_text(prompt)
@@ -94,6 +101,7 @@ def generate(
         eos_early_stop=eos_early_stop,
         stop_strings=stop,
         chat=False if raw else None,
+        drafter=drafter,
     )
 
 
@@ -114,6 +122,7 @@ def decode(
     attention: str | None,
     attention_settings: list[str] | None,
     num_return_sequences: int,
+    drafter: str | None = None,
     **request: Any,
 ) -> None:
     """Load the model, run `paradec.generate` or `paradec.infill`, and print the result.
@@ -133,6 +142,7 @@ def decode(
     renamed = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
     request = options.with_preset(request, preset, {renamed.get(name, name) for name in given})
     chosen = request.pop("sampler")
+    late = {"tree": values.pop("tree")} if drafter is not None and "tree" in values else {}
     if isinstance(chosen, str):
         method = paradec.samplers.create(chosen, **values)
     elif values:
@@ -141,8 +151,12 @@ def decode(
         )
     else:
         method = chosen
+    check_drafter(method, drafter)
     if isinstance(request["cache"], str):
         request["cache"] = paradec.caches.create(request["cache"])
+    cache_name = "none" if request["cache"] is None else request["cache"].name
+    if cache_name == "none" and method.family == "draft_verify":
+        request["cache"], cache_name = None, "causal"  # the store is their own
     answers = request.pop("num_return_sequences")
     check_options(function, request, answers)
     show.quiet_loading()
@@ -151,6 +165,9 @@ def decode(
     own = own_defaults(loaded).get("sampler")
     if own is not None and "sampler" not in given and chosen == DEFAULTS["sampler"] and not values:
         method = paradec.samplers.create(own)
+    if drafter is not None:
+        small = load_draft_model(drafter, loaded, dtype=dtype, device=device)
+        method = dataclasses.replace(method, drafter=small, **late)
 
     asked = encode(loaded, prompt, chat=request.pop("chat", None), placeholder=request.get("mask"))
     asked = asked.repeated(answers).numbered()
@@ -170,7 +187,7 @@ def decode(
         run, asked, size, loaded.tokenizer, live=live, quiet=as_json, trace=trace, greedy=greedy
     )
     if as_json and found.tokens:
-        typer.echo(json.dumps(found.report(method, request["cache"].name, interrupted=code != 0), ensure_ascii=False))
+        typer.echo(json.dumps(found.report(method, cache_name, interrupted=code != 0), ensure_ascii=False))
     elif found.tokens:
         typer.echo(found.summary(len(asked.rows), interrupted=code != 0))
     raise typer.Exit(code)
@@ -241,6 +258,26 @@ def check_texts(prompt: Any, request: dict[str, Any]) -> None:
     check_text("--mask", request.get("mask") or "")
     for text in request.get("stop_strings") or ():
         check_text("--stop", text)
+
+
+def check_drafter(sampler: Any, drafter: str | None) -> None:
+    """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
+    if drafter is None and getattr(sampler, "needs_drafter", False) and sampler.drafter is None:
+        raise ValueError(f"--sampler {sampler.name} needs --drafter: a smaller causal model of the same vocabulary")
+    if drafter is not None and "drafter" not in sampler.settings():
+        raise ValueError(f"--drafter is for speculative; {sampler.name} takes none")
+
+
+def load_draft_model(source: str, base: Any, **options: Any) -> Any:
+    """A smaller causal model, or an EAGLE drafter for the base. options: as for `paradec.load`."""
+    from paradec.models.eagle import load_drafter
+
+    if source.endswith(".gguf"):
+        return paradec.load(source, **options)
+    single = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
+    if single or "fc.weight" in stored_weights(source, None):  # an EAGLE drafter's, often pickled
+        return load_drafter(source, base=base)
+    return paradec.load(source, **options)
 
 
 def check_options(function: str, request: dict[str, Any], answers: int) -> None:

@@ -84,6 +84,7 @@ class Answers:
     forwarded_tokens: int = 0
     seconds: float = 0.0
     attention: AttentionCost | None = None
+    draft_nfe: list[int] = field(default_factory=list)
 
     def add(self, output: Output, rows: Sequence[int]) -> None:
         """Add a batch's answers, of which `rows` are kept; what it cost counts for all of them."""
@@ -101,6 +102,8 @@ class Answers:
         for name in ("tokens", "finished", "row_nfe"):
             values = getattr(output, name)
             getattr(self, name).extend(values[row] for row in rows)
+        if output.draft_nfe is not None:
+            self.draft_nfe += [output.draft_nfe[row] for row in rows]
         for name in ("row_forwards", "forwarded_tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(output, name))
         if output.attention is not None:
@@ -115,9 +118,10 @@ class Answers:
         per_forward = sum(self.tokens) / max(1, sum(self.row_nfe))
         missing = f" after {len(self.tokens)} of {asked} answers" if asked > 1 else ""
         end = f", interrupted{missing}" if interrupted else ""
+        drafts = f", {forwards(self.draft_nfe)} of the drafter" if self.draft_nfe else ""
         return (
-            f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}, {per_forward:.1f} tokens per "
-            f"forward, {self.seconds:.2f} s{end}"
+            f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}{drafts}, {per_forward:.1f} tokens "
+            f"per forward, {self.seconds:.2f} s{end}"
         )
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
@@ -143,6 +147,8 @@ class Answers:
         }
         if self.attention is not None:
             found["attention"] = dataclasses.asdict(self.attention)
+        if self.draft_nfe:
+            found["draft_nfe"] = rows(self.draft_nfe)
         return found
 
 

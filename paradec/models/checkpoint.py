@@ -48,6 +48,8 @@ MIXTURES = ("qwen3_moe", "glm4_moe")
 """transformers' names of its mixtures of experts among those that checkpoints are loaded on."""
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
 STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
+PROGRESS_BAR_FROM = 2**28
+"""Bytes of weights from which loading shows a progress bar."""
 REACH_SECONDS = 5
 """How long the hub may take to answer before it counts as out of reach."""
 
@@ -287,6 +289,28 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
             f"the weights of {source!r} are not stored as numbers that can be used: {', '.join(wrong[:4])}{more}; they "
             f"must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
         )
+
+
+def states_quantiser(source: str, config: Mapping[str, Any]) -> bool:
+    """Whether config.json says how the weights are quantised.
+
+    Raises:
+        CheckpointError: a way that transformers does not know.
+    """
+    stated = config.get("quantization_config")
+    if stated is None:
+        return False
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        known = isinstance(stated, dict) and AutoHfQuantizer.supports_quant_method(stated)
+    except (TypeError, ValueError):
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"config.json of {source!r}: quantization_config={shown(stated)} names no quant_method of transformers'"
+        )
+    return True
 
 
 def check_foreign_dtypes(source: str, config: Mapping[str, Any], revision: str | None) -> None:

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from paradec.checks import check_int, shown
+from paradec.models import causal
+from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Decoder, Model
 from paradec.models.checkpoint import (
-    WEIGHTS,
     CheckpointError,
     check_weights,
     fetch,
-    listed,
     published_to_own,
     read_json,
+    states_quantiser,
     stored_weights,
 )
 from paradec.models.family import Family
@@ -30,6 +31,7 @@ from paradec.models.images.loading import (
     load_image_model,
     packaged_image,
 )
+from paradec.models.pretrained import read_module, reason
 from paradec.models.saving import Published
 from paradec.models.text import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
 from paradec.models.vocabulary import facts_of, tokenizer_of
@@ -66,8 +68,6 @@ PACKAGED = "tiny-llada"
 DEFAULT_NEW_TOKENS = 128
 """Answer length where neither the request nor generation_config.json names one."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PROGRESS_BAR_FROM = 2**28
-"""Bytes of weights from which loading shows a progress bar."""
 
 
 def load(
@@ -83,27 +83,34 @@ def load(
     mask_token_id: int | None = None,
     block_length: int | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
+    gguf_file: str | None = None,
     **image_options: Any,
 ) -> Model:
-    """Load a masked diffusion language model, or an autoregressive image model, from its published file format.
+    """Load a masked diffusion or causal language model, or an image model, from its published file format.
 
     LLaDA checkpoints (`model_type` "llada") run on transformers' `LlamaForCausalLM`, Dream checkpoints ("Dream") on
     `Qwen2ForCausalLM`, both without a causal mask; SDAR and TraDo ("sdar") on `Qwen3ForCausalLM` and Fast-dLLM v2
     ("Fast_dLLM_Qwen") on `Qwen2ForCausalLM`, both with the block-causal mask they were trained with. Mixtures of
     experts likewise: LLaDA-MoE and SDAR-MoE on `Qwen3MoeForCausalLM`, LLaDA2.0 and 2.1 on `Glm4MoeForCausalLM`
     (docs/models.md has the table). DiffusionGemma ("diffusion_gemma") runs on transformers' own class, with its
-    generation_config.json for defaults. Weights must be safetensors (one file or sharded); remote code is never executed.
+    generation_config.json for defaults. Weights must be safetensors (one file or sharded); remote code is never
+    executed.
 
-    Ids come from the checkpoint's own files: config.json, then generation_config.json, then the tokenizer; where they
-    disagree on the mask or the padding, the first one counts (and the logger "paradec" says so). End tokens are all
-    that these files and the tokenizer's turn ends name.
+    Any causal language model in transformers' own format ("qwen3", "llama", "gemma3_text", ...) runs on its own class
+    there, and ends and pads as its `generate` does; GGUF files as far as transformers reads them (with the package
+    gguf), as plain numbers.
+
+    Ids of masked models come from the checkpoint's own files: config.json, then generation_config.json, then the
+    tokenizer; where they disagree on the mask or the padding, the first one counts (and the logger "paradec" says so).
+    End tokens are all that these files and the tokenizer's turn ends name.
 
     Image models (`paradec.generate_images`): LlamaGen's and MAR's single files and folders, and Emu3, Chameleon's kin
     and Janus in transformers' format; "digits-ar" is the small one inside the package, "digits-ar-drafter"
     a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
 
     Args:
-        source: a folder, a hub repository id, or None for the small model inside the package.
+        source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
+            "folder/file.gguf" or "owner/repository/file.gguf".
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
         device: where to put the model; None is the CPU, or what `device_map`/`tp_plan` say.
         device_map, tp_plan, quantization_config, revision: as in transformers' `from_pretrained`.
@@ -114,6 +121,7 @@ def load(
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
+        gguf_file: the name of the GGUF file in `source`, as in transformers.
         image_options: what image models take besides, e.g. `vq=`, the file of the VQ autoencoder (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and its kin.
 
@@ -131,6 +139,8 @@ def load(
         "offload_folder": offload_folder,
     }
     if source is None:
+        if gguf_file is not None:
+            raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
@@ -148,7 +158,13 @@ def load(
     if device is not None and (device_map is not None or tp_plan is not None):
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation(attn_implementation)
-    source = os.fspath(source)
+    source, gguf_file = gguf.file_of(os.fspath(source), gguf_file)
+    if gguf_file is not None:
+        if image_options:
+            raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
+        return causal.load_causal(
+            source, {}, revision, attn_implementation, device, gguf_file=gguf_file, dtype=dtype, **for_text
+        )
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -174,7 +190,9 @@ def load(
         return diffusion_gemma.load_diffusion_gemma(
             source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **for_text
         )
-    return _language_model(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
+    of_masks = config.get("model_type") in [*FAMILIES, *REFUSED]
+    read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
+    return read(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
 
 
 def _language_model(
@@ -257,20 +275,9 @@ def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
     Raises:
         CheckpointError: a way that transformers does not know.
     """
-    stated = config.get("quantization_config")
-    if stated is None:
+    if not states_quantiser(source, config):
         return False
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    try:
-        known = isinstance(stated, dict) and AutoHfQuantizer.supports_quant_method(stated)
-    except (TypeError, ValueError):
-        known = False
-    if not known:
-        raise CheckpointError(
-            f"config.json of {source!r}: quantization_config={shown(stated)} names no quant_method of transformers'"
-        )
-    hf_config.quantization_config = stated
+    hf_config.quantization_config = config["quantization_config"]
     return True
 
 
@@ -295,8 +302,8 @@ def _family(source: str, config: dict[str, Any]) -> Family:
             "model which paradec.load returns"
         )
     raise CheckpointError(
-        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))}. Load another "
-        "model with transformers and give it to paradec.wrap"
+        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
+        "language models of transformers. Load another model with transformers and give it to paradec.wrap"
     )
 
 
@@ -328,49 +335,25 @@ def _pretrained(
 ) -> nn.Module:
     """Load the weights, strictly."""
     import transformers
-    from safetensors import SafetensorError
-    from transformers.utils import logging as hf_logging
 
     own = getattr(transformers, family.module)
-    cls = own if family.reader is None else family.reader()
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()  # its table of keys is replaced by the error below
-    weights = fetch(source, WEIGHTS, revision)
-    if weights is not None and weights.stat().st_size < PROGRESS_BAR_FROM:
-        hf_logging.disable_progress_bar()
     try:
-        module, info = cls.from_pretrained(
+        module = read_module(
+            own if family.reader is None else family.reader(),
             source,
+            revision,
             config=hf_config,
             key_mapping=None if family.key_mapping is None else dict(family.key_mapping),
-            use_safetensors=True,
             generation_config=transformers.GenerationConfig(),  # read above; the file's own may hold anything
-            output_loading_info=True,
-            revision=revision,
-            # strict below: sizes that differ are reported by name instead of raised by the first
-            ignore_mismatched_sizes=True,
-            **{key: value for key, value in options.items() if value is not None},
+            **options,
         )
-    except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
-        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise CheckpointError(f"the weights of {source!r} cannot be read: {reason}") from error
     except (ImportError, ValueError) as error:
-        if config.get("quantization_config") is None:
+        if isinstance(error, CheckpointError) or config.get("quantization_config") is None:
             raise
-        reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(
-            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: {reason}"
+            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: "
+            f"{reason(error)}"
         ) from error
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
-    problems = {
-        kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
-        for kind in ("missing", "unexpected", "mismatched")
-    }
-    if any(problems.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
     if family.reader is not None:
         module.__class__ = own
     _saves_alone(module, family)

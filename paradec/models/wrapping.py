@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from paradec import attention
@@ -16,6 +18,8 @@ from paradec.models.text import diffusion_gemma
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
+DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache")
+"""What a `Decoder` calls its module with."""
 
 
 def wrap(
@@ -34,9 +38,10 @@ def wrap(
     """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
 
     A masked LM (BERT-like) predicts in place and sees both ways, so only its mask id is asked for. A transformers
-    causal LM must be told its `prediction` and `topology`; unless the topology is "causal", calls through the model
-    attend without a causal mask. Any other module is called with ids alone, without padding and without a key/value
-    store.
+    causal LM is taken as that, with the end and padding ids of its own `generate`, where nothing speaks of masks: no
+    `mask_token_id`, here or in the tokenizer. Else it must be told its `prediction` and `topology`; unless the topology
+    is "causal", calls through the model attend without a causal mask. A class of one's own that extends one of these is
+    taken as what it extends. Any other module is called with ids alone, without padding and without a key/value store.
 
     The module stays as it is for whoever else uses it, in other threads as well: its own calls attend as before, and
     its parts stay in training mode where they are (calls through the model are in evaluation mode, with no dropout). It
@@ -45,7 +50,8 @@ def wrap(
     Args:
         mask_token_id: the undecided token; read from the tokenizer when left out; not needed for topology="causal".
         eos_token_id: ids that end an answer; read from the tokenizer when left out.
-        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
+        prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does); of a causal LM with
+            topology="causal" the latter.
         topology: "bidirectional", "block_causal" (with `block_length`) or "causal". A module of one's own must be so by
             itself: no mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
         max_length: positions the model can take; read from its config when left out.
@@ -55,7 +61,7 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    if _is_transformers(module) and type(module).__name__ == diffusion_gemma.CLASS:
+    if (base := _base(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
         for argument, value in (
             ("mask_token_id", mask_token_id),
             ("prediction", prediction),
@@ -74,6 +80,13 @@ def wrap(
         )
     registered = implementation(attn_implementation)
     name, adapter = type(module).__name__, _adapter(module)
+    if _generates(module) and topology in (None, "causal"):
+        if topology is None and _speaks_of_no_masks(module, prediction, mask_token_id, tokenizer):
+            topology = "causal"
+            own_ids = generation_ids(module, tokenizer)
+            eos_token_id = own_ids[0] if eos_token_id is None else eos_token_id
+            pad_token_id = own_ids[1] if pad_token_id is None else pad_token_id
+        prediction = "shifted" if topology == "causal" and prediction is None else prediction
     if adapter is Encoder:
         prediction, topology = prediction or "same", topology or "bidirectional"
         if (prediction, topology) != ("same", "bidirectional"):
@@ -85,7 +98,7 @@ def wrap(
         raise ValueError(f"prediction is needed to wrap {name}: 'same' or 'shifted'")
     if topology is None:
         raise ValueError(f"topology is needed to wrap {name}: 'bidirectional', 'block_causal' or 'causal'")
-    if mask_token_id is None and tokenizer is not None:
+    if mask_token_id is None and tokenizer is not None and topology != "causal":
         mask_token_id = tokenizer.mask_token_id
     if mask_token_id is None and topology != "causal":
         raise ValueError(f"mask_token_id is needed to wrap {name}, or a tokenizer that has one")
@@ -114,22 +127,62 @@ def wrap(
     return adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
 
 
+def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...], int | None]:
+    """What a module of transformers ends and pads with in its own `generate`: the first of its generation config, its
+    config and its tokenizer that says so.
+
+    Returns:
+        The end ids, and the padding id.
+    """
+    places = (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer)
+    found = {}
+    for name in ("eos_token_id", "pad_token_id"):
+        stated = (getattr(place, name, None) for place in places)
+        found[name] = next((value for value in stated if value is not None), None)
+    pad = found["pad_token_id"]
+    return _ends(found["eos_token_id"]), pad if isinstance(pad, int) and pad >= 0 else None
+
+
 def _adapter(module: nn.Module) -> type[Model]:
     """The kind of model that a module makes."""
-    if not _is_transformers(module):
+    base = _base(module)
+    if base is None:
         return Opaque
-    name, takes = type(module).__name__, inspect.signature(module.forward).parameters
-    if name.endswith("ForMaskedLM") and "attention_mask" in takes:
+    takes = inspect.signature(module.forward).parameters
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    if base.__name__.endswith("ForMaskedLM") and "attention_mask" in takes:
         return Encoder
-    if name.endswith("ForCausalLM") and getattr(module, "_supports_attention_backend", False):
+    generates = _generates(module) and getattr(module, "_supports_attention_backend", False)
+    if generates and (anything or all(name in takes for name in DECODER_TAKES)):
         return Decoder
     return Opaque
 
 
-def _is_transformers(module: nn.Module) -> bool:
+def _base(module: nn.Module) -> type | None:
+    """The class of transformers that a module is of or that its own class extends, with a network of its own; None
+    where there is none: remote code extends `PreTrainedModel` at most."""
     from transformers import PreTrainedModel
 
-    return isinstance(module, PreTrainedModel) and type(module).__module__.startswith("transformers.")
+    for each in type(module).__mro__:
+        abstract = each.__name__.endswith("PreTrainedModel") or not issubclass(each, PreTrainedModel)
+        if each.__module__.startswith("transformers.") and not abstract:
+            return each
+    return None
+
+
+def _generates(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' causal language models, or extends one."""
+    base = _base(module)
+    return base is not None and base.__name__.endswith(CAUSAL_HEADS)
+
+
+def _speaks_of_no_masks(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
+    """Whether a causal language model is asked for as such: nothing says that it was trained on masks, or computes
+    without a causal mask (the modules that `load` makes)."""
+    given = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
+    stated = getattr(module.config, "mask_token_id", None)
+    plain = all(value is None for value in (*given, stated))
+    return plain and getattr(module.config, "is_causal", True) is not False
 
 
 def _unmasked_attention(module: Any, implementation: str) -> str:
@@ -154,18 +207,26 @@ def _ends(eos_token_id: Any) -> tuple[Any, ...]:
 
 def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology: str) -> None:
     """Raise ValueError for a transformers module that would compute something else than was asked for."""
-    name, is_transformers = type(module).__name__, _is_transformers(module)
-    if is_transformers and module.base_model is module:
+    name, base = type(module).__name__, _base(module)
+    if base is not None and module.base_model is module:
         raise ValueError(f"module {name} has no language-model head over its base model")
     if getattr(config, "return_dict", True) is False:
         raise ValueError(f"config.return_dict=False of {name} is not supported; set it to True")
     if adapter is Encoder:
         if getattr(config, "is_decoder", False):
             raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
-    elif adapter is Opaque:
-        if topology != "causal" and is_transformers and name.endswith(CAUSAL_HEADS):
-            raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
-    elif topology == "causal":
+        return
+    if _generates(module) and topology == "causal" and _is_encoder(config):
+        raise ValueError(
+            f"config.is_decoder=False makes {name} bidirectional; a causal language model of its kind needs True"
+        )
+    _check_experts(module, config)
+    takes_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
+    if topology != "causal" and _generates(module) and not takes_masks:
+        raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
+    if adapter is Opaque:
+        return
+    if topology == "causal":
         if getattr(config, "is_causal", True) is False:
             own = config._attn_implementation
             if (_causal_attention(config) or own) != "sdpa":
@@ -175,6 +236,35 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
                 )
     else:
         _refuse_more_than_plain(module, config, topology)
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether a config makes a class that can be both (BERT-like) see both ways."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    model_type = getattr(config, "model_type", None)
+    return getattr(config, "is_decoder", True) is False and model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _check_experts(module: nn.Module, config: Any) -> None:
+    """Raise ValueError for experts whose kernel has no float64; warn of those that are computed one after the other
+    because transformers looks for their kernels in the file of the module's own class."""
+    name, chosen = type(module).__name__, getattr(config, "_experts_implementation", None)
+    experts = [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
+    if not experts or chosen is None:
+        return
+    dtype = next(experts[0].parameters()).dtype
+    if chosen == "grouped_mm" and dtype == torch.float64:
+        raise ValueError(
+            f"config._experts_implementation='grouped_mm' of {name} has no float64; call "
+            "module.set_experts_implementation('eager') first"
+        )
+    if chosen == "eager" and _base(module) not in (None, type(module)) and dtype != torch.float64:
+        warnings.warn(
+            f"{name} computes its experts one after the other: transformers chooses a kernel for classes of its own; "
+            "module.config._experts_implementation = 'grouped_mm' takes it",
+            stacklevel=4,
+        )
 
 
 def _refuse_more_than_plain(module: nn.Module, config: Any, topology: str) -> None:

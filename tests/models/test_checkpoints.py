@@ -661,10 +661,10 @@ def test_garbage_for_weights(tmp_path: Path) -> None:
 
 
 def test_foreign_checkpoints(tmp_path: Path) -> None:
-    from transformers import LlamaConfig
+    from transformers import T5Config
 
-    LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
-    with pytest.raises(paradec.CheckpointError, match="model_type='llama'; load reads 'llada', 'Dream', .*wrap"):
+    T5Config(d_model=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(paradec.CheckpointError, match="model_type='t5'; load reads 'llada', 'Dream', .*wrap"):
         paradec.load(tmp_path)
 
 

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paradec.checks import check_int, check_number, shown
 from paradec.models.adapter import Model
 from paradec.models.calls import Call, SoftWrap
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.facts import ModelFacts
+from paradec.models.pretrained import read_module, reason
 from paradec.protocol import Query
 
 MODEL_TYPE = "diffusion_gemma"
@@ -341,7 +342,12 @@ def load_diffusion_gemma(
     given = {"dtype": dtype or "auto", "attn_implementation": attn_implementation, **options}
     if dtype == torch.float64:
         given["experts_implementation"] = "eager"  # the grouped product has no float64
-    module = _pretrained(cls, source, revision, {key: value for key, value in given.items() if value is not None})
+    try:
+        module = read_module(cls, source, revision, **given)
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{source!r} cannot be loaded: {reason(error)}") from error
     if device is not None:
         module = module.to(device)
     processor = _read(transformers.AutoProcessor, source, revision)
@@ -350,41 +356,6 @@ def load_diffusion_gemma(
         tokenizer = _read(transformers.AutoTokenizer, source, revision)
     name = os.path.basename(source.rstrip("/")) or source
     return adapted(module, tokenizer, name=name, processor=processor)
-
-
-def _pretrained(cls: Any, source: str, revision: str | None, options: dict[str, Any]) -> nn.Module:
-    """Read the weights, strictly."""
-    from safetensors import SafetensorError
-    from transformers.utils import logging as hf_logging
-
-    from paradec.models.checkpoint import listed
-
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        module, info = cls.from_pretrained(
-            source,
-            revision=revision,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
-        )
-    except (SafetensorError, OSError, KeyError, RuntimeError, AttributeError, TypeError, IndexError) as error:
-        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
-        raise CheckpointError(f"the weights of {source!r} cannot be read: {reason}") from error
-    except ValueError as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CheckpointError(f"{source!r} cannot be loaded: {reason}") from error
-    finally:
-        hf_logging.set_verbosity(verbosity)
-    problems = {
-        kind: [str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]]
-        for kind in ("missing", "unexpected", "mismatched")
-    }
-    if any(problems.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(problems)}")
-    return module
 
 
 def _read(cls: Any, source: str, revision: str | None) -> Any:

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from paradec import moved, rng
 from paradec.checks import check_int, shown
+from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Cost, Memory, MemorySpec, Proposal, Query, Sampler
-from paradec.request import Request, randomness, request_for
+from paradec.request import Request, randomness, request_for, stop_texts
 from paradec.samplers.causal.state import CausalState, JacobiState
+from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.statistics import guided
 from paradec.trace import Notes, Trace
 
@@ -43,7 +45,7 @@ class CausalSampler(Sampler):
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
     unserved: ClassVar[tuple[str, ...]] = (
-        *("blocks", "block_length", "steps", "stop", "stop_strings", "confidence_eos_eot_inf", "rng"),
+        *("blocks", "block_length", "steps", "stop", "confidence_eos_eot_inf", "rng"),
         *("cache", "attention", "prefix", "keep_prefix", "share_prefix"),
     )
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
@@ -111,6 +113,8 @@ class CausalSampler(Sampler):
             )
         _, seeds = randomness(request, prompts)
         allowed, guess = self._allowed(facts, request, grid, device)
+        texts = self._texts(model, request, len(prompts))
+        check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
 
         batch, width = len(prompts), self._width(new)
         context = np.full((len(contexts), longest), facts.fill_token_id, np.int64)
@@ -136,6 +140,9 @@ class CausalSampler(Sampler):
             layout=None if grid is None else grid.layout.to(device),
             store=model.make_store(len(contexts), longest) if model.supports_store else None,
         )
+        state.texts = texts
+        if request.logprobs is not None:
+            state.logprobs = LogProbs.empty(batch, longest, request.logprobs, device)
         if request.trace:
             rows = [context[r, : lengths[r] + new].tolist() for r in range(batch)]
             state.trace = Trace(
@@ -156,6 +163,19 @@ class CausalSampler(Sampler):
         new = model.default_max_new_tokens if new is None else new
         check_int("max_new_tokens", new, low=1)
         return new
+
+    def _texts(self, model: Any, request: Request, rows: int) -> AnswerTexts | None:
+        """What ends a row beside end tokens.
+
+        Raises:
+            ValueError: stop strings without a tokenizer.
+        """
+        texts, tokenizer = stop_texts(request.stop_strings), getattr(model, "tokenizer", None)
+        if texts and tokenizer is None:
+            raise ValueError(
+                f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none"
+            )
+        return AnswerTexts(texts, tokenizer, rows) if texts else None
 
     def _width(self, new: int) -> int:
         """Slots of a row's window, for an answer of so many tokens."""
@@ -194,7 +214,7 @@ class CausalSampler(Sampler):
         self, state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor
     ) -> tuple[Tensor, np.ndarray]:
         """Tokens that each row makes final, [R, 1] on the device and [R] on the host, of tokens [R, W] of which count
-        [R, 1] are good; and the end of rows with an end token.
+        [R, 1] are good; and the end of rows with an end token or a stop string.
 
         Raises:
             FloatingPointError: NaN or infinite logits. Nothing is written then.
@@ -211,8 +231,12 @@ class CausalSampler(Sampler):
         columns = [count, ended.long(), broken.long()]
         if state.drafting is not None and state.drafting.broken is not None:
             columns.append(state.drafting.broken.long().expand_as(count))
+        flags = len(columns)
+        if state.texts is not None:
+            columns.append(tokens)
         # the one transfer of the step
-        written, ends, failed, *drafter = torch.cat(columns, 1).T.cpu().numpy()
+        found = torch.cat(columns, 1).T.cpu().numpy()
+        written, ends, failed, *drafter = found[:flags]
         if failed.any():
             row = int(proposal.rows[failed.argmax()])
             raise FloatingPointError(
@@ -220,6 +244,11 @@ class CausalSampler(Sampler):
             )
         if drafter and drafter[0].any():
             raise FloatingPointError("the drafter returned NaN or infinite logits")
+        if state.texts is not None:
+            written, stops = state.texts.cut(proposal.rows, found[flags:].T, written)
+            state.stopped[proposal.rows[stops]] = True
+            ends = ends | stops
+            count = torch.as_tensor(written, device=count.device).unsqueeze(1)
         finished = proposal.rows[ends > 0]
         state.end[finished] = state.committed[finished] + written[ends > 0]
         made = np.zeros(state.batch, np.int64)
@@ -239,6 +268,15 @@ class CausalSampler(Sampler):
             # slots past the end wrap around, so that the positions of a row are distinct and can be written to
             place = (positions + shift) % columns
             state.context[at, place] = torch.where(tokens >= 0, tokens, state.context[at, place])
+
+    def _note(self, state: CausalState, proposal: Proposal, tokens: Tensor, selected: Tensor) -> StepLogProbs | None:
+        """Keep the log-probabilities of tokens [R, W] that are written where `selected`, if they are asked for. The
+        proposal has them of the whole vocabulary in "log_p" [R, W, V]."""
+        if state.logprobs is None:
+            return None
+        found = StepLogProbs.of_log(proposal.quantities["log_p"], tokens.clamp(min=0), state.logprobs.count)
+        state.logprobs.write(proposal.rows, proposal.positions, selected, found, state.row_step[proposal.rows])
+        return found
 
     def _advance(self, state: CausalState, proposal: Proposal) -> None:
         """Count a step that has written its tokens."""

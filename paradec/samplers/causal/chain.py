@@ -104,7 +104,7 @@ class ChainSampler(CausalSampler):
         per query.
 
         Quantities: "p" [R, W, V], the target distributions; "uniform" [R, W, 2], the numbers that verify each draft and
-        that resample a rejected one; "top_logit" [R, W].
+        that resample a rejected one; "top_logit" [R, W]; with `logprobs` "log_p" [R, W, V].
         """
         rows, logits = state.rows, read_logits(state, outputs, queries)
         positions = state.positions(rows)
@@ -113,6 +113,8 @@ class ChainSampler(CausalSampler):
         fresh = self._fresh(state, p, positions, uniform[..., 0])
         available = torch.as_tensor(np.arange(state.width) < state.slots(rows)[:, None], device=p.device)
         quantities = {"p": p, "uniform": uniform[..., 1:], "top_logit": logits.amax(-1)}
+        if state.logprobs is not None:
+            quantities["log_p"] = state.log_distribution(p, logits, rows, positions)
         return proposed(state, queries, fresh, positions, probability(p, fresh), available, quantities)
 
     def _fresh(self, state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
@@ -156,11 +158,12 @@ class ChainSampler(CausalSampler):
         selected = torch.arange(state.width, device=count.device) < count
         self._write(state, proposal.positions, rows, torch.where(selected, found.tokens, -1))
         state.committed[rows] += written
+        said = self._note(state, proposal, found.tokens, selected)
         self._advance(state, proposal)
         self._draft(state, proposal, window, found, count)
         self._roll_back(state, rows)
         scores = probability(window.p, found.tokens)
-        return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind)
+        return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind, said)
 
     def _window(self, state: CausalState, proposal: Proposal) -> Window:
         memory = state.memory.read(proposal.rows)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paradec import rng
 from paradec.checks import check_model, shown
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
 
 
+PROBED = 256
+"""Ids, evenly spread, by which the vocabularies of a model and its drafter are compared."""
+
+
 @dataclass(frozen=True)
 class DraftingSampler(ChainSampler):
     """Base of the methods whose drafts another model can make: a chain of `window - 1`, or a `tree`. A subclass says
@@ -41,8 +45,9 @@ class DraftingSampler(ChainSampler):
     the accepted drafts. Before the first forward there is nothing to draft from, so the first step makes one token.
 
     Args:
-        drafter: a causal model with the same vocabulary, from `paradec.wrap` or of the same image family; or an EAGLE
-            drafter of this very model, from `paradec.load_drafter`. `to_dict` names it only.
+        drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
+            of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
+            `paradec.load_drafter`. `to_dict` names it only.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
             (`paradec.samplers.causal.trees.TREES`), or a `DynamicTree`; None is a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
@@ -67,11 +72,13 @@ class DraftingSampler(ChainSampler):
             if not isinstance(self.tree, str):
                 entries = tuple(entry if isinstance(entry, int) else tuple(entry) for entry in self.tree)
                 object.__setattr__(self, "tree", entries)
+        if isinstance(self.drafter, nn.Module) and not hasattr(self.drafter, "facts"):
+            object.__setattr__(self, "drafter", _wrapped(self.drafter))
         if self.drafter is not None:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
-                    f"drafter={shown(self.drafter)} must be a causal model, from paradec.wrap say, or an EAGLE drafter "
-                    "from paradec.load_drafter"
+                    f"drafter={shown(self.drafter)} must be a causal model, from paradec.load or paradec.wrap say, or "
+                    "an EAGLE drafter from paradec.load_drafter"
                 )
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
@@ -112,6 +119,7 @@ class DraftingSampler(ChainSampler):
                     f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
                     "a drafter must have the same"
                 )
+            _check_words(model, self.drafter)
             self._bound(model)
             for each in (model, self.drafter) if self.tree is not None else ():
                 if not (each.supports_store and each.supports_visibility):
@@ -392,6 +400,9 @@ class DraftingSampler(ChainSampler):
         node = found.nodes.clamp(min=0)
         scores = probability(p.take_along_dim(node.unsqueeze(-1), 1), found.tokens.clamp(min=0))
         quantities = {"accepted": found.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
+        if state.logprobs is not None:
+            log_p = state.log_distribution(p, logits, rows, committed + depths)
+            quantities["log_p"] = log_p.take_along_dim(node.unsqueeze(-1), 1)
         if self._reads_features and queries[0].hidden is not None:
             quantities["features"] = self._features_of(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < left
@@ -421,10 +432,36 @@ class DraftingSampler(ChainSampler):
         self._write(state, proposal.positions, rows, torch.where(selected, tokens, -1))
         _drafting(state).held[rows] = state.committed[rows]
         state.committed[rows] += written
+        said = self._note(state, proposal, tokens, selected)
         self._advance(state, proposal)
         self._draft_next(state, rows, proposal.quantities.get("features"))
         state.rows = np.flatnonzero(state.committed < state.end)
-        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
+        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)
+
+
+def _wrapped(module: nn.Module) -> Any:
+    """A causal language model of transformers, wrapped as a drafter."""
+    from paradec.models.wrapping import wrap
+
+    try:
+        return wrap(module)
+    except ValueError as error:
+        raise ValueError(f"drafter={type(module).__name__} cannot be taken as it is: {error}") from None
+
+
+def _check_words(model: Any, drafter: Any) -> None:
+    """Raise ValueError where the tokenizers of the two have other words for some of `PROBED` ids."""
+    own, small = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
+    if own is None or small is None or own is small:
+        return
+    size = model.facts.vocab_size
+    for probe in range(0, size, max(1, size // PROBED)):
+        words = own.convert_ids_to_tokens(probe), small.convert_ids_to_tokens(probe)
+        if words[0] != words[1]:
+            raise ValueError(
+                f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "
+                f"{words[1]!r}, not {words[0]!r}; a drafter must have the same"
+            )
 
 
 def _drafting(state: CausalState) -> Drafting:

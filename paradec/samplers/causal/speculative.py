@@ -27,8 +27,9 @@ class Speculative(DraftingSampler):
     distribution too. `nfe` counts the model's forwards; the drafter's are in `state.draft_nfe`.
 
     Args:
-        drafter: a causal model with the same vocabulary, from `paradec.wrap` or of the same image family; or an EAGLE
-            drafter of this very model, from `paradec.load_drafter`. `to_dict` names it only.
+        drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
+            of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
+            `paradec.load_drafter`. `to_dict` names it only.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
             EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.

@@ -3,6 +3,8 @@ evaluate spans of rows over the key/value store."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, State
 from paradec.request import Request
+from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.causal.verification import token_distribution
+from paradec.samplers.statistics import log_of
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -105,6 +109,8 @@ class CausalState(State):
     """[V, d] float: of the model's tokens, for methods whose `accept` compares them."""
     drafting: Drafting | None = field(init=False, default=None)
     """Of a request whose drafts another model makes."""
+    texts: AnswerTexts | None = field(init=False, default=None)
+    """Of a request with stop strings."""
 
     revises: ClassVar[bool] = False
     attention_state: ClassVar[None] = None
@@ -206,6 +212,15 @@ class CausalState(State):
             found = found.masked_fill(forced >= 0, 0)
             found.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(found.dtype))
         return found
+
+    def log_distribution(self, p: Tensor, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
+        """Logarithms [R, W, V] of the distribution p of logits [R, W, V]; at temperature 0, where it is one-hot, of the
+        model's own."""
+        if self.request.temperature == 0:
+            own = copy.copy(self)
+            own.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None)
+            p = own.distribution(logits, rows, positions)
+        return log_of(p)
 
     def calls(
         self,

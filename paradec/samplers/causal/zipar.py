@@ -164,6 +164,8 @@ class ZipAR(CausalSampler):
         tokens = draw(p, state.uniform(state.rows, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
         available = torch.ones_like(tokens, dtype=torch.bool)
         quantities = {"top_logit": logits.amax(-1)}
+        if state.logprobs is not None:
+            quantities["log_p"] = state.log_distribution(p, logits, state.rows, positions)
         return proposed(state, queries, tokens, positions, probability(p, tokens), available, quantities)
 
     def commit(self, state: ZipARState, proposal: Proposal) -> Commit:
@@ -172,13 +174,14 @@ class ZipAR(CausalSampler):
         tokens, rows = proposal.values, proposal.rows
         self._written(state, proposal, tokens, torch.full_like(tokens[:, :1], tokens.shape[1]))
         self._write(state, proposal.positions, rows, tokens)
+        selected = torch.ones_like(tokens, dtype=torch.bool)
+        said = self._note(state, proposal, tokens, selected)
         self._advance(state, proposal)
         # all before the first token that some later step chooses is final
         rest = [at for step in state.schedule[state.commits :] for at in step.chosen]
         state.committed = state.prompt_length + min(rest, default=state.max_new_tokens)
         state.rows = np.flatnonzero(state.committed < state.end)
-        selected = torch.ones_like(tokens, dtype=torch.bool)
-        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind)
+        return Commit(rows, tokens, proposal.positions, selected, proposal.scores, proposal.kind, said)
 
 
 def _columns(state: CausalState, offsets: Iterable[int]) -> Tensor:

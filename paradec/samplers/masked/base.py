@@ -22,6 +22,7 @@ from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache, Part
 from paradec.canvas import CanvasState
 from paradec.kernels.token_stats import Draws, read_stats
+from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
@@ -213,11 +214,16 @@ class MaskedSampler(Sampler):
         evaluated = available
         if state.early_rules:  # the window reaches beyond the block
             available = available & (window.positions < state.block_ends)
-        parts = []
+        parts, said = [], []
         for logits, query in zip(outputs, queries, strict=True):
+            logits = self._proposable(state, logits, query)
             staged, found = self._logits_stage(state, logits, query, available, current)
             parts.append((*self._read(state, staged, query, generator), found))
+            if state.logprobs is not None:
+                own = logits[:, : window.positions.shape[1]]  # behind them a shadow's may follow
+                said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
         tokens, quantities, updates = parts[0]
+        order = None
         if len(parts) > 1:
             places = np.argsort(np.concatenate([query.index for query in queries]))
             order = torch.as_tensor(places, device=window.positions.device)
@@ -241,6 +247,7 @@ class MaskedSampler(Sampler):
             made_at=state.commits,
             kind=queries[0].kind if len(queries) == 1 else "+".join(dict.fromkeys(query.kind for query in queries)),
             generator_state=None if generator is None else generator.get_state(),
+            logprobs=StepLogProbs.joined(said, order) if said else None,
         )
         if state.early_rules:
             satisfied = [rule.satisfied(state, proposal) for rule in state.early_rules]
@@ -250,13 +257,17 @@ class MaskedSampler(Sampler):
             proposal.quantities.update(self.assess(state, proposal))
         return proposal
 
+    def _proposable(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
+        """The logits [R, W, V] before the method's own stage: guided, without the words that are not proposed."""
+        logits = self._guided(state, logits, query)
+        if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
+            self._keep_ends_out(state, logits, holes)
+        return logits
+
     def _logits_stage(
         self, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
     ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
         """The logits [R, W, V] that tokens are chosen from, and what stop rules and `fuse` read off them."""
-        logits = self._guided(state, logits, query)
-        if state.guards_holes and (holes := state.holes_of(query.index)) is not None:
-            self._keep_ends_out(state, logits, holes)
         watched: dict[str, Tensor] = {}
         if state.watched:
             watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
@@ -384,13 +395,15 @@ class MaskedSampler(Sampler):
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
         state.window.write(state.canvas, written)
+        said = stages.note(state, proposal, decision)
         if state.memory.specs:
             stages.remember(self, state, proposal, view, picked)
         if proposal.block_end is not None:
             state.settle_blocks(rows, decided["block_end"])
         stages.count(state, rows, proposal.cost, decided["tokens"], committed)
         stages.close(self, state, proposal, decided)
-        return Commit(rows, decision.values, proposal.positions, decision.selected, proposal.scores, proposal.kind)
+        selected, scores = decision.selected, proposal.scores
+        return Commit(rows, decision.values, proposal.positions, selected, scores, proposal.kind, said)
 
     def _view(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.logprobs import StepLogProbs
 from paradec.protocol import Cost
 from paradec.samplers.masked import revising
 from paradec.samplers.masked.state import MaskedState
@@ -72,6 +73,16 @@ def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.nda
 def _overdue(state: MaskedState, rows: np.ndarray, committed: np.ndarray) -> bool:
     """Whether a row committed nothing although its planned steps are over."""
     return bool(((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any())
+
+
+def note(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> StepLogProbs | None:
+    """Keep the log-probabilities of what is written, where they are asked for."""
+    found = proposal.logprobs
+    if state.logprobs is None or found is None:
+        return None
+    found = found.but(decision.values == state.facts.mask_id)  # taken back
+    state.logprobs.write(proposal.rows, proposal.positions, decision.selected, found, state.row_step[proposal.rows])
+    return found
 
 
 def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:

@@ -67,6 +67,8 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return "guidance evaluates two rows for one"
     if state.generator is not None:
         return "rng='reference' draws on the host"
+    if state.logprobs is not None:
+        return "logprobs are kept step by step"
     if state.early_rules or not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
         return "stop rules other than the end token are asked on the host"
     if state.request.confidence_eos_eot_inf and len(state.ends) > MOST_ENDS:

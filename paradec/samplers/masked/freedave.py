@@ -20,6 +20,7 @@ from paradec import samplers
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
+from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
@@ -306,10 +307,13 @@ class FreeDave(MaskedSampler):
             if holes is not None:
                 base._keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
+            plain = here
             if base.fuses:
                 here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory, ahead.tokens))
             tokens, quantities = base._read(ahead, here, every_row, None)
             taken.append(self._take(ahead, tokens, quantities, updates, memory, queries))
+            if state.logprobs is not None:
+                taken[-1].proposal.logprobs = StepLogProbs.of_logits(plain, tokens, state.logprobs.count)
             memory = taken[-1].memory
         return DraftProposal(**vars(taken[0].proposal), drafts=drafts, taken=taken, copies=copies)
 
@@ -388,7 +392,7 @@ class FreeDave(MaskedSampler):
         self._check(state, rows, np.isfinite(found["confidence"]).all(-1), counts, depth < taken)
 
         taken, ends = self._write(state, windows, counts, taken)
-        index = np.arange(len(rows))
+        index, began = np.arange(len(rows)), state.row_step[rows]
         final = windows[taken - 1, index]
         last = torch.as_tensor(taken - 1, device=window.positions.device)
         for name in self.base.memory():
@@ -412,7 +416,13 @@ class FreeDave(MaskedSampler):
             torch.as_tensor(array, device=scores.device)
             for array in (judge[when, index[:, None]], final, final != drafts[0])
         )
-        return Commit(rows, values, window.positions, selected, scores.gather(0, judged[None])[0], proposal.kind)
+        said = None
+        if state.logprobs is not None:
+            every = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
+            said = StepLogProbs.picked(every, judged)
+            state.logprobs.write(rows, window.positions, selected, said, began[:, None] + when)
+        score = scores.gather(0, judged[None])[0]
+        return Commit(rows, values, window.positions, selected, score, proposal.kind, said)
 
     def _check(
         self, state: MaskedState, rows: np.ndarray, finite: np.ndarray, counts: np.ndarray, within: np.ndarray

@@ -15,6 +15,7 @@ from paradec.caches.base import Cache, StoredCache
 from paradec.caches.kept import plan_reuse
 from paradec.caches.table import REFUSED, verdict
 from paradec.checks import check_choice, check_int, shown
+from paradec.logprobs import LogProbs
 from paradec.models.facts import ModelFacts
 from paradec.prompts import encode
 from paradec.protocol import Memory
@@ -46,6 +47,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     suppressed = _suppressed(request, facts, holes=bool((answers > starts).any()))
     cache = cache_of(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
+    check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = randomness(request, rows)
     stop_rules, early_rules = check_stop(request.stop, sampler)
     texts = stop_texts(request.stop_strings)
@@ -114,6 +116,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
             cache=cache.name,
             mask_id=mask,
         )
+    if request.logprobs is not None:
+        state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
     if request.keep_prefix:
         state.settled = np.zeros(state.batch, np.int64)
     if reuse is not None:
@@ -126,7 +130,10 @@ def _check_pair(sampler: Any, model: Any) -> None:
     sampler.check_model(model)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
-        raise ValueError(f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive")
+        raise ValueError(
+            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive: give one of "
+            "family 'draft_verify', e.g. sampler='sjd'"
+        )
     if sampler.shadows and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "

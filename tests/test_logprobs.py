@@ -1,0 +1,330 @@
+"""`logprobs`: every final token's log-probability at the step that wrote it, and the likeliest tokens'."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import END, MASK, VOCAB, tiny
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+from paradec.samplers.masked import device_step
+from paradec.trace import Trace
+
+ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
+MASKED = [
+    name for name in samplers.names() if samplers.get(name).family == "masked" and "text" in samplers.get(name).models
+]
+CAUSAL = ["sjd", "scd", "jacobi", "gsd", "speculative", "tree", "dynamic"]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def masked() -> Model:
+    return tiny(2)
+
+
+@pytest.fixture(scope="module")
+def causal() -> Model:
+    return paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Model:
+    return paradec.wrap(tiny(1, seed=1).unwrap(), topology="causal", prediction="shifted")
+
+
+def masked_sampler(name: str) -> Any:
+    settings: dict[str, Any] = {"learn2pd": {}}.get(name, {})
+    return samplers.create(name, **settings)
+
+
+def causal_sampler(name: str, drafter: Model) -> Any:
+    if name == "tree":
+        return samplers.create("speculative", drafter=drafter, tree=(2, 2, 1))
+    if name == "dynamic":
+        from paradec.samplers.causal.trees import DynamicTree
+
+        return samplers.create("speculative", drafter=drafter, tree=DynamicTree(8, 3, 3), rule="naive")
+    return samplers.create(name, **({"drafter": drafter, "window": 4} if name == "speculative" else {"window": 4}))
+
+
+def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> tuple[Any, dict[tuple[int, int], Any]]:
+    """A decoding step by step, and by (row, position) what softmax of the step's logits says, for the step that wrote
+    there last: the token, its log-probability, the three likeliest, and the row's step."""
+    state = sampler.start(model, ROWS, max_new_tokens=NEW, logprobs=3, **request)
+    said: dict[tuple[int, int], Any] = {}
+    with torch.inference_mode():
+        while not state.done:
+            queries, steps = sampler.query(state), state.row_step.copy()
+            outputs = [model(query) if state.store is None else model(query, state.store) for query in queries]
+            kept = [output.clone() for output in outputs]
+            positions = state.window.positions.clone()
+            commit = sampler.commit(state, sampler.propose(state, outputs, queries))
+            for row, position, token, _ in commit.to_list():
+                if token == MASK:
+                    said.pop((row, position), None)
+                    continue
+                said[row, position] = (
+                    token,
+                    *one_softmax(kept, queries, positions, row, position, token, scale),
+                    steps[row],
+                )
+    return state, said
+
+
+def one_softmax(
+    outputs: list[Tensor], queries: list[Any], positions: Tensor, row: int, position: int, token: int, scale: float
+) -> tuple[float, list[int], list[float]]:
+    for logits, query in zip(outputs, queries, strict=True):
+        if row not in query.rows.tolist():
+            continue
+        place = query.rows.tolist().index(row)
+        column = positions[query.index[place]].tolist().index(position)
+        line = logits[place, column].clone()
+        if scale != 1:
+            line = logits[len(query.rows) + place, column] + scale * (line - logits[len(query.rows) + place, column])
+        line[MASK] = -torch.inf
+        log_p = torch.log(torch.exp(line - line.max()) / torch.exp(line - line.max()).sum())
+        order = log_p.argsort(descending=True)[:3]
+        return float(log_p[token]), order.tolist(), log_p[order].tolist()
+    raise AssertionError("a position that nothing evaluated was written")
+
+
+def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
+    found = state.logprobs
+    for row in range(state.batch):
+        for position in range(state.canvas.shape[1]):
+            if (row, position) not in said:
+                assert found.chosen[row, position].isnan() and found.step[row, position] == -1
+                continue
+            token, own, ids, values, step = said[row, position]
+            assert state.canvas[row, position] == token or position >= state.end[row]
+            assert float(found.chosen[row, position]) == pytest.approx(own, abs=1e-9)
+            assert found.best[row, position].tolist() == pytest.approx(values, abs=1e-9)
+            assert found.best_tokens[row, position].tolist() == ids
+            assert found.step[row, position] == step
+
+
+# ---- masked models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in MASKED if name not in ("freedave", "learn2pd")])
+def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
+    """Every sampler in the registry, those that write a position several times included."""
+    sampler = masked_sampler(name)
+    given: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
+    if name == "adablock":
+        given.pop("block_length")
+    state, said = recorded(sampler, masked, **given)
+    assert len(said) == NEW * len(ROWS)
+    compare(state, said)
+
+
+def test_masked_under_guidance_and_over_a_cache(masked: Model) -> None:
+    sampler = samplers.create("threshold", threshold=0.3)
+    state, said = recorded(sampler, masked, 2.0, guidance_scale=2.0, block_length=4)
+    compare(state, said)
+    state, said = recorded(sampler, masked, cache="dual", block_length=4)
+    compare(state, said)
+
+
+def test_an_edit_counts_as_it_was_written_last(masked: Model) -> None:
+    sampler = samplers.create("editing", threshold=0.1, editing_threshold=0.0)
+    state, said = recorded(sampler, masked, block_length=6, trace=True)
+    compare(state, said)
+    trace = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, block_length=6, trace=True).trace
+    assert trace is not None
+    writes = Counter(commit[:2] for step in trace.steps for commit in step.commits)
+    assert max(writes.values()) > 1
+
+
+def test_freedave_says_what_its_base_says(masked: Model) -> None:
+    given: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 6, "temperature": 0.0, "seed": 3, "logprobs": 2}
+    base = paradec.generate(masked, ROWS, sampler="low_confidence", **given)
+    ahead = samplers.create("freedave", base="low_confidence", draft_steps=3)
+    found = paradec.generate(masked, ROWS, sampler=ahead, **given, trace=True)
+    assert found.nfe < base.nfe
+    assert torch.equal(found.new_tokens, base.new_tokens)
+    for name in ("chosen", "best"):
+        torch.testing.assert_close(
+            getattr(found.logprobs, name), getattr(base.logprobs, name), equal_nan=True, rtol=0, atol=1e-9
+        )
+    assert torch.equal(found.logprobs.best_tokens, base.logprobs.best_tokens)
+    assert torch.equal(found.logprobs.step, base.logprobs.step)
+
+
+def test_holes_and_what_stands_beside_them(masked: Model) -> None:
+    ids = [[3, MASK, 5, MASK, MASK, 8], [MASK, 9]]
+    output = paradec.infill(masked, ids, logprobs=1)
+    found = output.logprobs
+    assert found is not None and found.chosen.shape == output.sequences.shape
+    assert torch.equal(~found.chosen.isnan(), output.filled)
+    assert torch.equal(found.step >= 0, output.filled)
+    assert (found.best_tokens[..., 0][output.filled] == output.sequences[output.filled]).all()
+    assert (found.best[..., 0][output.filled] == found.chosen[output.filled]).all()
+
+
+def test_rows_are_alone_in_a_batch(masked: Model) -> None:
+    given: dict[str, Any] = {"max_new_tokens": NEW, "logprobs": 2, "block_length": 4, "eos_early_stop": False}
+    batch = paradec.generate(masked, ROWS, **given)
+    assert batch.logprobs is not None
+    for index, row in enumerate(ROWS):
+        alone = paradec.generate(masked, [row], **given).logprobs
+        torch.testing.assert_close(
+            alone.chosen[:, -NEW:], batch.logprobs.chosen[index : index + 1, -NEW:], rtol=0, atol=1e-9
+        )
+        torch.testing.assert_close(alone.sums(), batch.logprobs.sums()[index : index + 1], rtol=0, atol=1e-9)
+
+
+# ---- causal models --------------------------------------------------------------------------------------------------
+
+
+def target(model: Model, row: list[int], answer: list[int], temperature: float, top_k: int | None) -> Tensor:
+    """[N, V] ln p of every answer token, from one plain forward of the module."""
+    with torch.inference_mode():
+        logits = model.module(torch.tensor([row + answer])).logits[0, len(row) - 1 : -1].double()
+    logits = logits / (temperature or 1)
+    if top_k is not None and temperature:
+        least = logits.sort(descending=True).values[:, top_k - 1 : top_k]
+        logits = torch.where(logits < least, -torch.inf, logits)
+    return torch.log(torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.7, 5)])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_is_the_verified_distribution(
+    causal: Model, drafter: Model, name: str, temperature: float, top_k: int | None
+) -> None:
+    sampler = causal_sampler(name, drafter)
+    output = paradec.generate(
+        causal, ROWS, sampler=sampler, max_new_tokens=NEW, temperature=temperature, top_k=top_k, seed=2, logprobs=3
+    )
+    found = output.logprobs
+    assert found is not None
+    for index, row in enumerate(ROWS):
+        answer = output.new_tokens[index, : output.tokens[index]].tolist()
+        log_p = target(causal, row, answer, temperature, top_k)
+        at = torch.arange(len(answer)) + found.chosen.shape[1] - NEW
+        own = log_p[torch.arange(len(answer)), torch.tensor(answer)]
+        torch.testing.assert_close(found.chosen[index, at], own, rtol=0, atol=1e-9)
+        best = log_p.sort(descending=True)
+        torch.testing.assert_close(found.best[index, at], best.values[:, :3], rtol=0, atol=1e-9)
+        assert torch.equal(found.best_tokens[index, at], best.indices[:, :3])
+        assert found.chosen[index].isfinite().sum() == len(answer)
+        steps = found.step[index, at]
+        assert (steps.diff() >= 0).all() and steps[0] == 0 and steps[-1] < output.row_nfe[index]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_token_by_token_sums_to_a_forwards_likelihood(causal: Model, temperature: float) -> None:
+    sampler = samplers.create("sjd", window=1)
+    output = paradec.generate(
+        causal, ROWS, sampler=sampler, max_new_tokens=NEW, temperature=temperature, seed=0, logprobs=0
+    )
+    assert output.logprobs is not None and output.logprobs.best.shape == (*output.sequences.shape, 0)
+    for index, row in enumerate(ROWS):
+        answer = output.new_tokens[index, : output.tokens[index]]
+        log_p = target(causal, row, answer.tolist(), 1.0, None)
+        expected = log_p.gather(1, answer.unsqueeze(1)).sum()
+        assert float(output.logprobs.sums()[index]) == pytest.approx(float(expected), abs=1e-6)
+
+
+# ---- what is around it ----------------------------------------------------------------------------------------------
+
+
+def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -> None:
+    sampler = samplers.create("wino", threshold=0.05, threshold_back=0.9)
+    output = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, logprobs=2, trace=True, block_length=6)
+    assert output.trace is not None and output.logprobs is not None
+    output.trace.to_json(tmp_path / "trace.json")
+    read = Trace.from_json(tmp_path / "trace.json")
+    assert read.steps == output.trace.steps
+    last: dict[tuple[int, int], Any] = {}
+    for step in read.steps:
+        assert step.logprobs is not None
+        for (row, position, token, _), entry in zip(step.commits, step.logprobs, strict=True):
+            last[row, position] = entry
+            if token == MASK:
+                assert entry == [None, [[-1, None], [-1, None]]]
+    width = output.sequences.shape[1]
+    for row, prompt in enumerate(ROWS):
+        for position in range(len(prompt), len(prompt) + output.tokens[row]):
+            column = position + width - len(prompt) - NEW
+            own, best = last[row, position]
+            assert own == float(output.logprobs.chosen[row, column])
+            assert [token for token, _ in best] == output.logprobs.best_tokens[row, column].tolist()
+    plain = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, trace=True, block_length=6)
+    assert plain.logprobs is None and plain.trace is not None
+    text = plain.trace.to_json()
+    assert "logprobs" not in text and Trace.from_json(text).steps == plain.trace.steps
+    assert [step.commits for step in plain.trace.steps] == [step.commits for step in read.steps]
+    json.loads(output.trace.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_they_change_nothing_else(masked: Model, causal: Model) -> None:
+    for model, sampler in ((masked, "threshold"), (causal, "sjd")):
+        given: dict[str, Any] = {"sampler": sampler, "max_new_tokens": NEW, "temperature": 0.9, "seed": 4}
+        with_them, without = (paradec.generate(model, ROWS, **given, logprobs=k) for k in (4, None))
+        assert torch.equal(with_them.sequences, without.sequences) and with_them.row_nfe == without.row_nfe
+
+
+def test_nothing_is_computed_when_off(masked: Model) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    def calls(request: dict[str, Any]) -> int:
+        with Counting() as counting:
+            paradec.generate(masked, [3, 4], max_new_tokens=4, sampler="low_confidence", **request)
+        return counting.calls
+
+    off = calls({})
+    assert calls({"logprobs": None}) == off
+    assert calls({"logprobs": 1}) > off
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3", VOCAB + 1])
+def test_wrong_values_are_refused_before_work(masked: Model, causal: Model, value: Any) -> None:
+    for model, sampler in ((masked, "threshold"), (causal, "sjd")):
+        with pytest.raises(ValueError, match=f"logprobs={value!r} must be an integer"):
+            paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=4, logprobs=value)
+
+
+def test_the_device_step_leaves_them_to_the_plain_loop(masked: Model) -> None:
+    sampler = samplers.create("threshold")
+    state = sampler.start(masked, [1, 2], max_new_tokens=4, logprobs=1)
+    assert device_step.refusal(sampler, masked, state) == "logprobs are kept step by step"
+
+
+def test_copies_races_and_ends(masked: Model) -> None:
+    output = paradec.generate(masked, ROWS, max_new_tokens=NEW, logprobs=2)
+    for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
+        assert torch.equal(copied.logprobs.best_tokens, output.logprobs.best_tokens)
+    one = paradec.generate(masked, ROWS[0], max_new_tokens=NEW, logprobs=2, race=3, temperature=1.0, seed=0)
+    assert one.logprobs is not None and one.logprobs.best.shape == (1, len(ROWS[0]) + NEW, 2)
+    # padding behind an end has none
+    ended = paradec.wrap(
+        tiny(2).unwrap(), mask_token_id=MASK, eos_token_id=list(range(20)), prediction="same", topology="bidirectional"
+    )
+    output = paradec.generate(ended, ROWS, max_new_tokens=NEW, logprobs=2, sampler="low_confidence")
+    assert any(output.finished) and output.logprobs is not None
+    assert output.logprobs.chosen.isfinite().sum(1).tolist() == output.tokens
+    assert np.isfinite(output.logprobs.sums().numpy()).all()
