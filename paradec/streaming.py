@@ -4,7 +4,8 @@
 the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
 streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions; on canvases of
 noise the best tokens of the open one, up to its end (causal models decide nothing beyond what is sent). `end` comes
-when the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it began.
+when the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it
+began.
 transformers' `TextStreamer`, `TextIteratorStreamer` and `TextDiffusionStreamer` work as they are, for one row. Tokens
 after a row's end are not sent, except as padding beside longer rows.
 """
@@ -57,7 +58,7 @@ def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], 
         return right_aligned(state.undecided.cpu()[:, :width], state.asked, False).any(0)
 
     # without a mask nothing would say what is undecided
-    drafts = None if state.facts.mask_token_id is None else getattr(streamer, "put_draft", None)
+    drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
 
     def after_commit(stepped: State, commit: Commit) -> bool | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paradec import rng
 from paradec.checks import check_bool, check_int, check_number
+from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.canvas import rules
@@ -30,6 +31,7 @@ from paradec.samplers.canvas.start import start_state
 from paradec.samplers.canvas.state import DenoisingState
 from paradec.samplers.masked.views import View
 from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
+from paradec.trace import Notes
 
 PIECE = 2**27
 """Logits that are worked on at a time: 512 MB in float32, or those of one row."""
@@ -160,7 +162,11 @@ class CanvasSampler(Sampler):
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
         self._keep_ends_out(state, rows, positions, logits)
         reads = tuple(dict.fromkeys((*state.rule.reads, "confidence", "minus_entropy")))
-        found = [token_statistics(piece, reads) for piece in self._laws(state, rows, logits)]
+        found, said = [], []
+        for piece in self._laws(state, rows, logits):
+            found.append(token_statistics(piece, reads))
+            if state.logprobs is not None:
+                said.append(StepLogProbs.of_logits(piece, found[-1][0], state.logprobs.count))
         tokens = torch.cat([part[0] for part in found])
         quantities = {name: torch.cat([part[1][name] for part in found]) for name in reads}
         given = state.read(state.given, rows, positions)
@@ -174,6 +180,7 @@ class CanvasSampler(Sampler):
             quantities=quantities,
             made_at=state.commits,
             kind="+".join(query.kind for query in queries),
+            logprobs=StepLogProbs.joined(said) if said else None,
             logits=logits,
             soften=soften,
             encoded=queries[0].rows if len(queries) > 1 else rows[:0],
@@ -198,6 +205,17 @@ class CanvasSampler(Sampler):
             hole = positions < state.index(state.answer_start[rows]).unsqueeze(1)
             ends = logits.index_select(-1, state.ends)
             logits.index_copy_(-1, state.ends, ends.masked_fill_(hole.unsqueeze(-1), -torch.inf))
+
+    def observe(self, state: DenoisingState, proposal: CanvasProposal) -> Notes:
+        """As for all; the open canvases, and their best tokens, which become final where a canvas closes."""
+        notes = super().observe(state, proposal)
+        notes.blocks = [None] * state.batch
+        for row in proposal.rows.tolist():
+            notes.blocks[row] = (int(state.block_start[row]), int(state.block_end[row]))
+        index, column = (each.cpu() for each in proposal.available.nonzero(as_tuple=True))
+        positions, tokens = (each.cpu()[index, column].tolist() for each in (proposal.positions, proposal.values))
+        notes.drafts = set(zip(proposal.rows[index.numpy()].tolist(), positions, tokens, strict=True))
+        return notes
 
     # ---- commit ---------------------------------------------------------------------------------------------------
 
@@ -244,11 +262,14 @@ class CanvasSampler(Sampler):
         state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=free.device))
         if soft is not None:
             state.memory.write("soft", rows[stays], soft)
+        final = torch.as_tensor(closes, device=free.device).unsqueeze(1) & free
+        if state.logprobs is not None and proposal.logprobs is not None:
+            state.logprobs.write(rows, proposal.positions, final, proposal.logprobs, state.row_step[rows])
         self._count(state, proposal)
         state.converged[rows] = settled | stands
         state.close(rows[closes], tokens[closes])
-        final = torch.as_tensor(closes, device=free.device).unsqueeze(1) & free
-        return Commit(rows, values, proposal.positions, final, proposal.quantities["confidence"], proposal.kind)
+        scores = proposal.quantities["confidence"]
+        return Commit(rows, values, proposal.positions, final, scores, proposal.kind, proposal.logprobs)
 
     def _kept(self, state: DenoisingState, proposal: CanvasProposal) -> Tensor:
         """[R, C] bool: the positions whose token is kept."""

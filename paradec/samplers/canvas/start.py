@@ -12,6 +12,7 @@ import torch
 from paradec import rng
 from paradec.caches.kept import KeptPrefix
 from paradec.checks import check_int, shown
+from paradec.logprobs import LogProbs
 from paradec.models.facts import HOLE, ModelFacts
 from paradec.prompts import encode
 from paradec.protocol import Memory
@@ -20,7 +21,7 @@ from paradec.samplers.canvas import rules
 from paradec.samplers.canvas.settled import Settled
 from paradec.samplers.canvas.state import DenoisingState
 from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
-from paradec.trace import Trace
+from paradec.trace import Trace, spans
 
 REFUSED: Mapping[str, str] = {
     "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
@@ -53,6 +54,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     defaults = model.denoising
     rule = rules.checked(sampler.rule_for(defaults), sampler.name)
     suppressed = _suppressed(request, facts)
+    check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = _randomness(request, rows, holes)
     stop_rules, early = check_stop(request.stop, SimpleNamespace(drafts=False, shadows=False))
     if early:
@@ -123,7 +125,12 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.trace = Trace(
             canvas=[begin[row, : ends[row]].tolist() for row in range(len(rows))],
             settings=sampler.to_dict() | request.sampling(),
+            family=sampler.family,
+            score="probability",
+            filled=[spans(state.to_fill(row)) for row in range(len(rows))],
         )
+    if request.logprobs is not None:
+        state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
     return state
 
 

@@ -158,6 +158,12 @@ class DenoisingState(State):
         """[B] int64: where what may be shown of a row ends: its open canvas, or the row itself."""
         return np.where(self.running, np.minimum(self.block_end, self.asked), self.end)
 
+    def to_fill(self, row: int) -> list[int]:
+        """The positions of a row that decoding makes final."""
+        covered = [at for start in self.starts[row] for at in range(int(start), int(start) + self.width)]
+        given = self.given[row].cpu().numpy()
+        return [at for at in covered if not given[at]]
+
     def given_in(self, row: int, start: int) -> np.ndarray:
         """[C] bool: the positions of the canvas at `start` that the user gave."""
         return self.given[row, start : start + self.width].cpu().numpy()

@@ -20,7 +20,7 @@ from paradec import samplers
 from paradec.protocol import decode
 from paradec.samplers.canvas import base, rules
 from paradec.samplers.canvas.noise import BLOCK, draw
-from paradec.trace import TraceStep
+from paradec.trace import Trace, TraceStep
 
 ENDS = (11, 12, 13)
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}
@@ -478,3 +478,45 @@ def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
     banned = {*request_.get("suppress_tokens", ())} | ({*ENDS} if request_.get("logits_eos_inf") else set())
     for row, size in zip(out.new_tokens.tolist(), out.tokens, strict=True):
         assert not banned & {*row[:size]}
+
+
+# ---- what is written down -------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_those_of_the_closing_step() -> None:
+    """Of the tempered law that tokens are drawn from; a plain log-softmax of the step's logits."""
+    own, method = model(), sampler("diffusion_gemma")
+    state = method.start(own, HOLED, seed=1, max_new_tokens=20, logprobs=3)
+    expected: dict[tuple[int, int], list[float]] = {}
+    while not state.done:
+        proposal = method.step(own, state)
+        law = (proposal.logits / state.temperature(proposal.rows)[:, None, None]).double().log_softmax(-1)
+        commit = method.commit(state, proposal)
+        for row, position, token, _ in commit.to_list():
+            index = proposal.rows.tolist().index(row)
+            column = proposal.positions[index].tolist().index(position)
+            best = law[index, column].topk(3)
+            expected[row, position] = [float(law[index, column, token]), *best.values.tolist()]
+            assert token == best.indices[0]
+    for (row, position), values in expected.items():
+        found = [float(state.logprobs.chosen[row, position]), *state.logprobs.best[row, position].tolist()]
+        assert found == pytest.approx(values, abs=1e-5)
+    assert int((~state.logprobs.chosen.isnan()).sum()) == len(expected)
+    out = paradec.generate(own, ROWS, sampler=method, seed=1, max_new_tokens=20, logprobs=0)
+    assert (~out.logprobs.chosen.isnan()).sum(1).tolist() == out.tokens
+
+
+def test_traces_show_drafts_and_what_became_final() -> None:
+    out = paradec.generate(
+        model(), ROWS[:2], sampler=sampler("diffusion_gemma"), seed=1, max_new_tokens=20, trace=True, logprobs=1
+    )
+    again = Trace.from_json(out.trace.to_json())
+    assert again.steps == out.trace.steps and again.family == "canvas"
+    for row, prompt in enumerate(ROWS[:2]):
+        answer = out.new_tokens[row, : out.tokens[row]].tolist()
+        assert again.replay()[row][: len(prompt) + len(answer)] == prompt + answer
+        assert again.to_fill(row)[0][0] == len(prompt)
+    assert sum(len(step.rejected) for step in again.steps) > 0
+    assert all(len(step.logprobs or []) == len(step.commits) for step in again.steps)
+    assert [step.nfe for step in again.steps][0] == [2, 2]
+    assert "<script" in out.trace.to_html()
