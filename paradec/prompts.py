@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec import packaged
 from paradec.checks import check_bool, check_int, shown
 
 BYTES = (bytes, bytearray, memoryview)
@@ -60,7 +61,8 @@ def encode(
 
     Args:
         prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), or a list of
-            any one of these. Ids may hold the mask id anywhere. `Prompts` are returned as they are.
+            any one of these; or what a tokenizer returns ("input_ids" and "attention_mask" in a mapping). Ids may hold
+            the mask id anywhere. `Prompts` are returned as they are.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         chat: whether a string becomes a user turn of the tokenizer's chat template; None does so when there is one.
         placeholder: text that stands for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings
@@ -76,6 +78,8 @@ def encode(
     if chat is not None:
         check_bool("chat", chat)
     check_placeholder(placeholder)
+    if isinstance(prompt, Mapping):
+        prompt, attention_mask = _of_tokenizer(prompt, attention_mask)
     if isinstance(prompt, (Tensor, np.ndarray)):
         return _from_ids(model, _tensor("input ids", prompt), attention_mask)
     if attention_mask is not None and not _is_rows_of_ids(prompt):
@@ -113,6 +117,26 @@ def encode(
                 "paradec.infill fills masks in text"
             )
     return Prompts(ids, single, starts)
+
+
+def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and attention mask of what a tokenizer returns (transformers' BatchEncoding), with tensors or lists in it.
+
+    Raises:
+        TypeError: another mapping. ValueError: two attention masks.
+    """
+    if "input_ids" not in encoding:
+        hint = "; a message of a chat stands in a list" if {"role", "content"} <= {*encoding} else ""
+        raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    if mask is not None and attention_mask is not None:
+        raise ValueError("attention_mask is in the tokenizer's output too; give one")
+    if isinstance(ids, (Tensor, np.ndarray)) or mask is None:
+        return ids, attention_mask if mask is None else mask
+    rows, masks = (ids, mask) if len(ids) and isinstance(ids[0], Sequence) else ([ids], [mask])
+    if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and one needs no batch
+        return ids, None
+    return (rows, masks) if rows is ids else (_tensor("input ids", ids), _tensor("attention_mask", mask))
 
 
 def check_placeholder(placeholder: Any) -> None:
@@ -248,8 +272,14 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     """Refuse text that the tokenizer cannot express; byte-level vocabularies never have such."""
     unk = tokenizer.unk_token_id
     if unk is not None and unk in ids:
-        words = sorted({w for w in text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
-        raise ValueError(f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}")
+        vocabulary, plain = getattr(tokenizer, "get_vocab", dict)(), text
+        for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template stand close to words
+            plain = plain.replace(special, " ")
+        words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
+        raise ValueError(
+            f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}"
+            + packaged.advice(words, vocabulary)
+        )
     return ids
 
 

@@ -110,6 +110,7 @@ class Request:
             (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
             for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
             so is decoded as usual, with one warning.
+        progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:
         ValueError, TypeError: an argument out of its range; the message names it.
@@ -146,6 +147,7 @@ class Request:
     callback: Callable[[State, Commit], bool | None] | None = None
     trace: bool = False
     compile: bool = False
+    progress: bool = False
 
     def __post_init__(self) -> None:
         samplers = Registry.by_kind["sampler"]
@@ -341,6 +343,7 @@ class Arguments(TypedDict, total=False):
     callback: Callable[[State, Commit], bool | None] | None
     trace: bool
     compile: bool
+    progress: bool
 
 
 def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:

@@ -50,7 +50,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
     """The command's report, and its sheet."""
     sheet = folder / "sheet.png"
-    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", *arguments])
+    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", "--enlarge", "1", *arguments])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout), sheet
 
@@ -156,7 +156,7 @@ def test_summary_of_a_session(tmp_path: Path) -> None:
     dit_pipeline().save_pretrained(tmp_path / "dit")
     sheet = tmp_path / "sheet.png"
     arguments = ["image", "--model", str(tmp_path / "dit"), "--class", "1", "-n", "2", "--steps", "8", "--order", "2"]
-    done = RUNNER.invoke(app, [*arguments, "--guidance-scale", "2", "--out", str(sheet)])
+    done = RUNNER.invoke(app, [*arguments, "--guidance-scale", "2", "--enlarge", "1", "--out", str(sheet)])
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
@@ -375,7 +375,7 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
     paradec.Request(sampler=sampler, seed=5, temperature=0.8, top_k=40).save(path)
     model = paradec.load("digits-ar")
     for more, changes in [([], {}), (["--seed", "6", "--top-k", "0"], {"seed": 6, "top_k": 0})]:
-        arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", *more]
+        arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", "--enlarge", "1", *more]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
         wanted = paradec.generate_images(model, class_labels=3, preset=path, **changes)
