@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paradec.canvas import TextState
 from paradec.protocol import Commit, State
 
 
 @contextmanager
 def bar(
-    wanted: bool, state: State, callback: Callable[[Any, Commit], bool | None] | None
+    wanted: bool, state: State | TextState, callback: Callable[[Any, Commit], bool | None] | None
 ) -> Iterator[Callable[[Any, Commit], bool | None] | None]:
     """A callback for `paradec.protocol.decode` that moves a bar, then calls `callback`; `callback` itself unless
     `wanted`.

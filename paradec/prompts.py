@@ -272,7 +272,8 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     """Refuse text that the tokenizer cannot express; byte-level vocabularies never have such."""
     unk = tokenizer.unk_token_id
     if unk is not None and unk in ids:
-        vocabulary, plain = getattr(tokenizer, "get_vocab", dict)(), text
+        vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        plain = text
         for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template stand close to words
             plain = plain.replace(special, " ")
         words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
