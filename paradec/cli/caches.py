@@ -33,8 +33,8 @@ class Facts:
 
     @property
     def label(self) -> str:
-        """ "bidirectional", "block-causal (shifted)"."""
-        return self.topology.replace("_", "-") + (" (shifted)" if self.prediction == "shifted" else "")
+        """ "bidirectional", "block-causal, shifted"."""
+        return self.topology.replace("_", "-") + (", shifted" if self.prediction == "shifted" else "")
 
 
 def caches(
@@ -93,21 +93,17 @@ def _print_verdicts(found: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    if sys.stdout.isatty():  # kinds of model that share a verdict stand in one row
-        rows: dict[tuple[str, str, str], list[str]] = {}
-        for entry in found:
-            rows.setdefault((entry["cache"], entry["verdict"], entry["why"]), []).append(entry["model"])
-        kinds = len({entry["model"] for entry in found})
-        found = [
-            {
-                "cache": cache,
-                "model": "all" if len(models) == kinds > 1 else ", ".join(models),
-                "verdict": verdict,
-                "why": why,
-            }
-            for (cache, verdict, why), models in rows.items()
-        ]
-    tables.table(tuple(found[0]), [tuple(entry.values()) for entry in found])
+    if not sys.stdout.isatty():
+        tables.table(tuple(found[0]), [tuple(entry.values()) for entry in found])
+        return
+    kinds = list(dict.fromkeys(entry["model"] for entry in found))
+    reasons = list(dict.fromkeys(entry["why"] for entry in found if entry["why"]))
+    rows: dict[str, list[str]] = {}
+    for entry in found:  # the kinds of model beside each other, and every reason once
+        number = f" {reasons.index(entry['why']) + 1}" if entry["why"] else ""
+        rows.setdefault(entry["cache"], [entry["cache"]]).append(entry["verdict"] + number)
+    tables.table(("cache", *kinds), rows.values())
+    tables.described([(str(number), why) for number, why in enumerate(reasons, 1)], indent=1)
 
 
 def _print_for(pairs: list[dict[str, str]], facts: Facts, as_json: bool) -> None:
@@ -141,4 +137,13 @@ def _print_all(pairs: list[dict[str, str]], as_json: bool) -> None:
         return
     tables.listing(found, "`paradec caches NAME` says all about one, `paradec caches --sampler NAME` what goes with it")
     typer.echo("")
-    tables.table(tuple(pairs[0]), [tuple(pair.values()) for pair in pairs])
+    if not sys.stdout.isatty():
+        tables.table(tuple(pairs[0]), [tuple(pair.values()) for pair in pairs])
+        return
+    rows = []
+    for name in works:  # what most samplers have in common, and who differs: --sampler says how and why
+        groups = works[name]["works_with"]
+        most = next((pair for pair in groups if pair["samplers"].startswith("all")), groups[0])
+        others = ", ".join(pair["samplers"] for pair in groups if pair is not most)
+        rows.append((name, most["bidirectional"], most["block_causal"], others or "-"))
+    tables.table(("result", "bidirectional", "block-causal", "otherwise with"), rows)

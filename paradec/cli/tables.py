@@ -38,12 +38,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         for row in (columns, *rows):
             typer.echo("\t".join(row))
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console, rows = Console(), list(rows)
-    table = Table(*columns)
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     if _fits(console, table):
@@ -104,18 +105,22 @@ def listing(found: list[dict[str, Any]], hint: str) -> None:
     console.print(Text(hint, style="dim"))
 
 
-def described(pairs: Sequence[tuple[str, str]], indent: int = 2) -> None:
-    """Print names with what each is, on a terminal: beside each other, or where there is no room below each other."""
+def described(pairs: Sequence[tuple[str, str]], indent: int = 2, most: int = 40) -> None:
+    """Print names with what each is, on a terminal: beside each other, or where there is no room below each other.
+
+    Args:
+        most: columns that names take at most; longer ones go on in the next line.
+    """
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    longest = max((len(name) for name, _ in pairs), default=0)
+    longest = min(most, max((len(name) for name, _ in pairs), default=0))
     if indent + longest + 2 + NARROWEST <= console.width:
         grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(width=longest, no_wrap=True)
+        grid.add_column(width=longest, overflow="fold")
         for name, text in pairs:
             grid.add_row(Text(name, style="cyan"), Text(text))
         console.print(Padding(grid, (0, 0, 0, indent)))
@@ -157,7 +162,10 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -
     lines = {"paper": cls.paper + (f", https://arxiv.org/abs/{arxiv}" if arxiv else "")} | more
     lines |= {f"preset {key}": ", ".join(f"{k}={v}" for k, v in changes.items()) for key, changes in presets.items()}
     told = [(key, str(value)) for key, value in lines.items() if value]
-    said = [(f"{key}={each['default']}", each["about"]) for key, each in settings.items()]
+    together: dict[str, list[str]] = {}  # settings that are explained together
+    for key, each in settings.items():
+        together.setdefault(each["about"] or key, []).append(f"{key}={each['default']}")
+    said = [(", ".join(names), text if text not in settings else "") for text, names in together.items()]
     use = f"paradec.{kind}s.create({name!r}{', ' + next(iter(settings)) + '=...' if settings else ''})"
     if not sys.stdout.isatty():
         typer.echo(f"{name}: {cls.summary}\n\n{about}\n")
@@ -172,7 +180,7 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -
     described(told, indent=0)
     if said:
         console.print(Text("\nsettings", style="bold"))
-        described(said)
+        described(said, most=24)
     console.print(Text(f"\nin Python: {use}", style="dim"))
 
 
@@ -212,7 +220,7 @@ def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
 
 # The comparison ----------------------------------------------------------------------------------------------------
 
-BY_WORTH = (2, 6, 7, 8, 4, 5, 3, 11, 9, 10)
+BY_WORTH = (2, 6, 7, 8, 5, 4, 3, 11, 9, 10)
 """Columns of numbers of a comparison with both kinds of tasks, those first that stay where there is little room."""
 
 
@@ -234,10 +242,16 @@ def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         kept -= 1
     shown = sorted(worth[:kept])
     console.print(_numbers(columns, rows, shown))
-    left = [columns[column] for column in range(2, len(columns)) if column not in shown]
+    left = [_title(columns, column) for column in range(2, len(columns)) if column not in shown]
     if left:
-        note = f"no room here for {', '.join(dict.fromkeys(left))}: a wider terminal, a pipe and --json have them"
+        note = f"no room here for {', '.join(left)}: a wider terminal, a pipe and --json have them"
         console.print(Text(note, style="dim"))
+
+
+def _title(columns: Sequence[str], column: int) -> str:
+    """A column's name, with that of the column before it where another one has the same."""
+    same = columns.index(columns[column]) != column
+    return f"{columns[column - 1]} {columns[column]}" if same else columns[column]
 
 
 def _numbers(columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Any:
@@ -247,17 +261,18 @@ def _numbers(columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Seque
     from rich.text import Text
 
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    found.add_column("sampler")
-    for column in shown:
-        found.add_column(columns[column].replace("tokens/", "tokens/\n"), justify="right", vertical="bottom")
-    before = ""
-    for row in rows:
-        sampler, setting, *_ = row
-        name = Text(sampler, style="bold") if sampler != before else Text("")
-        if setting != "default":
-            name = Text("\n").join([name] if sampler != before else [])
-            for part in setting.split(", "):
-                name.append(("\n" if name.plain else "") + f"  {part}", style="")
-        found.add_row(name, *(row[column] for column in shown))
+    names, before = [], ""
+    for sampler, setting, *_ in rows:
+        name = Text(sampler if sampler != before else "", style="bold")
+        for part in setting.split(", ") if setting != "default" else ():
+            name.append(f"{'' if not name.plain else chr(10)}  {part}", style="not bold")
+        names.append(name)
         before = sampler
+    longest = max((len(line) for name in names for line in name.plain.splitlines()), default=0)
+    found.add_column("sampler", min_width=longest, no_wrap=True)
+    for column in shown:
+        head = columns[column].replace("tokens/", "tokens/\n").replace("x ", "x\n").replace(" answer", "\nanswer")
+        found.add_column(head, justify="right", no_wrap=True)
+    for name, row in zip(names, rows, strict=True):
+        found.add_row(name, *(row[column] for column in shown))
     return found
