@@ -58,11 +58,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         console.print(entry)
 
 
-def _fits(console: Console, table: Any) -> bool:
-    """Whether every word of a table has room on the terminal."""
+def _fits(console: Console, table: Any, whole: bool = False) -> bool:
+    """Whether every word of a table has room on the terminal, or every `whole` line of its cells."""
     from rich.measure import Measurement
 
-    return Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width
+    found = Measurement.get(console, console.options.update(max_width=10_000), table)
+    return (found.maximum if whole else found.minimum) <= console.width
 
 
 # Samplers and caches -----------------------------------------------------------------------------------------------
@@ -122,12 +123,12 @@ def described(pairs: Sequence[tuple[str, str]], indent: int = 2, most: int = 40)
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(width=longest, overflow="fold")
         for name, text in pairs:
-            grid.add_row(Text(name, style="cyan"), Text(text))
+            grid.add_row(Text(name, style="cyan"), Text(text, overflow="fold"))
         console.print(Padding(grid, (0, 0, 0, indent)))
         return
     for name, text in pairs:
         console.print(Padding(Text(name, style="cyan"), (0, 0, 0, indent)))
-        console.print(Padding(Text(text), (0, 0, 0, indent + 2)))
+        console.print(Padding(Text(text, overflow="fold"), (0, 0, 0, indent + 2)))
 
 
 def settings_of(entry: dict[str, Any]) -> str:
@@ -238,7 +239,7 @@ def comparison(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     # without two kinds of tasks their columns, 4 and 5, are not there
     worth = [c if numbers == 10 or c < 4 else c - 2 for c in BY_WORTH if numbers == 10 or c not in (4, 5)]
     kept = len(worth)
-    while kept > 1 and not _fits(console, _numbers(columns, rows, sorted(worth[:kept]))):
+    while kept > 1 and not _fits(console, _numbers(columns, rows, sorted(worth[:kept])), whole=True):
         kept -= 1
     shown = sorted(worth[:kept])
     console.print(_numbers(columns, rows, shown))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 
 import typer
 
@@ -27,8 +26,10 @@ def tasks(as_json: options.AsList = False) -> None:
         typer.echo("words\t" + " ".join(packaged.WORDS))
         return
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
 
-    width = Console().width
-    typer.echo(f"The {len(packaged.WORDS)} words that lists are made of (Latin squares: A to Z); indices count from 0:")
-    typer.echo(textwrap.fill(" ".join(packaged.WORDS), width - 2, initial_indent="  ", subsequent_indent="  "))
-    typer.echo('Try: paradec generate "Insert kiwi after fig: pear fig apple"')
+    console = Console()
+    what = f"The {len(packaged.WORDS)} words that lists are made of (Latin squares: A to Z); indices count from 0:"
+    console.print(Text(what), Padding(Text(" ".join(packaged.WORDS)), (0, 2)))
+    console.print(Text(f'Try: paradec generate "{packaged.example("insert_after")}"', style="dim"))
