@@ -155,7 +155,8 @@ def _status(decided: int, undecided: int, forwards: int, width: int) -> Text:
 
     total = decided + undecided
     words = f"{decided} of {total} tokens, {forwards} forward{'' if forwards == 1 else 's'}"
-    words += f", {decided / max(1, forwards):.1f} per forward"
+    rate = f", {decided / max(1, forwards):.1f} per forward"
+    words += rate if len(words + rate) <= width else ""
     cells = min(30, width - len(words) - 2)
     if cells < 5:
         return Text(words, style="dim", no_wrap=True)

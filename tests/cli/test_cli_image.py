@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -37,6 +38,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import TaylorSeer
 from paradec.cli import app
+from paradec.cli.sheets import seen_size
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -386,3 +388,14 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
         path.write_text(text)
         done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
         assert done.exit_code != 0 and message in done.stderr
+
+
+def test_pictures_are_of_a_size_that_can_be_seen(tmp_path: Path) -> None:
+    """Small ones are enlarged by whole numbers; --enlarge says otherwise; large ones stay as they are."""
+    sheet = tmp_path / "sheet.png"
+    for options, side in (((), 252), (("--enlarge", "2"), 56)):
+        done = RUNNER.invoke(app, ["image", "--class", "3", "--out", str(sheet), "--seed", "3", *options])
+        assert done.exit_code == 0 and Image.open(sheet).size == (side, side)
+        pixels = np.asarray(Image.open(sheet)).reshape(28, side // 28, 28, side // 28)
+        assert (pixels == pixels[:, :1, :, :1]).all()
+    assert [seen_size(size) for size in ((28, 28), (127, 4), (128, 128), (512, 64), (300, 300))] == [9, 2, 1, 1, 1]
