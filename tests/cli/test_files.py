@@ -101,7 +101,8 @@ def test_a_run_that_goes_on_is_a_whole_one(tmp_path: Path) -> None:
     expected = lines(whole)
     out = tmp_path / "answers.jsonl"
     marked = expected[0] | {"text": "as it was"}
-    out.write_text(json.dumps(marked) + "\n" + json.dumps(expected[5]) + "\n" + json.dumps(expected[2]) + "\n" + '{"lin')
+    there = [json.dumps(entry) for entry in (marked, expected[5], expected[2])]
+    out.write_text("\n".join(there) + "\n" + '{"lin')
     result = run("generate", "--in", source, "--out", out, "--resume", *flags)
     assert result.exit_code == 1 and "3 answers in" in result.stdout and "beside 2 that were there" in result.stdout
     assert lines(out) == [marked, *expected[1:]]
