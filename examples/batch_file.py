@@ -3,7 +3,7 @@
     python examples/batch_file.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --device cuda
     python examples/batch_file.py --tiny               # the small model inside the package: no download, no GPU
 
-`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same; copy this where each answer needs more.
+`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same; copy this where an answer needs more.
 """
 
 from __future__ import annotations

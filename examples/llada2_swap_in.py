@@ -3,10 +3,10 @@
 python examples/llada2_swap_in.py --model inclusionAI/LLaDA2.1-mini --trust-remote-code --device cuda
 python examples/llada2_swap_in.py --tiny           # the small model inside paradec: no download, no GPU
 
-Forwards alone say nothing: a scheduler that commits more at once needs fewer of them, and is wrong where tokens depend on
-each other. With --tiny the question is a Latin square (every line and column has each letter once), which can be checked:
-diffusers' own scheduler takes 8 forwards to a wrong square, those of paradec 13 to 16 to a right one; one token a step
-would take 16. Of a published checkpoint the answers are printed to be read beside each other.
+Forwards alone say nothing: a scheduler that commits more at once needs fewer of them, and is wrong where tokens depend
+on each other. With --tiny the question is a Latin square (every line and column has each letter once), which can be
+checked: diffusers' own scheduler takes 8 forwards to a wrong square, CreditDecoding 13 to one with a wrong last line,
+the other two 16 to a right one. Of a published checkpoint the answers are printed to be read beside each other.
 """
 
 from __future__ import annotations

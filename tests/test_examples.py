@@ -41,7 +41,7 @@ def test_examples_run_offline() -> None:
     assert "ThresholdScheduler: 16 forwards, a right answer\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
     found = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", swap_in)
     assert [(int(forwards), answer) for _, forwards, answer in found] == [
-        (8, "wrong"), (16, "right"), (13, "right"), (16, "right")
+        (8, "wrong"), (16, "right"), (13, "wrong"), (16, "right")
     ]  # fmt: skip
     assert own.lstrip().startswith("apple fig pear\n") and re.search(r"largest_gap +4 of 8 right, 2.6 forwards", own)
     assert "2 answered, 1 failed\n0 answered, 0 failed" in batch and batch.count('"line"') == 3
