@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from paradec import caches, samplers
 from paradec.models.adapter import Model
 
 PROMPT = "Sort: pear fig apple"
-ELSEWHERE = os.environ | {"PYTHONPATH": str(ROOT)}
+ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
         if kind in SHOWN:
             count = len(columns)
             short = kind in ("end", "ahead") and count > LONG_RUN
-            if kind == "end" and text.plain and not text.plain.endswith((" ", "\n")):
+            if (kind == "end" or short) and text.plain and not text.plain.endswith((" ", "\n")):
                 text.append(" ")
             text.append(f"{SHOWN[kind]}\N{MULTIPLICATION SIGN}{count}" if short else SHOWN[kind] * count, STYLES[kind])
             continue
