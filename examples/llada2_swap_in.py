@@ -2,6 +2,11 @@
 
 python examples/llada2_swap_in.py --model inclusionAI/LLaDA2.1-mini --trust-remote-code --device cuda
 python examples/llada2_swap_in.py --tiny           # the small model inside paradec: no download, no GPU
+
+Forwards alone say nothing: a scheduler that commits more at once needs fewer of them, and is wrong where tokens depend
+on each other. With --tiny the question is a Latin square (every line and column has each letter once), which can be
+checked: diffusers' own scheduler takes 8 forwards to a wrong square, CreditDecoding 13 to one with a wrong last line,
+the other two 16 to a right one. Of a published checkpoint the answers are printed to be read beside each other.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 
 import paradec
 from paradec import schedulers
+from paradec.evaluation.tasks import Example, get_task
 
 
 def tiny_pipeline(device: str | None) -> tuple[LLaDA2Pipeline, str, dict[str, Any]]:
@@ -33,6 +39,16 @@ def published_pipeline(args: argparse.Namespace) -> tuple[LLaDA2Pipeline, str, d
     tokenizer = AutoTokenizer.from_pretrained(args.model, **trusted)
     question = "A train covers 120 km in 1.5 hours. How long does it need for 200 km? Answer briefly."
     return LLaDA2Pipeline(model, BlockRefinementScheduler(), tokenizer), question, {"gen_length": 256}
+
+
+def judged(question: str, answer: str) -> str:
+    """Whether an answer of the packaged model is right, in words; nothing where that cannot be checked."""
+    task = get_task("latin_square")
+    verb, _, symbols = question.partition(": ")
+    if verb != task.template.partition(":")[0]:
+        return ""
+    right = task.check(Example(task.name, question, tuple(symbols.split())), answer)
+    return ", a right answer" if right else ", a wrong answer"
 
 
 def main() -> None:
@@ -59,8 +75,10 @@ def main() -> None:
     ):
         pipe.scheduler = cls.from_config(theirs)
         calls.clear()
-        out = pipe(args.prompt or question, editing_threshold=None, **request)
-        print(f"\n{cls.__name__}: {len(calls)} forwards\n{out.texts[0]}")
+        asked = args.prompt or question
+        answer = pipe(asked, editing_threshold=None, **request).texts[0]
+        whose = " (diffusers' own)" if cls is BlockRefinementScheduler else ""
+        print(f"\n{cls.__name__}{whose}: {len(calls)} forwards{judged(asked, answer)}\n{answer}")
 
 
 if __name__ == "__main__":

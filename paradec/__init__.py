@@ -4,22 +4,25 @@
 >>> model = paradec.load()                                       # the small model inside the package
 >>> paradec.generate(model, "Sort: pear fig apple").text        # doctest: +SKIP
 'apple fig pear'
+
+Importing it imports neither torch nor transformers: what is below is imported when it is first used.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import paradec.interrupts as _interrupts  # noqa: F401 - first: the other imports take seconds
+import paradec.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
 from paradec import attention, caches, moved, samplers
-from paradec.attention.sparsed import SparseD
-from paradec.blocks import AdaptiveBlocks, FixedBlocks
-from paradec.generate import Output, generate, infill
-from paradec.protocol import Interrupted, decode
-from paradec.request import Request
 
 if TYPE_CHECKING:
+    from paradec.attention.sparsed import SparseD
+    from paradec.blocks import AdaptiveBlocks, FixedBlocks
+    from paradec.generate import Output, generate, infill
     from paradec.hf import hf_generate
     from paradec.hooks.session import accelerate
     from paradec.images import generate_images
@@ -27,12 +30,16 @@ if TYPE_CHECKING:
     from paradec.models.eagle import load_drafter
     from paradec.models.loading import load
     from paradec.models.wrapping import wrap
+    from paradec.protocol import Interrupted, decode
+    from paradec.request import Request
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.prophet import Prophet
 
 __version__ = "0.1.0"
 
 moved.install()
+# what the logger "paradec" says is for those who ask for it
+logging.getLogger("paradec").addHandler(logging.NullHandler())
 
 __all__ = [
     "AdaptiveBlocks",
@@ -60,20 +67,53 @@ __all__ = [
 
 
 LATER = {
+    "AdaptiveBlocks": "paradec.blocks",
     "CheckpointError": "paradec.models.checkpoint",
+    "FixedBlocks": "paradec.blocks",
+    "Interrupted": "paradec.protocol",
+    "Output": "paradec.generate",
     "Prophet": "paradec.samplers.masked.prophet",
+    "Request": "paradec.request",
+    "SparseD": "paradec.attention.sparsed",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
     "accelerate": "paradec.hooks.session",
+    "decode": "paradec.protocol",
+    "generate": "paradec.generate",
     "generate_images": "paradec.images",
     "hf_generate": "paradec.hf",
+    "infill": "paradec.generate",
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
     "wrap": "paradec.models.wrapping",
 }
-"""Imported when they are first asked for; some of them import parts of transformers."""
+"""Imported when they are first asked for: all of them import torch, some of them parts of transformers."""
 
 
 def __getattr__(name: str) -> Any:
     if name in LATER:
         return getattr(importlib.import_module(LATER[name]), name)
+    # a module, as if it had been imported by its name: `paradec.images.contact_sheet`
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"paradec.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"paradec.{name}":
+                raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This module. `paradec.generate` is the function, also once the module of that name has been imported, which
+    Python would put in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "generate" and isinstance(value, ModuleType):
+            value = value.generate
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

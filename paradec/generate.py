@@ -21,6 +21,7 @@ from paradec.caches.kept import KeptPrefix
 from paradec.canvas import TextState
 from paradec.checks import check_model
 from paradec.logprobs import LogProbs
+from paradec.progress import bar
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, State, decode
 from paradec.request import Arguments, Preset, Request, takes_arguments
@@ -145,7 +146,8 @@ def generate(
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
-        prompt: text, a chat (list of {"role", "content"}), input ids, or a list of any one of these.
+        prompt: text, a chat (list of {"role", "content"}), input ids, or a list of any one of these; or what a
+            tokenizer or its `apply_chat_template` returns.
         input_ids: ids under their transformers name, instead of `prompt`. Where ids hold the mask id, those positions
             are filled as well, and everything else stays as it is (see `infill`).
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
@@ -198,12 +200,12 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=3)
     loop: Callable[..., Any] = (
-        _device_loop(method, model, state, callback, request.streamer) if request.compile else decode
+        _device_loop(method, model, state, callback, request.streamer, request.progress) if request.compile else decode
     )
     begin = time.perf_counter()
     watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
-        with state.freed_store(), watched as after_commit:
+        with state.freed_store(), watched as watcher, bar(request.progress, state, watcher) as after_commit:
             loop(method, model, state, after_commit)
             kept = state.kept_prefix(model)
     except KeyboardInterrupt as interrupt:
@@ -288,13 +290,16 @@ def check_source(prompt: Any, input_ids: Any) -> None:
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
 
 
-def _device_loop(method: Any, model: Any, state: Any, callback: Any, streamer: Any) -> Callable[..., Any]:
+def _device_loop(
+    method: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool
+) -> Callable[..., Any]:
     """The loop of a request with `compile`: on the device, or with one warning the plain one."""
     from paradec.samplers.masked import device_step
     from paradec.samplers.masked.state import MaskedState
 
     reason = device_step.refusal(method, model, state)
-    for name, given in (("a callback", callback), ("a streamer", streamer), ("a trace", state.trace)):
+    looking = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
+    for name, given in looking.items():
         if reason is None and given is not None:
             reason = f"{name} looks at every step"
     if reason is not None:

@@ -20,6 +20,7 @@ from paradec.checks import MODELS, check_choice, check_int, check_model, shown
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
+from paradec.progress import bar
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.request import Preset, Request, check_names, request_for, takes_arguments
 from paradec.traces.pictures import of_images
@@ -41,13 +42,14 @@ class ImageArguments(TypedDict, total=False):
     generator: torch.Generator | None
     callback: Callable[[State, Commit], bool | None] | None
     trace: bool
+    progress: bool
 
 
 SERVED = tuple(ImageArguments.__annotations__)
 KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
 
 
-@takes_arguments(typed=ImageArguments, defaults=dict.fromkeys(SERVED) | {"trace": False})
+@takes_arguments(typed=ImageArguments, defaults=dict.fromkeys(SERVED) | {"trace": False, "progress": False})
 def generate_images(
     model: PictureModel,
     prompts: Any = None,
@@ -89,6 +91,7 @@ def generate_images(
         generator: a torch.Generator instead, from which a seed is drawn.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `ImageOutput.trace`; always done for masked models.
+        progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Returns:
         An `ImageOutput`.
@@ -126,8 +129,8 @@ def generate_images(
         warnings.warn(hint, stacklevel=2)
     begin = time.perf_counter()
     try:
-        with state.freed_store():
-            decode(method, laid.model, state, request.callback)
+        with state.freed_store(), bar(request.progress, state, request.callback) as after_commit:
+            decode(method, laid.model, state, after_commit)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
         stopped.output, _ = _read(model, state, grid, time.perf_counter() - begin)

@@ -75,6 +75,8 @@ def _end(number: int, frame: FrameType | None) -> None:
     if debugging():
         traceback.print_stack(frame)
         sys.stderr.flush()
+    if os.isatty(2):
+        os.write(2, b"\n")  # what is waited for stands there
     os._exit(EXIT_CODE)
 
 

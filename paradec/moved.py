@@ -41,13 +41,13 @@ from typing import Any
 
 MOVED = {
     "paradec.cli.decode": "paradec.cli.batches",
-    "paradec.cli.live": "paradec.cli.show",
+    "paradec.cli.live": "paradec.cli.watch",
     "paradec.continuous_images": "paradec.images",
     "paradec.decode_command": "paradec.cli.batches",
     "paradec.engine": "paradec.samplers.masked.device_step",
     "paradec.image_command": "paradec.cli.image",
     "paradec.kernels.sparsed": "paradec.kernels.block_sparse",
-    "paradec.live": "paradec.cli.show",
+    "paradec.live": "paradec.cli.watch",
     "paradec.masked_images": "paradec.images",
     "paradec.models.chameleon": "paradec.models.images.chameleon",
     "paradec.models.continuous": "paradec.models.images.continuous",

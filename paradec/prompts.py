@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec import packaged
 from paradec.checks import check_bool, check_int, shown
 from paradec.models.facts import HOLE
 
@@ -19,8 +20,9 @@ BYTES = (bytes, bytearray, memoryview)
 """Sequences of small integers that nobody means as ids."""
 HOLE_TEXT = "\ufdd0"
 """Stands for a position to fill in texts for models without a mask token: no character, so that no text holds it."""
-PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What processors return beside images; token types say nothing that ids do not."""
+PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask")
+PROCESSED += ("offset_mapping", "length")
+"""What tokenizers and processors return beside images; all but the first two say nothing that ids do not."""
 PICTURED = ("pixel_values", "image_position_ids")
 MOST_MASKS = 1_000_000
 """Masks that one placeholder can stand for, where the model states no length."""
@@ -35,17 +37,17 @@ class Prompts:
     starts: list[int]
     """Where the text that a reader wants begins in each row of an infill: behind the turns before the last one."""
 
-    images: list[Tensor | None] | None = None
-    """What stands at the image tokens of each row, [N, D], on models that read images."""
     before: list[int] | None = None
     """How many equal rows stand before each, those of other batches included; None where this is the only batch."""
+    images: list[Tensor | None] | None = None
+    """What stands at the image tokens of each row, [N, D], on models that read images."""
 
     def repeated(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
         images = None if self.images is None else [part for part in self.images for _ in range(times)]
-        return Prompts(rows, self.single and times == 1, starts, images)
+        return Prompts(rows, self.single and times == 1, starts, images=images)
 
     def numbered(self) -> Prompts:
         """The same rows, so that a `part` of them draws what it would draw among all."""
@@ -60,7 +62,7 @@ class Prompts:
         """The rows from `first` to `stop` (exclusive)."""
         before = None if self.before is None else self.before[first:stop]
         images = None if self.images is None else self.images[first:stop]
-        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], images, before)
+        return Prompts(self.rows[first:stop], self.single, self.starts[first:stop], before, images)
 
 
 def encode(
@@ -130,20 +132,39 @@ def encode(
 
 def _from_processor(model: Any, inputs: Mapping[str, Any], attention_mask: Any) -> Prompts:
     """The prompts of what a tokenizer or processor returns; images become what stands at their tokens."""
-    unknown = sorted({str(name) for name in inputs} - {*PROCESSED, *PICTURED})
-    if "input_ids" not in inputs or unknown:
-        what = f"holds {unknown[0]!r}" if "input_ids" in inputs else "has no 'input_ids'"
-        raise ValueError(f"prompt {what}; of a tokenizer or processor {', '.join((*PROCESSED, *PICTURED))} are taken")
-    if attention_mask is not None and inputs.get("attention_mask") is not None:
-        raise ValueError("attention_mask is given twice: in the prompt, and as an argument")
-    mask = inputs.get("attention_mask") if attention_mask is None else attention_mask
-    prompts = encode(model, inputs["input_ids"], mask)
+    ids, mask = _of_tokenizer(inputs, attention_mask)
+    for name in sorted(map(str, inputs)):
+        if name not in (*PROCESSED, *PICTURED):
+            raise ValueError(
+                f"prompt holds {name!r}; of a processor {', '.join((*PROCESSED[:4], *PICTURED))} are taken"
+            )
+    prompts = encode(model, ids, mask)
     pictures = [inputs.get(name) for name in PICTURED]
     if hasattr(model, "embed_images"):
         prompts.images = model.embed_images(prompts.rows, *pictures)
     elif any(value is not None for value in pictures):
         raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
     return prompts
+
+
+def _of_tokenizer(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and attention mask of what a tokenizer returns (transformers' BatchEncoding), with tensors or lists in it.
+
+    Raises:
+        TypeError: another mapping. ValueError: two attention masks.
+    """
+    if "input_ids" not in encoding:
+        hint = "; a message of a chat stands in a list" if {"role", "content"} <= {*encoding} else ""
+        raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    if mask is not None and attention_mask is not None:
+        raise ValueError("attention_mask is in the tokenizer's output too; give one")
+    if isinstance(ids, (Tensor, np.ndarray)) or mask is None:
+        return ids, attention_mask if mask is None else mask
+    rows, masks = (ids, mask) if len(ids) and isinstance(ids[0], Sequence) else ([ids], [mask])
+    if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and one needs no batch
+        return ids, None
+    return (rows, masks) if rows is ids else (_tensor("input ids", ids), _tensor("attention_mask", mask))
 
 
 def check_placeholder(placeholder: Any) -> None:
@@ -283,8 +304,15 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     """Refuse text that the tokenizer cannot express; byte-level vocabularies never have such."""
     unk = tokenizer.unk_token_id
     if unk is not None and unk in ids:
-        words = sorted({w for w in text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
-        raise ValueError(f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}")
+        vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        plain = text
+        for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template stand close to words
+            plain = plain.replace(special, " ")
+        words = sorted({w for w in plain.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
+        raise ValueError(
+            f"prompt has words outside the model's vocabulary: {', '.join(words) or text!r}"
+            + packaged.advice(words, vocabulary)
+        )
     return ids
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -42,6 +41,8 @@ class Registry:
         if self._has_plugins:
             return
         self._has_plugins = True
+        import importlib.metadata  # which takes longer than all of this module
+
         group = "paradec.attention" if self.kind == "attention" else f"paradec.{self.kind}s"
         for entry in importlib.metadata.entry_points(group=group):
             if entry.name not in self._targets:
@@ -85,6 +86,29 @@ class Registry:
                 raise ImportError(f"{self.kind} {name!r} of another package cannot be imported: {error}") from error
             self._targets[name] = target
         return target
+
+    def classes(self) -> dict[str, str]:
+        """Names of the registered classes, without importing them, and what each is registered under."""
+        found = {}
+        for name, target in self._targets.items():
+            found[target.partition(":")[2] if isinstance(target, str) else target.__name__] = name
+        return found
+
+    def named(self, name: str, package: str) -> Any:
+        """The registered class called `name`, or the module of that name, for the `__getattr__` of `package`.
+
+        Raises:
+            AttributeError: neither is called so.
+        """
+        if name in (known := self.classes()):
+            return self.get(known[name])
+        if not name.startswith("_"):
+            try:
+                return importlib.import_module(f"{package}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{package}.{name}":
+                    raise
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def check(self, name: str) -> None:
         """Raise ValueError unless `create` knows the name."""

@@ -112,6 +112,7 @@ class Request:
             so is decoded as usual, with one warning.
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
             step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution: `paradec.logprobs`.
+        progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:
         ValueError, TypeError: an argument out of its range; the message names it.
@@ -149,6 +150,7 @@ class Request:
     trace: bool = False
     compile: bool = False
     logprobs: int | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         samplers = Registry.by_kind["sampler"]
@@ -346,6 +348,7 @@ class Arguments(TypedDict, total=False):
     trace: bool
     compile: bool
     logprobs: int | None
+    progress: bool
 
 
 def check_names(given: Collection[str], allowed: Collection[str] = FIELDS) -> None:

@@ -19,7 +19,8 @@ DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
 GROUPS = ["amused_recap", "mar_recap"]
 TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
-NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *IMAGES]
+NEW = ["own_sampler", "batch_file", "chat_loop", "transformers_generate"]
+NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *NEW, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
 import runpy, sys
@@ -35,7 +36,8 @@ def test_examples_run_offline() -> None:
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.split("=" * 9)
-    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, *images = printed
+    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, *rest = printed
+    own, batch, chat, stock, *images = rest
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
@@ -43,8 +45,15 @@ def test_examples_run_offline() -> None:
     assert "kiwi apple fig pear" in infill and "hole 1: 'apple fig'" in infill
     assert watch.strip().splitlines()[0::2] == ["one token per step: 32 forwards", "threshold: 4 forwards"]
     # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
-    assert "ThresholdScheduler: 16 forwards\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
-    assert swap_in.count("Scheduler: ") == 4
+    assert "ThresholdScheduler: 16 forwards, a right answer\nF K I A\nK F A I\nA I F K\nI A K F" in swap_in
+    found = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", swap_in)
+    assert [(int(forwards), answer) for _, forwards, answer in found] == [
+        (8, "wrong"), (16, "right"), (13, "wrong"), (16, "right")
+    ]  # fmt: skip
+    assert own.lstrip().startswith("apple fig pear\n") and re.search(r"largest_gap +4 of 8 right, 2.6 forwards", own)
+    assert "2 answered, 1 failed\n0 answered, 0 failed" in batch and batch.count('"line"') == 3
+    assert "kiwi apple fig pear\n(5 tokens" in chat and re.search(r"[1-9]\d* positions of the turns before", chat)
+    assert stock.count("kiwi apple fig pear") == 2 and "(threshold: 1 forwards" in stock
     assert "50 calls, 14 full, 36 forecast, 0 mixed" in dit and "difference of the pixels" in dit
     assert "50 calls, 10 full, 40 forecast, 0 mixed" in flux and "difference of the latents" in flux
     assert wan.count("25% of the modules evaluated") == 2 and "bac: " in wan

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
 
 import paradec
-from paradec.cli.show import UNDECIDED, LiveView
+from paradec.cli.watch import END, UNDECIDED, LiveView
 from paradec.models.adapter import Model
 
 PROMPT = "Reverse: pear fig apple kiwi"
@@ -216,8 +216,8 @@ def test_live_view_shows_tokens_being_filled_in(packaged: Model) -> None:
     frames = re.findall(r"\[1\] (.*)", screen.getvalue())
     counts = [frame.count(UNDECIDED) for frame in frames]
     assert counts[0] == 7 and counts == sorted(counts, reverse=True) and counts[-1] == 0
-    assert frames[-1].strip() == out.text[0]
-    assert re.findall(r"\[2\] (.*)", screen.getvalue())[-1].strip() == out.text[1]
+    assert frames[-1].strip() == f"{out.text[0]} {END}"
+    assert re.findall(r"\[2\] (.*)", screen.getvalue())[-1].strip() == f"{out.text[1]} {END}"
     assert PROMPT.split()[1] not in frames[0].split()[0]
 
 

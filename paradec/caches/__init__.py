@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paradec.registry import Registry
+
+if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
+    from paradec.caches.block import BlockCache as BlockCache
+    from paradec.caches.dkv_decode import DkvDecode as DkvDecode
+    from paradec.caches.dkv_greedy import DkvGreedy as DkvGreedy
+    from paradec.caches.dkv_pd import DkvPD as DkvPD
+    from paradec.caches.dkv_prefill import DkvPrefill as DkvPrefill
+    from paradec.caches.dual import DualCache as DualCache
+    from paradec.caches.hierarchical import HierarchicalCache as HierarchicalCache
+    from paradec.caches.none import NoCache as NoCache
+    from paradec.caches.prefix import PrefixCache as PrefixCache
+    from paradec.caches.recap import RecapCache as RecapCache
+    from paradec.caches.vicinity import VicinityCache as VicinityCache
 
 registry = Registry(
     "cache",
@@ -35,3 +48,12 @@ def create(name: str, **settings: Any) -> Any:
         ValueError: unknown name or setting, or a setting out of its range.
     """
     return registry.create(name, **settings)
+
+
+def __getattr__(name: str) -> Any:
+    """A class of the registry by its own name: `paradec.caches.DualCache()`."""
+    return registry.named(name, __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *registry.classes()})

@@ -17,13 +17,16 @@ import typer
 from typer.core import TyperGroup
 
 import paradec
+from paradec.cli import show
 from paradec.cli.caches import caches
+from paradec.cli.chat import chat
 from paradec.cli.compare import compare
 from paradec.cli.generate import generate
 from paradec.cli.image import image
 from paradec.cli.infill import infill
 from paradec.cli.learn2pd import learn2pd
 from paradec.cli.samplers import samplers
+from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
 from paradec.interrupts import EXIT_CODE, debugging
 
@@ -79,6 +82,7 @@ def _closed_pipe() -> int:
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    show.clear_waiting()
     print("warning: " + " ".join(str(message).split()), file=sys.stderr)
 
 
@@ -121,9 +125,11 @@ def _main(
 # In the order of `paradec --help`. The commands import what is heavy when they run.
 app.command()(generate)
 app.command()(infill)
+app.command(short_help="Talk to a model, turn by turn.")(chat)
 app.command(short_help="Make pictures, and say what it took.")(image)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
 app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
-app.command()(samplers)
+app.command(short_help="List the samplers, or say all about one.")(samplers)
 app.command(short_help="List the caches, and what each works with.")(caches)
+app.command(short_help="What the packaged text model can do.")(tasks)
 app.add_typer(learn2pd, name="learn2pd")

@@ -11,7 +11,7 @@ import typer
 
 import paradec
 from paradec.checks import check_int
-from paradec.cli import options, show
+from paradec.cli import options, show, tables
 from paradec.interrupts import EXIT_CODE, raise_again
 
 Prompts = Annotated[
@@ -96,7 +96,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
     else:
-        show.table(found.columns(), found.table())
+        tables.comparison(found.columns(), found.table())
         if code:
             print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
     raise typer.Exit(code)

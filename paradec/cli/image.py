@@ -20,17 +20,6 @@ from paradec.checks import check_int, check_number, check_temperature, check_tex
 from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
-from paradec.models.checkpoint import CheckpointError, read_json
-from paradec.models.images.loading import (
-    FAMILIES,
-    PACKAGED,
-    PACKAGED_PIPELINES,
-    file_type,
-    image_adapter,
-    packaged_image,
-)
-from paradec.pictures import MOST_IMAGES
-from paradec.request import LARGEST_GUIDANCE, Request
 
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""
@@ -66,7 +55,10 @@ Temperature = Annotated[float | None, typer.Option(help="0 takes the likeliest t
 TopK = Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 takes all.")]
 Compare = Annotated[bool, typer.Option("--compare", help="Diffusion pipelines: the plain run's pictures stand above.")]
 Columns = Annotated[int | None, typer.Option(help="Pictures in a row of the sheet.")]
-Enlarge = Annotated[int, typer.Option(help="Pixels that a pixel becomes, along each side.")]
+Enlarge = Annotated[
+    int | None,
+    typer.Option(help="Pixels that a pixel becomes, along each side; by default enough to see small pictures."),
+]
 Drafter = Annotated[
     str | None,
     typer.Option(help="Of speculative and lantern: a smaller model of the family, digits-ar-drafter say, or EAGLE's."),
@@ -106,7 +98,7 @@ def image(
     seed: options.Seed = None,
     compare: Compare = False,
     columns: Columns = None,
-    enlarge: Enlarge = 1,
+    enlarge: Enlarge = None,
     drafter: Drafter = None,
     vq: VQ = None,
     vae: VAE = None,
@@ -124,8 +116,9 @@ def image(
         if value is not None and name in settings:
             raise ValueError(f"--{name} and --set {name}=... say the same; give one")
         settings |= {} if value is None else {name: value}
-    show.quiet_loading()
-    index = pipeline_index(model)
+    with show.waiting(f"loading {model}"):
+        show.quiet_loading()
+        index = pipeline_index(model)
     common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
     tokens: dict[str, Any] = {"cache": cache, "top_p": top_p, "top_k": top_k}
@@ -152,7 +145,8 @@ def image(
     if compare:
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
     given = {name: file for name, file in files.items() if file is not None}
-    loaded, method = load_with_sampler(model, chosen, settings, drafter, common | tokens, place, given)
+    with show.waiting(f"loading {model}"):
+        loaded, method = load_with_sampler(model, chosen, settings, drafter, common | tokens, place, given)
     raise typer.Exit(make_pictures(job, loaded, method, common | tokens, as_json))
 
 
@@ -163,6 +157,7 @@ def of_preset(path: Path) -> dict[str, Any]:
         FileNotFoundError, ValueError: no file that `Request.save` wrote, or one with a field that pictures do not have.
     """
     from paradec.images import SERVED
+    from paradec.request import Request
 
     said = Request.load(path).changes()
     said.pop("trace", None)  # `--trace` says where it goes
@@ -233,6 +228,9 @@ def check_options(request: dict[str, Any]) -> None:
     Raises:
         ValueError: an option out of its range; the message names it.
     """
+    from paradec.pictures import MOST_IMAGES
+    from paradec.request import LARGEST_GUIDANCE
+
     check_int("--num-images", request["num_images"], low=1, high=MOST_IMAGES)
     for name in ("steps", "height", "width"):
         check_int(f"--{name}", request[name], low=1, high=MOST[name], none=True)
@@ -262,6 +260,9 @@ def pipeline_index(source: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: neither of them.
     """
+    from paradec.models.checkpoint import CheckpointError, read_json
+    from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, packaged_image
+
     if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):
         return None
     folder = packaged_image(source) if source in PACKAGED_PIPELINES and not os.path.exists(source) else source
@@ -278,6 +279,9 @@ def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
     Raises:
         ValueError: a sampler of a family that this model does not take, or no image model.
     """
+    from paradec.models.checkpoint import read_json
+    from paradec.models.images.loading import FAMILIES, PACKAGED, file_type, image_adapter, packaged_image
+
     place = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
     single = os.path.isfile(place)
     model_type = file_type(place) if single else read_json(place, "config.json", None).get("model_type")
@@ -301,7 +305,9 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """A smaller model of the base's family, or an EAGLE drafter for it. options: as for `paradec.load`."""
+    from paradec.models.checkpoint import read_json
     from paradec.models.eagle import load_drafter
+    from paradec.models.images.loading import FAMILIES, PACKAGED
     from paradec.models.loading import load
 
     if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):

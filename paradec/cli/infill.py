@@ -8,9 +8,16 @@ import typer
 
 from paradec.cli import options
 from paradec.cli.generate import decode
+from paradec.cli.work import one_prompt
 
 Prompt = Annotated[
     str | None, typer.Option(help="A user's turn of a chat, to which the text is the assistant's answer.")
+]
+Text = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TEXT", show_default=False, help='Text with <mask> in it, in quotes; "-" reads standard input.'
+    ),
 ]
 Mask = Annotated[str, typer.Option(help="What stands for one token to fill; <mask:3> stands for three.")]
 BlockLength = Annotated[int | None, typer.Option(help="Tokens per block; by default one block.")]
@@ -20,7 +27,7 @@ HolesEosInf = Annotated[bool, typer.Option(help="Fill holes without end tokens, 
 
 def infill(
     context: typer.Context,
-    text: Annotated[str, typer.Argument(help='Text with <mask> in it; "-" reads it from standard input.')],
+    text: Text = None,
     prompt: Prompt = None,
     mask: Mask = "<mask>",
     model: options.Model = None,
@@ -47,11 +54,11 @@ def infill(
     as_json: options.AsJson = False,
 ) -> None:
     """Fill the masks in a text, and say what it took."""
-    text = options.read_text(text)
-    turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+    given = options.read_text(one_prompt(text, "infill"))
+    turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": given}]
     decode(
         "infill",
-        text if prompt is None else turns,
+        given if prompt is None else turns,
         source=model,
         preset=preset,
         given=options.given(context),

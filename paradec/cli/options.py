@@ -15,7 +15,6 @@ import typer
 
 import paradec
 from paradec.checks import check_choice, check_text
-from paradec.request import Request
 
 # Declarations ----------------------------------------------------------------------------------------------------
 
@@ -179,6 +178,8 @@ def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -
     """
     if preset is None:
         return request
+    from paradec.request import Request
+
     changes = Request.load(preset).changes()
     changes.pop("trace", None)  # `--trace` says where it goes
     return request | {name: value for name, value in changes.items() if name not in there}

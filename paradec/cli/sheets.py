@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from paradec.checks import check_int, check_text
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
     from paradec.trace import Trace
@@ -23,6 +22,10 @@ RECORDS = (".html", ".htm", ".gif", ".json")
 """Suffixes of `--trace` that are a `paradec.trace.Trace`."""
 TRACE_SIDE = 160
 """Pixels along a picture of `--trace`, about."""
+SMALL = 128
+"""Pixels along the longer side of a picture, below which it is enlarged."""
+SEEN = 256
+"""Pixels along it then, at most."""
 
 
 @dataclass
@@ -36,7 +39,8 @@ class ImageJob:
     out: Path
     trace: Path | None = None
     columns: int | None = None
-    enlarge: int = 1
+    enlarge: int | None = None
+    """None enlarges pictures that are too small to be seen."""
     prompts: list[str] | None = None
     classes: str | None = None
     conditions: dict[str, Any] = field(init=False)
@@ -50,7 +54,7 @@ class ImageJob:
                 allowed = ", ".join((*also, *SHEETS[:-1]))
                 raise ValueError(f"{name} {str(file)!r} must end in {allowed} or {SHEETS[-1]}")
         check_int("--columns", self.columns, low=1, none=True)
-        check_int("--enlarge", self.enlarge, low=1, high=64)
+        check_int("--enlarge", self.enlarge, low=1, high=64, none=True)
         if (self.prompts is None) == (self.classes is None):
             raise ValueError("give either --prompt or --class" + ("" if self.prompts is None else ", not both"))
         for prompt in self.prompts or ():
@@ -75,7 +79,8 @@ class ImageJob:
         from paradec.images import contact_sheet, step_pictures
 
         if images is not None:
-            contact_sheet(images, self.columns, enlarge=self.enlarge).save(self.out)
+            enlarge = seen_size(images[0].size) if self.enlarge is None else self.enlarge
+            contact_sheet(images, self.columns, enlarge=enlarge).save(self.out)
         if self.trace is not None and not self.sheet_of_steps:
             if record is not None:
                 record.save(self.trace)
@@ -101,6 +106,8 @@ class Made:
     @property
     def difference(self) -> float:
         """Mean absolute difference of the pixels to the plain run's, from 0 to 1."""
+        import numpy as np
+
         pairs = zip(self.images, self.plain or (), strict=True)
         return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in pairs]) / 255)
 
@@ -121,3 +128,9 @@ def read_classes(text: str) -> list[int]:
             raise ValueError(f"--class {text!r}: the range {part.strip()} is empty or too long")
         classes += range(int(first), stop + 1)
     return classes
+
+
+def seen_size(size: tuple[int, int]) -> int:
+    """How much a picture of `size` pixels is enlarged, so that it can be seen: 9 times for 28 x 28."""
+    longest = max(size)
+    return max(1, SEEN // longest) if longest < SMALL else 1

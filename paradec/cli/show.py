@@ -1,34 +1,27 @@
-"""All that the commands print: answers, pictures, tables, progress, and the view of tokens being filled in.
+"""What the commands print: answers, pictures, what is waited for, progress. `tables` and `watch` have the rest.
 
-Standard output is for results, standard error for progress and warnings. Tables fit the terminal's width; where there
-is none they are tab-separated lines. What draws (rich) is imported when something is drawn.
+Standard output is for results, standard error for progress and warnings. What draws (rich) is imported when something
+is drawn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from paradec.attention.sparsed import AttentionCost
-from paradec.generate import Output
-from paradec.protocol import Commit, State, plain
-
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.text import Text
-
+    from paradec.attention.sparsed import AttentionCost
     from paradec.cli.sheets import Made
+    from paradec.generate import Output
     from paradec.images import ImageOutput
+    from paradec.protocol import Commit, State
 
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
 
@@ -49,9 +42,37 @@ def quiet_loading() -> None:
 
     hub_logging.set_verbosity_error()  # a hub out of reach would be reported at each of its retries
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if not sys.stderr.isatty():
+    if not on_terminal(sys.stderr):  # large checkpoints take minutes to read, and there the bar says how far it is
+        logging.disable_progress_bar()
         disable_progress_bars()
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on a terminal what is waited for, at once and until it is there: libraries take seconds to import."""
+    if not on_terminal(sys.stderr):
+        yield
+        return
+    global _waiting
+    sys.stderr.write(f"{what} ...")
+    sys.stderr.flush()
+    _waiting = True
+    try:
+        yield
+    finally:
+        clear_waiting()
+
+
+_waiting = False
+
+
+def clear_waiting() -> None:
+    """Take the line of `waiting` away, for what is printed in its place."""
+    global _waiting
+    if _waiting:
+        sys.stderr.write("\r\033[2K")
+        sys.stderr.flush()
+    _waiting = False
 
 
 # Answers of `generate` and `infill` -------------------------------------------------------------------------------
@@ -235,62 +256,6 @@ def filter_summary(out: Path, held_out: dict[str, Any], threshold: float) -> str
     )
 
 
-# Tables ----------------------------------------------------------------------------------------------------------
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: ruled on a terminal, where it is too narrow entry by entry; tab-separated lines elsewhere."""
-    if not sys.stdout.isatty():
-        for row in (columns, *rows):
-            typer.echo("\t".join(row))
-        return
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    console, rows = Console(), list(rows)
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    if Measurement.get(console, console.options.update(max_width=10_000), table).minimum <= console.width:
-        console.print(table)
-        return
-    for row in rows:  # words would be cut
-        entry = Table.grid(padding=(0, 1))
-        for place, (name, cell) in enumerate(zip(columns, row, strict=True)):
-            style = "bold" if place == 0 else ""
-            entry.add_row(Text(f"{'' if place == 0 else '  '}{name}", style="dim"), Text(cell, style, overflow="fold"))
-        console.print(entry)
-
-
-def registry(registry: Any, as_json: bool, more: dict[str, dict[str, Any]] | None = None) -> None:
-    """Print a registry: a table on a terminal, tab-separated lines elsewhere."""
-    entries = []
-    for name in registry.names():
-        cls = registry.get(name)
-        entry: dict[str, Any] = {"name": name}
-        entry |= {key: getattr(cls, key, "") for key in ("family", "summary", "paper", "arxiv")}
-        entry["settings"] = {key: plain(value) for key, value in cls.settings().items()}
-        entry |= (more or {}).get(name, {})
-        entries.append(entry)
-    if as_json:
-        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
-        return
-
-    columns = ("name", "family", "settings", "paper")
-    rows = [
-        (
-            entry["name"],
-            entry["family"],
-            ", ".join(f"{key}={value}" for key, value in entry["settings"].items()) or "-",
-            entry["paper"] + (f" (arXiv:{entry['arxiv']})" if entry["arxiv"] else "") or "-",
-        )
-        for entry in entries
-    ]
-    table(columns, rows)
-
-
 # Progress --------------------------------------------------------------------------------------------------------
 
 
@@ -361,96 +326,3 @@ class Bar:
             self.task = self.progress.add_task(what, total=total)
             self.progress.start()
         self.progress.update(self.task, description=what, completed=completed, total=total)
-
-
-# Tokens being filled in (`--live`) ---------------------------------------------------------------------------------
-
-UNDECIDED = "\N{LIGHT SHADE}"
-"""Stands for one token that is not final yet."""
-STYLES = {"given": "dim", "final": "", "fresh": "bold green", "undecided": "dim"}
-
-
-class LiveView:
-    """Draws every row of a request after its commits, and clears itself away at the end.
-
-    Args:
-        tokenizer: the model's; without one, ids are shown.
-        console: a rich console; by default standard output.
-        interval: seconds between two drawings, at least.
-    """
-
-    def __init__(self, tokenizer: Any, console: Console | None = None, interval: float = 0.05):
-        self.tokenizer = tokenizer
-        self.interval = interval
-        from rich.console import Console
-        from rich.live import Live
-
-        self.screen = Live(console=console or Console(), auto_refresh=False, transient=True)
-        self.due = 0.0
-        self.undecided: Any = None
-
-    def __enter__(self) -> LiveView:
-        self.screen.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.screen.stop()
-
-    def update(self, state: Any, commit: Any) -> None:
-        """Called by `paradec.generate` after every commit."""
-        if time.monotonic() < self.due and not state.done:
-            return
-        self.screen.update(self.draw(state), refresh=True)
-        self.due = time.monotonic() + self.interval
-
-    def draw(self, state: Any) -> RenderableType:
-        """The rows as they stand. What became final since the last drawing stands out."""
-        from rich.table import Table
-        from rich.text import Text
-
-        ids, given = state.canvas.tolist(), state.given.tolist()
-        undecided = state.undecided.tolist()
-        before, self.undecided = self.undecided, undecided
-        if before is None:
-            before = [[not flag for flag in row] for row in given]
-        grid = Table.grid(padding=(0, 1))
-        for row in range(state.batch):
-            # a prompt is left out, unless there are holes in it
-            holes = state.answer_start[row] > state.prompt_length[row]
-            start, end = 0 if holes else int(state.prompt_length[row]), int(state.end[row])
-            kinds = [
-                "given"
-                if given[row][i]
-                else "undecided"
-                if undecided[row][i]
-                else "fresh"
-                if before[row][i]
-                else "final"
-                for i in range(start, end)
-            ]
-            text = rendered(self.tokenizer, ids[row][start:end], kinds)
-            grid.add_row(*([Text(f"[{row + 1}]", style="dim")] if state.batch > 1 else []), text)
-        return grid
-
-
-def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
-    """Tokens as styled text. `kinds` names one of `STYLES` for each."""
-    from rich.text import Text
-
-    def decoded(tokens: Sequence[int]) -> str:
-        if tokenizer is None:
-            return "".join(f"{token} " for token in tokens)
-        return tokenizer.decode(tokens, skip_special_tokens=True)
-
-    text = Text()
-    for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
-        columns = list(group)
-        first = columns[0]
-        if kind == "undecided":
-            text.append(UNDECIDED * len(columns), STYLES[kind])
-            continue
-        # the token before says whether a space stands between them
-        known = [ids[first - 1]] if first > 0 and kinds[first - 1] != "undecided" else []
-        run = decoded([*known, *(ids[i] for i in columns)])[len(decoded(known)) :]
-        text.append(run, STYLES[kind])
-    return text

@@ -31,21 +31,7 @@ from importlib.resources import files
 from random import Random
 from typing import Any, cast
 
-WORDS: tuple[str, ...] = tuple(
-    """
-    ant apple apricot banana bear bee boat cat cherry cow crab date deer dog duck eagle fig fox
-    frog goat grape guava hawk horse iguana ivy jackal kiwi koala leek lemon lime lion mango melon
-    mole mouse newt nut olive onion orange otter owl panda papaya peach pear pig plum quince rabbit
-    radish rose seal sheep tiger viper whale wolf zebra
-    """.split()
-)
-"""The nouns that lists are made of, in alphabetical order."""
-
-SYMBOLS: tuple[str, ...] = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-"""The symbols of the Latin squares."""
-
-LIST_LENGTHS: tuple[int, ...] = (3, 4, 5, 6)
-SQUARE_SIZES: tuple[int, ...] = (3, 4)
+from paradec.packaged import LIST_LENGTHS, SQUARE_SIZES, SYMBOLS, TEMPLATES, WORDS
 
 Lines = list[list[str]]
 """An answer split into lines, each split into words."""
@@ -270,26 +256,29 @@ def _is_latin_square(x: Example, lines: Lines) -> bool:
     return all(sorted(column) == symbols for column in zip(*lines, strict=True))
 
 
+def _task(name: str, solve: Callable[[Example, Random], Lines], *checked: Any, **others: Any) -> Task:
+    return Task(name, TEMPLATES[name], solve, *checked, **others)
+
+
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("copy", "Copy: {items}", _copy),
-        Task("reverse", "Reverse: {items}", _reverse),
-        Task("sort", "Sort: {items}", _sort),
-        Task("insert_at", "Insert {word} at {index}: {items}", _insert_at, slots=1),
-        Task("insert_after", "Insert {word} after {target}: {items}", _insert_after),
-        Task("remove_at", "Remove at {index}: {items}", _remove_at),
-        Task("remove_name", "Remove {target}: {items}", _remove_name),
-        Task("replace_at", "Replace at {index} with {word}: {items}", _replace_at),
-        Task("replace_name", "Replace {target} with {word}: {items}", _replace_name),
-        Task("rotations", "Rotations: {items}", _rotations, max_answer_tokens=41),
-        Task("shuffle", "Shuffle: {items}", _shuffle, _is_shuffle),
-        Task("insert_random", "Insert {word} anywhere: {items}", _insert_random, _is_insertion),
-        Task("remove_random", "Remove any: {items}", _remove_random, _is_removal),
-        Task("replace_random", "Replace any with {word}: {items}", _replace_random, _is_replacement),
-        Task(
+        _task("copy", _copy),
+        _task("reverse", _reverse),
+        _task("sort", _sort),
+        _task("insert_at", _insert_at, slots=1),
+        _task("insert_after", _insert_after),
+        _task("remove_at", _remove_at),
+        _task("remove_name", _remove_name),
+        _task("replace_at", _replace_at),
+        _task("replace_name", _replace_name),
+        _task("rotations", _rotations, max_answer_tokens=41),
+        _task("shuffle", _shuffle, _is_shuffle),
+        _task("insert_random", _insert_random, _is_insertion),
+        _task("remove_random", _remove_random, _is_removal),
+        _task("replace_random", _replace_random, _is_replacement),
+        _task(
             "latin_square",
-            "Latin square: {items}",
             _latin_square,
             _is_latin_square,
             alphabet=SYMBOLS,

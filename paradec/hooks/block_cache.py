@@ -41,6 +41,11 @@ class BlockCacheReport:
     bytes: int = 0
     """The most that keys and values took."""
 
+    @property
+    def short(self) -> str:
+        """The same as `str`: one line."""
+        return str(self)
+
     def __str__(self) -> str:
         share = self.evaluated / self.whole if self.whole else 1.0
         return (

@@ -29,6 +29,11 @@ class RecapReport:
     bytes: int = 0
     """The most that keys, values and hidden states took."""
 
+    @property
+    def short(self) -> str:
+        """The same as `str`: one line."""
+        return str(self)
+
     def __str__(self) -> str:
         local = sum(some < everything for some, everything in self.cells)
         evaluated, whole = (sum(counts) for counts in zip(*self.cells)) if self.cells else (0, 0)

@@ -81,13 +81,16 @@ class Report:
                 f"{name}: target {target}, basis {settings.basis}, order {settings.order}; {len(self.modules[name])} "
                 f"modules hooked, {self.coverage[name]:.0%} of the parameters left out at a forecast step"
             )
-        lines += self.notes
+        return "\n".join([*lines, *self.notes, self.short])
+
+    @property
+    def short(self) -> str:
+        """The run in one line."""
         kinds = [call.kind for call in self.calls]
-        lines.append(
+        return (
             f"run {self.runs}: {len(kinds)} calls, {kinds.count('full')} full, {kinds.count('forecast')} forecast, "
             f"{kinds.count('mixed')} mixed; histories took {self.bytes / 1e6:.1f} MB at most"
         )
-        return "\n".join(lines)
 
     def trace(self, images: Any = None) -> Trace:
         """The run as a trace, a step for each of the pipeline's, for `Trace.to_html` and its like.

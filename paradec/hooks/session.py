@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from paradec import samplers
 from paradec.checks import MODELS, check_choice, shown, wrong_model
 from paradec.hooks.clock import Clock, Run
 from paradec.hooks.guard import Guard
@@ -46,7 +47,7 @@ class Session:
             self.guard = Guard(watched, lambda: self.clock.running, self.clock.returned)
 
     def report(self) -> Report:
-        """What the latest run did so far; `print` shows it as a table."""
+        """What the latest run did so far; `print` shows it as a table, `.short` is one line."""
         calls: list[CallRecord] = [record for t in self.transformers for record in t.state.records]
         notes = [note for t in self.transformers for note in t.notes.values()]
         if self.clock.latest.strays:
@@ -105,7 +106,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         pipe: a diffusers pipeline with a `transformer` (`transformer_2` and `unet` too, where there), or a transformer
             alone: then steps are told by its argument `timestep`, and a run begins when timesteps turn around.
         sampler: `TaylorSeer`, by default with its own defaults; or `paradec.samplers.create("recap", ...)`, for
-            AmusedPipeline (`paradec.hooks.recap.RecapSession`).
+            AmusedPipeline (`paradec.hooks.recap.RecapSession`); or the name of one, "taylorseer" or "recap".
         cache: "block", for LLaDA2Pipeline (`paradec.hooks.block_cache.BlockCache`), without a sampler.
 
     Returns:
@@ -113,8 +114,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         every run starts without one, and other shapes start it anew.
 
     Raises:
-        TypeError: nothing that could be accelerated. ValueError: what the settings name is not in the transformer, it
-            is accelerated already, or diffusers' own cache is enabled. Nothing is changed then.
+        TypeError: nothing that could be accelerated. ValueError: an unknown name, what the settings name is not in the
+            transformer, it is accelerated already, or diffusers' own cache is enabled. Nothing is changed then.
     """
     if getattr(pipe, "makes", None) in MODELS:
         raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
@@ -125,6 +126,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         from paradec.hooks.block_cache import BlockCache
 
         return BlockCache(pipe)
+    sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if getattr(sampler, "name", None) == "recap":
         from paradec.hooks.recap import RecapSession
 

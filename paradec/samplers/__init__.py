@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paradec.checks import shown
 from paradec.registry import Registry
+
+if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
+    from paradec.samplers.causal.gsd import GSD as GSD
+    from paradec.samplers.causal.lantern import Lantern as Lantern
+    from paradec.samplers.causal.lantern import LanternPlusPlus as LanternPlusPlus
+    from paradec.samplers.causal.scd import SCD as SCD
+    from paradec.samplers.causal.sjd import SJD as SJD
+    from paradec.samplers.causal.speculative import Speculative as Speculative
+    from paradec.samplers.causal.window import Jacobi as Jacobi
+    from paradec.samplers.causal.zipar import ZipAR as ZipAR
+    from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+    from paradec.samplers.masked.adablock import AdaBlock as AdaBlock
+    from paradec.samplers.masked.ccd import CCD as CCD
+    from paradec.samplers.masked.ccd_agree import CCDAgree as CCDAgree
+    from paradec.samplers.masked.combination import Intersection as Intersection
+    from paradec.samplers.masked.combination import Union as Union
+    from paradec.samplers.masked.credit import Credit as Credit
+    from paradec.samplers.masked.editing import Editing as Editing
+    from paradec.samplers.masked.entropy import Entropy as Entropy
+    from paradec.samplers.masked.entropy_bound import EntropyBound as EntropyBound
+    from paradec.samplers.masked.entropy_threshold import EntropyThreshold as EntropyThreshold
+    from paradec.samplers.masked.factor import Factor as Factor
+    from paradec.samplers.masked.freedave import FreeDave as FreeDave
+    from paradec.samplers.masked.halton import Halton as Halton
+    from paradec.samplers.masked.hierarchy import Hierarchy as Hierarchy
+    from paradec.samplers.masked.klass import KLASS as KLASS
+    from paradec.samplers.masked.learn2pd import Learn2PD as Learn2PD
+    from paradec.samplers.masked.localleap import LocalLeap as LocalLeap
+    from paradec.samplers.masked.low_confidence import LowConfidence as LowConfidence
+    from paradec.samplers.masked.mar import MAR as MAR
+    from paradec.samplers.masked.margin import Margin as Margin
+    from paradec.samplers.masked.maskgit import MaskGIT as MaskGIT
+    from paradec.samplers.masked.maskgit_plus import MaskGitPlus as MaskGitPlus
+    from paradec.samplers.masked.origin import Origin as Origin
+    from paradec.samplers.masked.persistence import Persistence as Persistence
+    from paradec.samplers.masked.random import Random as Random
+    from paradec.samplers.masked.recap import Recap as Recap
+    from paradec.samplers.masked.saber import Saber as Saber
+    from paradec.samplers.masked.threshold import Threshold as Threshold
+    from paradec.samplers.masked.topk_margin import TopKMargin as TopKMargin
+    from paradec.samplers.masked.wino import Wino as Wino
 
 JOINING = "+&>("
 """Signs of a combination written as text."""
@@ -94,6 +135,15 @@ names = registry.names
 get = registry.get
 register = registry.register
 create = registry.create
+
+
+def __getattr__(name: str) -> Any:
+    """A class of the registry by its own name: `paradec.samplers.Threshold(threshold=0.8)`."""
+    return registry.named(name, __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *registry.classes()})
 
 
 def resolve(sampler: Any, family: str, user: str) -> Any:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -37,6 +38,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import TaylorSeer
 from paradec.cli import app
+from paradec.cli.sheets import seen_size
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -50,7 +52,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
     """The command's report, and its sheet."""
     sheet = folder / "sheet.png"
-    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", *arguments])
+    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", "--enlarge", "1", *arguments])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout), sheet
 
@@ -156,7 +158,7 @@ def test_summary_of_a_session(tmp_path: Path) -> None:
     dit_pipeline().save_pretrained(tmp_path / "dit")
     sheet = tmp_path / "sheet.png"
     arguments = ["image", "--model", str(tmp_path / "dit"), "--class", "1", "-n", "2", "--steps", "8", "--order", "2"]
-    done = RUNNER.invoke(app, [*arguments, "--guidance-scale", "2", "--out", str(sheet)])
+    done = RUNNER.invoke(app, [*arguments, "--guidance-scale", "2", "--enlarge", "1", "--out", str(sheet)])
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 pictures of 8 x 8 pixels in ") and "order 2" in lines[1]
@@ -376,6 +378,7 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
     model = paradec.load("digits-ar")
     for more, changes in [([], {}), (["--seed", "6", "--top-k", "0"], {"seed": 6, "top_k": 0})]:
         arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", *more]
+        arguments += ["--enlarge", "1"]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
         wanted = paradec.generate_images(model, class_labels=3, preset=path, **changes)
@@ -385,3 +388,14 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
         path.write_text(text)
         done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
         assert done.exit_code != 0 and message in done.stderr
+
+
+def test_pictures_are_of_a_size_that_can_be_seen(tmp_path: Path) -> None:
+    """Small ones are enlarged by whole numbers; --enlarge says otherwise; large ones stay as they are."""
+    sheet = tmp_path / "sheet.png"
+    for options, side in (((), 252), (("--enlarge", "2"), 56)):
+        done = RUNNER.invoke(app, ["image", "--class", "3", "--out", str(sheet), "--seed", "3", *options])
+        assert done.exit_code == 0 and Image.open(sheet).size == (side, side)
+        pixels = np.asarray(Image.open(sheet)).reshape(28, side // 28, 28, side // 28)
+        assert (pixels == pixels[:, :1, :, :1]).all()
+    assert [seen_size(size) for size in ((28, 28), (127, 4), (128, 128), (512, 64), (300, 300))] == [9, 2, 1, 1, 1]

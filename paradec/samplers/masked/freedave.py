@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import samplers
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.registry import Registry
 from paradec.request import Request, request_for
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
@@ -499,7 +499,7 @@ def _sampler(base: Any) -> MaskedSampler:
     made = base
     try:
         if isinstance(base, str):
-            made = samplers.create(base)
+            made = Registry.by_kind["sampler"].create(base)
         elif isinstance(base, Mapping):
             made = Sampler.from_dict(base)
     except (TypeError, ValueError) as error:

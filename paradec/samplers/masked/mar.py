@@ -21,7 +21,7 @@ from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, Stat
 from paradec.request import FIELDS, Request, request_for
 from paradec.trace import Trace
 
-SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace")
+SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
 """Fields of a request that have a meaning for the family; `temperature` is a setting."""
 DEFAULT_STEPS = 64
 

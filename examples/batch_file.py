@@ -1,0 +1,77 @@
+"""Answer a file of prompts in batches, a line for each, so that it can be broken off and gone on with.
+
+    python examples/batch_file.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --device cuda
+    python examples/batch_file.py --tiny               # the small model inside the package: no download, no GPU
+
+`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same; copy this where an answer needs more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import paradec
+
+
+def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any) -> tuple[int, int]:
+    """Answer the prompts that `out` has no answer to yet. Returns how many were answered, and how many failed."""
+    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines() if line.strip()]
+    done = {json.loads(line)["line"] for line in out.read_text().splitlines()} if out.exists() else set()
+    waiting = [number for number in range(len(prompts)) if number not in done]
+    answered = failed = 0
+    with out.open("a") as file:
+        for first in range(0, len(waiting), batch):
+            numbers = waiting[first : first + batch]
+            for number, found in zip(numbers, answers(model, [prompts[n] for n in numbers], **request), strict=True):
+                file.write(json.dumps({"line": number, "prompt": prompts[number], **found}) + "\n")
+                failed += "error" in found
+                answered += "error" not in found
+            file.flush()  # what is answered is safe
+    return answered, failed
+
+
+def answers(model: Any, prompts: list[str], **request: Any) -> list[dict[str, Any]]:
+    """What is written of each prompt. Rows of a batch do not depend on each other; one that is refused is found out."""
+    try:
+        out = paradec.generate(model, prompts, **request)
+    except (ValueError, FloatingPointError) as error:
+        if len(prompts) == 1:
+            return [{"error": str(error)}]
+        return [found for prompt in prompts for found in answers(model, [prompt], **request)]
+    rows = zip(out.text, out.tokens, out.row_nfe, strict=True)
+    return [{"text": text, "tokens": tokens, "forwards": forwards} for text, tokens, forwards in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="?", type=Path, help='a line for each prompt: {"prompt": ...}')
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--model", default=None, help="hub id or folder; by default the packaged model")
+    parser.add_argument("--tiny", action="store_true", help="the packaged model, with prompts that it knows")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sampler", default="threshold")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--device", default=None)
+    args = parser.parse_args()
+
+    model = paradec.load(None if args.tiny else args.model, dtype=args.dtype, device=args.device)
+    if args.tiny:
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = Path(folder) / "prompts.jsonl", Path(folder) / "answers.jsonl"
+            texts = ["Sort: pear fig apple", "Hello", "Reverse: pear fig apple kiwi"]
+            source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+            for _ in range(2):  # the second time nothing is left to be done
+                print("{} answered, {} failed".format(*answer_file(model, source, out, 2, sampler=args.sampler)))
+            print(out.read_text(), end="")
+    elif args.source is None or args.out is None:
+        parser.error("give the files of prompts and answers, or --tiny")
+    else:
+        print("{} answered, {} failed".format(*answer_file(model, args.source, args.out, args.batch)))
+
+
+if __name__ == "__main__":
+    main()

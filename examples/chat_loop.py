@@ -1,0 +1,57 @@
+"""A conversation: every turn takes over the keys and values of those before it, and streams its answer.
+
+    python examples/chat_loop.py --model JetLM/SDAR-1.7B-Chat --device cuda
+    python examples/chat_loop.py --tiny                # the small model inside the package: no download, no GPU
+
+On block-causal models (SDAR, Fast-dLLM v2) what is taken over is exact with the cache "block"; on others it is
+approximate (docs/caches.md). `paradec chat` is this with commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import TextStreamer
+
+import paradec
+
+
+def converse(model: Any, lines: Iterable[str], **request: Any) -> None:
+    """Answer line by line."""
+    turns: list[dict[str, str]] = []
+    kept = None
+    for line in lines:
+        turns.append({"role": "user", "content": line.strip()})
+        streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        out = paradec.generate(model, turns, prefix=kept, keep_prefix=True, streamer=streamer, **request)
+        turns.append({"role": "assistant", "content": out.text})
+        kept = out.prefix
+        reused = out.cost.reused_tokens[0]
+        print(f"({out.tokens[0]} tokens, {out.nfe} forwards, {reused} positions of the turns before reused)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="JetLM/SDAR-1.7B-Chat", help="hub id or folder (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="the packaged model, which knows single turns alone")
+    parser.add_argument("--sampler", default="threshold")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default=None)
+    args = parser.parse_args()
+
+    if args.tiny:
+        print("The packaged model: it answers the first turn, and was never trained on a second one.")
+        lines = ["Reverse: pear fig apple kiwi", "Sort: pear fig apple"]
+        converse(paradec.load(device=args.device), lines, sampler=args.sampler, cache="prefix", max_new_tokens=32)
+        return
+    model = paradec.load(args.model, dtype=args.dtype, device=args.device)
+    cache = "block" if model.facts.topology == "block_causal" else "prefix"
+    converse(model, sys.stdin, sampler=args.sampler, cache=cache, max_new_tokens=args.max_new_tokens)
+
+
+if __name__ == "__main__":
+    main()

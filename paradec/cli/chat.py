@@ -1,0 +1,277 @@
+"""`paradec chat`: a conversation with a model. Turns keep the keys and values of those before (`keep_prefix`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import paradec
+from paradec.checks import check_text
+from paradec.cli import options, show
+from paradec.cli.work import Work, prepare
+from paradec.interrupts import EXIT_CODE, raise_again
+
+System = Annotated[str | None, typer.Option(help="What stands before the first turn, in the system's name.")]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        help="A name that `paradec caches` lists; by default block for block-causal models and prefix for others, so "
+        "that turns keep their prefix.",
+    ),
+]
+History = Annotated[
+    bool | None,
+    typer.Option(
+        "--history/--no-history",
+        help="Whether the model sees the turns before. By default it does, but for the packaged model, which was "
+        "trained on single turns.",
+    ),
+]
+COMMANDS = {
+    "/sampler": "say the sampler; /sampler NAME takes another one, credit(threshold=0.95) say",
+    "/trace": "the steps of the last answer; /trace FILE.json writes them",
+    "/reset": "forget the turns",
+    "/help": "this list",
+    "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+}
+FAILED = 1
+"""The exit code where turns of standard input failed; on a terminal they were seen."""
+
+
+def chat(
+    context: typer.Context,
+    model: options.Model = None,
+    system: System = None,
+    sampler: options.Sampler = "threshold",
+    set_: options.Set = None,
+    preset: options.Preset = None,
+    cache: Cache = None,
+    block_length: options.BlockLength = None,
+    steps: options.Steps = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    history: History = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+) -> None:
+    """Talk to a model: a turn a line, /help for commands. Turns come from standard input where that is no terminal."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; chat reads turns from it")
+    check_text("--system", system or "")
+    given = options.given(context) - ({"cache"} if cache is None else set())
+    work = prepare(
+        "generate",
+        None,
+        source=model,
+        preset=preset,
+        given=given,
+        sampler=sampler,
+        settings=set_,
+        dtype=dtype,
+        device=device,
+        attention=None,
+        attention_settings=None,
+        num_return_sequences=1,
+        cache=cache or "none",
+        block_length=block_length,
+        steps=steps,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        guidance_scale=1.0,
+        seed=seed,
+    )
+    chosen = cache is not None or work.request["cache"].name != "none"  # here or by the preset
+    talk = Talk(work, system, history if history is not None else model is not None, chosen)
+    raise typer.Exit(talk.run(sys.stdin.isatty()))
+
+
+@dataclass
+class Talk:
+    """A conversation: the turns so far, what is kept of them, and what answers the next one.
+
+    Args:
+        history: whether the model sees the turns before.
+        chosen: whether the cache is the user's choice; otherwise it follows from model and sampler.
+    """
+
+    work: Work
+    system: str | None
+    history: bool
+    chosen: bool
+    turns: list[dict[str, str]] = field(init=False, default_factory=list)
+    kept: Any = None
+    """Keys and values of the turns so far, or None."""
+    last: Any = None
+    """The latest output."""
+
+    def __post_init__(self) -> None:
+        if not getattr(self.work.model.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"{self.work.model.facts.name} has no chat template, which turns need; paradec generate takes texts"
+            )
+        self.reset()
+        self.choose_cache()
+
+    def reset(self) -> None:
+        """Forget the turns."""
+        self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.kept = None
+
+    def choose_cache(self) -> None:
+        """The cache that goes with the model and the sampler, unless the user chose one."""
+        from paradec.caches.table import REFUSED, verdict
+
+        if self.chosen:
+            return
+        facts = self.work.model.facts
+        name = "block" if facts.topology == "block_causal" else "prefix"
+        fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
+        self.work.request["cache"] = paradec.caches.create(name if self.history and fits.status != REFUSED else "none")
+
+    def run(self, terminal: bool) -> int:
+        """Read turns and answer them until there are no more. Returns the exit code.
+
+        Args:
+            terminal: whether a person types: then there is a prompt, and lines are edited.
+        """
+        failed = False
+        if terminal:
+            self._greet()
+        raise_again()
+        while True:
+            try:
+                line = _read(terminal)
+            except KeyboardInterrupt:
+                if not terminal:
+                    return EXIT_CODE
+                typer.echo("\n(/quit or Ctrl-D ends the chat)")
+                continue
+            except UnicodeDecodeError as error:
+                raise ValueError(f"standard input is no UTF-8 text: {error.reason}") from None
+            if line is None or line.strip() == "/quit":
+                return FAILED if failed and not terminal else 0
+            if not line.strip():
+                continue
+            try:
+                if line.lstrip().startswith("/"):
+                    self._command(line.strip())
+                else:
+                    self.answer(line)
+            except KeyboardInterrupt:
+                typer.echo("(stopped; this turn is forgotten)")
+            except (ValueError, TypeError, OSError, FloatingPointError) as error:
+                failed = True
+                sys.stdout.flush()
+                print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+
+    def answer(self, text: str) -> None:
+        """Answer a turn and print it; the turn counts once it is answered."""
+        from paradec.cli.watch import LiveView
+
+        asked = {"role": "user", "content": text}
+        turns = [*self.turns, asked]
+        keep = self.history and self.work.request["cache"].uses_store
+        more = {"prefix": self.kept, "keep_prefix": True} if keep else {}
+
+        def decode(callback: Callable[[Any, Any], None]) -> Any:
+            return self.work.run(turns, callback, trace=True, **more)
+
+        if show.on_terminal(sys.stdout):
+            with LiveView(self.work.model.tokenizer) as view:
+                self.last = decode(view.update)
+        else:
+            self.last = decode(lambda state, commit: None)
+        typer.echo(self.last.text)
+        if sys.stdout.isatty():
+            typer.secho(self._cost(), dim=True)
+        if self.history:
+            self.turns = [*turns, {"role": "assistant", "content": self.last.text}]
+            self.kept = self.last.prefix
+
+    def _cost(self) -> str:
+        """What the last answer took, in one line."""
+        out = self.last
+        words = f"{show.count(out.tokens[0], 'token')}, {show.forwards(out.row_nfe)}, {out.seconds:.2f} s"
+        reused = out.cost.reused_tokens[0] if out.cost is not None else 0
+        return f"{words}, {reused} tokens of the turns before reused" if reused else words
+
+    def _greet(self) -> None:
+        facts, cache = self.work.model.facts, self.work.request["cache"].name
+        typer.secho(f"{facts.name}, sampler {self.work.method.name}, cache {cache}. /help lists commands.", dim=True)
+        if not self.history:
+            typer.secho("Each line is answered by itself (--history lets the model see the turns before).", dim=True)
+        elif cache not in ("none", "block"):
+            typer.secho("Kept turns are not evaluated again, which is approximate; --cache none does.", dim=True)
+        if facts.name == "tiny-llada":
+            typer.secho("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).", dim=True)
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/sampler":
+            self._sampler(rest)
+        elif name == "/trace":
+            self._trace(rest)
+        elif name == "/reset":
+            self.reset()
+            typer.echo("(the turns are forgotten)")
+        elif name == "/help":
+            for command, text in COMMANDS.items():
+                typer.echo(f"{command:<10}{text}")
+        else:
+            raise ValueError(f"unknown command: {name!r}; allowed: {', '.join(COMMANDS)}")
+
+    def _sampler(self, name: str) -> None:
+        if name:
+            method = paradec.samplers.create(name)
+            if method.family not in ("masked", "draft_verify"):
+                raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes 'masked'")
+            method.check_model(self.work.model)
+            self.work.method = method
+            self.choose_cache()
+        settings = ", ".join(f"{key}={value}" for key, value in self.work.method.to_dict().items() if key != "sampler")
+        typer.echo(f"{self.work.method.name}({settings}), cache {self.work.request['cache'].name}")
+
+    def _trace(self, file: str) -> None:
+        if self.last is None:
+            raise ValueError("there is no answer yet whose steps could be shown")
+        if file:
+            path = Path(file)
+            options.check_writable("/trace", path)
+            self.last.trace.to_json(path)
+            typer.echo(f"{show.count(len(self.last.trace.steps), 'step')} in {path}")
+            return
+        tokenizer, facts = self.work.model.tokenizer, self.work.model.facts
+        for number, step in enumerate(self.last.trace.steps, 1):
+            tokens = [token for _, _, token, _ in step.commits]
+            words = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
+            ends = len(tokens) - len(words)
+            told = [word.strip() or repr(word) for word in words] + ([f"end x {ends}"] if ends else [])
+            typer.echo(f"{number:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(told)}")
+
+
+def _read(terminal: bool) -> str | None:
+    """The next line of standard input, without its end; None when there are no more."""
+    if terminal:
+        try:
+            import readline  # noqa: F401 - input() edits lines then, and remembers them
+        except ImportError:
+            pass
+        try:
+            return input("> ")
+        except EOFError:
+            typer.echo("")
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None

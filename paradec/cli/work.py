@@ -1,0 +1,205 @@
+"""What commands that decode text prepare: prompt, sampler and request, all checked before the model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import paradec
+from paradec.checks import check_int, check_model, check_text
+from paradec.cli import options, show
+
+if TYPE_CHECKING:
+    from paradec.generate import Output
+    from paradec.prompts import Prompts
+
+
+def one_prompt(words: list[str] | None, command: str) -> str:
+    """The prompt of a command line.
+
+    Raises:
+        ValueError: none, or several arguments, which a prompt without quotes is; the message has the quotes.
+    """
+    if not words:
+        raise ValueError(f"Missing argument 'PROMPT': paradec {command} \"...\", or - for standard input")
+    if len(words) > 1:
+        whole = " ".join(words)
+        quoted = shlex.quote(whole) if any(sign in whole for sign in '"$`\\!') else f'"{whole}"'
+        raise ValueError(f"the prompt is {len(words)} arguments; put it in quotes: paradec {command} {quoted}")
+    return words[0]
+
+
+@dataclass
+class Work:
+    """A model that is loaded, and what is asked of it."""
+
+    function: str
+    """"generate" or "infill"."""
+    model: Any
+    method: Any
+    """The sampler."""
+    request: dict[str, Any]
+    """Further arguments of the function, a seed among them."""
+    chat: bool | None
+    answers: int
+    """Per prompt."""
+
+    @property
+    def cache_name(self) -> str:
+        """What a report calls the cache."""
+        cache = self.request["cache"]
+        return ("causal" if self.method.family == "draft_verify" else "none") if cache is None else cache.name
+
+    def encode(self, prompt: Any) -> Prompts:
+        """The rows of a prompt or of several, each as often as it is to be answered, numbered for their draws."""
+        from paradec.prompts import encode
+
+        asked = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
+        return asked.repeated(self.answers).numbered()
+
+    def rows_that_fit(self, asked: Prompts) -> int:
+        """How many of these rows are decoded together."""
+        from paradec.cli.batches import rows_that_fit
+
+        new = self.request["max_new_tokens"]
+        new = self.model.default_max_new_tokens if new is None else new
+        branches = 1 if self.request["guidance_scale"] == 1 else 2
+        return rows_that_fit(self.model, max(map(len, asked.rows)) + new, branches)
+
+    def try_start(self, asked: Prompts) -> None:
+        """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
+        from paradec.request import Request
+
+        with self.method.start(self.model, asked, Request(sampler=self.method, **self.request)).freed_store():
+            pass
+
+    def run(self, prompts: Any, callback: Callable[[Any, Any], None], **more: Any) -> Output:
+        """Decode a batch, with a callback after every commit. more: further arguments, of this batch."""
+        call = getattr(paradec, self.function)
+        return call(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **more})
+
+
+def prepare(
+    function: str,
+    prompt: Any,
+    *,
+    source: str | None,
+    preset: Path | None,
+    given: set[str],
+    sampler: str,
+    settings: list[str] | None,
+    dtype: str | None,
+    device: str | None,
+    attention: str | None,
+    attention_settings: list[str] | None,
+    num_return_sequences: int,
+    drafter: str | None = None,
+    **request: Any,
+) -> Work:
+    """Check what can be checked without the model, which may take minutes to load, then load it.
+
+    Args:
+        function: "generate" or "infill". prompt: as it takes it; None where there are none yet. given: options that
+            stand on the command line. request: further arguments of the function. The others are options of the command
+            as they were given.
+    """
+    # said at once: the libraries take seconds to import
+    with show.waiting(f"loading {'the packaged model' if source is None else source}"):
+        values = options.settings(settings)
+        check_texts(prompt, request)
+        request |= {"sampler": sampler, "num_return_sequences": num_return_sequences}
+        request["attention"] = options.attention_of(attention, attention_settings)
+        renamed = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
+        request = options.with_preset(request, preset, {renamed.get(name, name) for name in given})
+        chosen = request.pop("sampler")
+        late = {"tree": values.pop("tree")} if drafter is not None and "tree" in values else {}
+        if isinstance(chosen, str):
+            method = paradec.samplers.create(chosen, **values)
+        elif values:
+            raise ValueError(
+                f"--set {settings[0] if settings else ''}: --preset has a sampler with settings; give --sampler"
+            )
+        else:
+            method = chosen
+        check_drafter(method, drafter)
+        if isinstance(request["cache"], str):
+            request["cache"] = paradec.caches.create(request["cache"])
+        if request["cache"] is not None and request["cache"].name == "none" and method.family == "draft_verify":
+            request["cache"] = None  # the store is their own
+        answers = request.pop("num_return_sequences")
+        check_options(function, request, answers)
+        show.quiet_loading()
+        loaded = paradec.load(source, dtype=dtype, device=device)
+        from paradec.generate import MADE, own_defaults
+        from paradec.request import DEFAULTS
+
+        check_model(function, loaded, MADE)
+        own = own_defaults(loaded).get("sampler")
+        if own is not None and "sampler" not in given and chosen == DEFAULTS["sampler"] and not values:
+            method = paradec.samplers.create(own)
+        if drafter is not None:
+            small = load_draft_model(drafter, loaded, dtype=dtype, device=device)
+            method = dataclasses.replace(method, drafter=small, **late)
+    if request["seed"] is None:  # one for all batches
+        import torch
+
+        request["seed"] = int(torch.randint(2**63 - 1, (1,)))
+    return Work(function, loaded, method, request, request.pop("chat", None), answers)
+
+
+def check_drafter(sampler: Any, drafter: str | None) -> None:
+    """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
+    if drafter is None and getattr(sampler, "needs_drafter", False) and sampler.drafter is None:
+        raise ValueError(f"--sampler {sampler.name} needs --drafter: a smaller causal model of the same vocabulary")
+    if drafter is not None and "drafter" not in sampler.settings():
+        raise ValueError(f"--drafter is for speculative; {sampler.name} takes none")
+
+
+def load_draft_model(source: str, base: Any, **options: Any) -> Any:
+    """A smaller causal model, or an EAGLE drafter for the base. options: as for `paradec.load`."""
+    from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
+    from paradec.models.eagle import load_drafter
+
+    if source.endswith(".gguf"):
+        return paradec.load(source, **options)
+    single = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
+    if single or "fc.weight" in stored_weights(source, None):  # an EAGLE drafter's, often pickled
+        return load_drafter(source, base=base)
+    return paradec.load(source, **options)
+
+
+def check_texts(prompt: Any, request: dict[str, Any]) -> None:
+    """Raise ValueError for a prompt, mask or stop string that is no text, and for a prompt without a word. None is no
+    prompt yet."""
+    texts = [prompt] if isinstance(prompt, str) else prompt or []
+    texts = [text["content"] if isinstance(text, dict) else text for text in texts]
+    for text in texts:
+        check_text("prompt", text)
+        if not text.strip():
+            raise ValueError(f"prompt={text!r} is empty; give at least one word")
+    check_text("--mask", request.get("mask") or "")
+    for text in request.get("stop_strings") or ():
+        check_text("--stop", text)
+
+
+def check_options(function: str, request: dict[str, Any], answers: int) -> None:
+    """Check what can be checked without the model, which may take minutes to load.
+
+    Args:
+        function: "generate" or "infill". request: arguments of it. answers: per prompt.
+
+    Raises:
+        ValueError: an argument out of its range; the message names it.
+    """
+    from paradec.blocks import LONGEST_BLOCK
+    from paradec.prompts import check_placeholder
+    from paradec.request import FIELDS, Request
+
+    Request(num_return_sequences=answers, **{name: value for name, value in request.items() if name in FIELDS})
+    low = 1 if function == "generate" else 0
+    check_int("max_new_tokens", request["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
+    check_placeholder(request.get("mask"))

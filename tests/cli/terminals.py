@@ -1,0 +1,50 @@
+"""Running the command in this process, with or without a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from paradec import cli
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: object, stdin: str | bytes | None = None) -> Any:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
+
+
+def ok(*arguments: object, stdin: str | bytes | None = None) -> str:
+    result = run(*arguments, stdin=stdin)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def refused(*arguments: object) -> str:
+    """The one line that the command ends with."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:
+    """What the command prints on a terminal of so many columns, without colours."""
+    screen = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        patch.setenv("COLUMNS", str(width))
+        patch.setenv("TERM", "xterm")
+        assert cli.app([*arguments], standalone_mode=False) in (None, 0)
+    text = re.sub(r"\033\[[0-9;]*m", "", screen.getvalue())
+    assert max(map(len, text.splitlines())) <= width
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    return text

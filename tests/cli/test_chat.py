@@ -1,0 +1,143 @@
+"""`paradec chat`: turns, commands, what is kept of them, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from terminals import ok, refused, run
+from tiny_models import END, MASK, VOCAB, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+import paradec
+from paradec.cli.chat import COMMANDS, Talk
+from paradec.cli.work import Work
+
+TURNS = ["Sort: pear fig apple", "Reverse: kiwi fig cow dog"]
+
+
+def test_turns_are_answered_one_by_one() -> None:
+    model = paradec.load()
+    assert ok("chat", stdin="\n\n".join(TURNS) + "\n").splitlines() == paradec.generate(model, TURNS).text
+    assert ok("chat", stdin=TURNS[0] + "\n/quit\n" + TURNS[1]) == "apple fig pear\n"
+    assert ok("chat", stdin="") == ""
+    settings = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--temperature", 1, "--seed", 3)
+    request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+    assert ok("chat", *settings, stdin=TURNS[1]) == paradec.generate(model, TURNS[1], **request).text + "\n"
+
+
+def test_commands(tmp_path: Path) -> None:
+    trace = tmp_path / "steps.json"
+    lines = ["/sampler", "/sampler credit(threshold=0.8)", TURNS[0], "/trace", f"/trace {trace}", "/reset", "/help"]
+    printed = ok("chat", stdin="\n".join(lines)).splitlines()
+    assert printed[0] == "threshold(threshold=0.9, quota_per_step=none), cache none"
+    assert printed[1].startswith("credit(threshold=0.8, ") and printed[2] == "apple fig pear"
+    steps = json.loads(trace.read_text())["steps"]
+    assert "apple fig pear" in printed[3] and printed[3].split()[0] == "1"
+    assert f"{len(steps)} step in {trace}" in printed or f"{len(steps)} steps in {trace}" in printed
+    assert all(any(line.startswith(command) for line in printed) for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("Hello", "vocabulary: 'Hello'"),
+        ("/sampler treshold", "did you mean 'threshold'"),
+        ("/sampler taylorseer", "is of family 'forecast'"),
+        ("/sampler sjd", "sjd"),
+        ("/trace", "no answer yet"),
+        ("/no", "unknown command: '/no'"),
+    ],
+)
+def test_an_error_ends_no_chat(line: str, message: str) -> None:
+    result = run("chat", stdin=f"{line}\n{TURNS[0]}\n")
+    assert (result.exit_code, result.stdout) == (1, "apple fig pear\n")
+    assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_a_chat() -> None:
+    assert "did you mean 'threshold'" in refused("chat", "--sampler", "treshold")
+    assert "no-such-cache" in refused("chat", "--cache", "no-such-cache")
+    assert "temperature" in refused("chat", "--temperature", -1)
+    assert "no UTF-8" in run("chat", stdin=b"Sort: \xe4pfel\n").stderr
+
+
+def work_of(model: Any, cache: str = "none") -> Work:
+    sampler = paradec.samplers.create("low_confidence")
+    request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "seed": 0, "guidance_scale": 1.0}
+    return Work("generate", model, sampler, request | {"cache": paradec.caches.create(cache)}, None, 1)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A word for each id of the tiny models, and a template without marks of its own."""
+    core = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}))
+    core.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"w{END}", mask_token=f"w{MASK}")
+    tokenizer.chat_template = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}w2"
+    return tokenizer
+
+
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was evaluated in turns before is not evaluated again; on block-causal models the answers are the same."""
+    model = tiny(2, topology)
+    model.tokenizer = words()
+    talk, turns = Talk(work_of(model), None, history=True, chosen=False), []
+    assert talk.work.request["cache"].name == ("prefix" if topology == "bidirectional" else "block")
+    for turn in ("w3 w4 w5 w6 w7 w8", "w9 w10 w11", "w12"):
+        talk.answer(turn)
+        turns.append({"role": "user", "content": turn})
+        assert (talk.last.cost.reused_tokens[0] > 0) == (len(turns) > 1)
+        if topology == "block_causal":
+            whole = paradec.generate(model, turns, sampler="low_confidence", max_new_tokens=8, cache="block", seed=0)
+            assert torch.equal(whole.new_tokens, talk.last.new_tokens) and whole.cost.reused_tokens[0] == 0
+        turns.append({"role": "assistant", "content": talk.last.text})
+    assert talk.turns == turns
+    assert capsys.readouterr().out.splitlines() == [turn["content"] for turn in turns[1::2]]
+    talk.reset()
+    assert talk.turns == [] and talk.kept is None
+
+
+def test_the_cache_goes_with_the_sampler() -> None:
+    model = paradec.load()
+    talk = Talk(work_of(model), "system", history=True, chosen=False)
+    assert talk.turns == [{"role": "system", "content": "system"}]
+    for sampler, cache in (("wino", "prefix"), ("recap", "prefix")):
+        talk._sampler(sampler)
+        assert talk.work.request["cache"].name == cache
+    assert Talk(work_of(model), None, history=False, chosen=False).work.request["cache"].name == "none"
+    chosen = Talk(work_of(model, "dual"), None, history=True, chosen=True)
+    chosen._sampler("credit")
+    assert chosen.work.request["cache"].name == "dual"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_stops_the_answer_not_the_chat() -> None:
+    command = [sys.executable, "-m", "paradec", "chat", "--max-new-tokens", "440", "--block-length", "440"]
+    there = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parent.parent)}
+    process = subprocess.Popen(
+        [*command, "--sampler", "low_confidence"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=there, bufsize=1,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    process.stdin.write("/sampler\n")
+    assert process.stdout.readline().startswith("low_confidence()")
+    process.stdin.write("Shuffle: pear fig apple\n")
+    # it takes hundreds of forwards; the turn is read at once
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "(stopped; this turn is forgotten)\n"
+    stdout, stderr = process.communicate("/sampler threshold\nSort: pear fig apple\n")
+    sampler, answer = stdout.splitlines()  # it has no answer for so long a block
+    assert (process.returncode, stderr, answer) == (0, "", "") and sampler.startswith("threshold(")

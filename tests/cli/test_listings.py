@@ -1,0 +1,183 @@
+"""What the command lists: samplers, caches, comparisons, and what the packaged model can do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from terminals import ok, on_terminal, refused, run
+
+import paradec
+from paradec import packaged
+from paradec.caches.table import verdict
+from paradec.cli.tables import explanations
+from paradec.evaluation.tasks import TASKS, load_prompts
+
+WIDTHS = [50, 80, 200]
+TINY = ROOT / "paradec" / "assets" / "tiny-llada"
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"[\w.:=+-]+", text))
+
+
+@pytest.mark.parametrize("kind", ["samplers", "caches"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_terminal(monkeypatch, width, kind)
+    registry = getattr(paradec, kind)
+    for name in registry.names():
+        assert re.search(rf"^ +{re.escape(name)}( |$)", text, re.MULTILINE), name
+        assert words(registry.get(name).summary) <= words(text), name
+    assert f"paradec {kind} NAME" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["sampler", "cache"])
+def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paper and all its settings, with their defaults and what they mean; nothing is cut."""
+    registry = getattr(paradec, f"{kind}s")
+    for name in registry.names():
+        cls = registry.get(name)
+        text = on_terminal(monkeypatch, width, f"{kind}s", name)
+        whole = re.sub(r"\s", "", text)
+        assert re.sub(r"\s", "", cls.summary) in whole
+        assert not cls.arxiv or cls.arxiv in whole
+        for setting in cls.settings():
+            assert f"{setting}=" in whole, (name, setting)
+        data = json.loads(ok(f"{kind}s", name, "--json"))
+        assert [*data["settings"]] == [*cls.settings()] and data["summary"] == cls.summary
+
+
+@pytest.mark.parametrize("kind", ["samplers", "caches"])
+def test_every_setting_is_explained(kind: str) -> None:
+    """Whatever is registered: the docstring says what each setting means."""
+    for name in (registry := getattr(paradec, kind)).names():
+        cls = registry.get(name)
+        about, said = explanations(cls)
+        assert about and [setting for setting in cls.settings() if not said.get(setting)] == [], name
+
+
+def test_explanations_are_the_docstring_s() -> None:
+    about, said = explanations(paradec.samplers.get("threshold"))
+    assert about.startswith("Per row, commit every masked position") and "Args" not in about
+    assert said["threshold"] == "probability that a token must reach, in [0, 1]."
+    assert said["quota_per_step"].endswith("those that earlier steps refused for lack of confidence; it needs `steps`.")
+    _, wino = explanations(paradec.samplers.get("wino"))
+    assert wino["cap_low"] == wino["cap_share"] != wino["threshold"]
+
+
+def test_one_that_is_not_there() -> None:
+    assert "did you mean 'threshold'" in refused("samplers", "treshold")
+    assert "did you mean 'dual'" in refused("caches", "dul")
+    assert "did you mean 'threshold'" in refused("caches", "--sampler", "treshold")
+    assert "--sampler and --model" in refused("caches", "dual", "--sampler", "threshold")
+    assert "neither a folder here nor a hub repository" in refused("caches", "--model", "no/such/folder")
+
+
+@pytest.mark.parametrize("sampler", ["wino", "freedave", "credit+localleap", "sjd"])
+def test_caches_of_a_sampler(sampler: str) -> None:
+    """The verdicts of the table, for every cache and kind of model."""
+    found = json.loads(ok("caches", "--sampler", sampler, "--json"))
+    assert len(found) == 4 * len(paradec.caches.names())
+    lines = ok("caches", "--sampler", sampler).splitlines()
+    assert [line.split("\t") for line in lines[1:]] == [list(entry.values()) for entry in found]
+    one = json.loads(ok("caches", "--sampler", sampler, "--model", TINY, "--json"))
+    facts = paradec.load().facts
+    for entry in one:
+        said = verdict(paradec.samplers.create(sampler), paradec.caches.create(entry["cache"]), facts)
+        assert (entry["model"], entry["verdict"]) == ("bidirectional", said.status)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_caches_of_a_sampler_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_terminal(monkeypatch, width, "caches", "--sampler", "wino")
+    entries = json.loads(ok("caches", "--sampler", "wino", "--json"))
+    whole = " ".join(text.split())
+    for entry in entries:
+        assert entry["cache"] in text and entry["verdict"] in text
+        assert entry["why"] in whole or width == 50  # there a reason goes on in lines of its own
+
+
+def test_caches_of_a_model(tmp_path: Path) -> None:
+    """By config.json alone: no weights are there."""
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = json.loads(ok("caches", "--model", tmp_path, "--json"))
+    block = [entry["verdict"] for entry in found if entry["cache"] == "block"]
+    assert set(block) == {"refused"} and {"exact"} <= {entry["verdict"] for entry in found}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert "model_type='gpt2'" in refused("caches", "--model", tmp_path)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_comparison_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings and the numbers that there is room for, whole; those that are left out are named."""
+    arguments = ("compare", "--samplers", "threshold,klass", "--tasks", "sort,shuffle", "--limit", "1")
+    text = on_terminal(monkeypatch, width, *arguments)
+    flat = " ".join(text.split())
+    heads, *rows = [line.split("\t") for line in ok(*arguments).splitlines()]
+    for sampler, setting, right, *_ in rows:
+        assert sampler in flat and all(part in flat or setting == "default" for part in setting.split(", "))
+        assert right in flat
+    assert "NFE" in text and ("no room here for" in flat) == (width < 200)
+    # a column is shown, or said to be missing
+    (first,) = [line.split() for line in text.splitlines() if line.split()[:2] == ["threshold", rows[0][2]]]
+    missing = flat.partition("no room here for ")[2].partition(":")[0].split(", ")
+    assert len(first) - 1 + len([name for name in missing if name]) == len(heads) - 2
+    assert len(missing) == len({*missing})
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_the_packaged_model_can_do(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_terminal(monkeypatch, width, "tasks")
+    assert words(" ".join(packaged.WORDS)) <= words(text)
+    flat = " ".join(text.split())
+    for task in TASKS:
+        assert packaged.example(task) in flat or width == 50  # where it goes on in the next line
+    assert json.loads(ok("tasks", "--json"))["words"] == [*packaged.WORDS]
+    assert len(ok("tasks").splitlines()) == 1 + len(TASKS) + 1
+
+
+def test_what_is_said_of_the_packaged_model_is_so() -> None:
+    model = paradec.load()
+    vocabulary = model.tokenizer.get_vocab()
+    assert {*packaged.WORDS, *packaged.SYMBOLS} <= {*vocabulary}
+    assert {task: packaged.TEMPLATES[task] for task in TASKS} == {name: task.template for name, task in TASKS.items()}
+    for task in TASKS.values():
+        assert packaged.TEMPLATES[task.name].startswith(packaged.VERBS)
+        assert packaged.lengths(task.name) == f"{min(task.sizes)} to {max(task.sizes)}"
+        out = paradec.generate(model, packaged.example(task.name))
+        example = next(e for e in load_prompts(task.name, 1))
+        drawn: dict[str, Any] = packaged.EXAMPLE if task.name != "latin_square" else {"items": "A B C"}
+        fields = {name: drawn[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
+        asked = type(example)(task.name, packaged.example(task.name), tuple(drawn["items"].split()), **fields)
+        assert task.check(asked, out.text), (asked.prompt, out.text)
+
+
+def test_words_that_the_packaged_model_does_not_know() -> None:
+    result = run("generate", "Sort: pears fig Hello")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "vocabulary: 'Hello, pears'" in result.stderr and "'pear' for 'pears'" in result.stderr
+    for verb in packaged.VERBS:
+        assert verb in result.stderr
+    assert "3 to 6" in result.stderr and "`paradec tasks`" in result.stderr and "<|" not in result.stderr
+    # other models' vocabularies are not ours to explain
+    assert packaged.advice(["Hello"], {"a": 0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "quoted"),
+    [
+        (["generate", "Sort:", "pear", "fig"], 'paradec generate "Sort: pear fig"'),
+        (["infill", "a", "<mask>"], 'paradec infill "a <mask>"'),
+        (["generate", "it", "costs", "$5"], "paradec generate 'it costs $5'"),
+    ],
+)
+def test_a_prompt_without_quotes(arguments: list[str], quoted: str) -> None:
+    message = refused(*arguments)
+    assert f"put it in quotes: {quoted}\n" in message

@@ -1,0 +1,179 @@
+"""What is drawn while one waits: tokens being filled in, and what is loaded."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from terminals import Terminal, on_terminal, run
+
+import paradec
+from paradec.cli import show, watch
+from paradec.cli.watch import END, LONG_RUN, UNDECIDED, LiveView, rendered
+from paradec.models.adapter import Model
+
+PROMPT = "Reverse: pear fig apple kiwi"
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Model:
+    return paradec.load()
+
+
+def frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **request: Any) -> list[list[str]]:
+    """The lines of every drawing."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    view, seen = LiveView(model.tokenizer, console), []
+
+    def draw(state: Any, commit: Any) -> None:
+        with console.capture() as capture:
+            console.print(view.draw(state))
+        seen.append(capture.get().splitlines())
+
+    paradec.generate(model, prompt, callback=draw, **request)
+    return seen
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_every_drawing_fits_and_says_where_it_is(width: int, packaged: Model) -> None:
+    seen = frames(packaged, width, sampler="low_confidence", max_new_tokens=100, block_length=10)
+    for number, (status, *text, legend) in enumerate(seen, 1):
+        assert max(map(len, (status, *text, legend))) <= width
+        found = re.search(r"(\d+) of (\d+) tokens, (\d+) forwards?", status)
+        decided, total, forwards = map(int, found.groups())
+        assert forwards == number and (f", {decided / forwards:.1f} per forward" in status or width == 40)
+        drawn = "".join(text)
+        runs = re.findall(UNDECIDED + "\N{MULTIPLICATION SIGN}(\\d+)", drawn)
+        shown = drawn.count(UNDECIDED) + sum(int(run) - 1 for run in runs)
+        assert shown == total - decided
+        assert "undecided" in legend and "end" in legend
+    assert "kiwi apple fig pear" in " ".join(seen[-1][1:-1]) and END in seen[-1][-2]
+    if width == 200:
+        assert all("\N{BOX DRAWINGS HEAVY HORIZONTAL}" in status for status, *_ in seen)
+
+
+def test_end_tokens_and_undecided_ones_are_told_apart(packaged: Model) -> None:
+    words = packaged.tokenizer("pear fig", add_special_tokens=False)["input_ids"]
+    mask, end = packaged.facts.mask_token_id, packaged.facts.eos_token_ids[0]
+    text = rendered(packaged.tokenizer, [*words, mask, mask, end], ["final", "final", "undecided", "undecided", "end"])
+    assert text.plain == f"pear fig{UNDECIDED * 2} {END}"
+    many = LONG_RUN + 1
+    assert rendered(packaged.tokenizer, [end] * many, ["end"] * many).plain == f"{END}\N{MULTIPLICATION SIGN}{many}"
+    # a word behind a hole is told apart from it, and stands by itself at the start
+    gap = rendered(packaged.tokenizer, [words[0], mask, words[1]], ["final", "undecided", "fresh"])
+    assert gap.plain == f"pear{UNDECIDED} fig"
+    assert rendered(packaged.tokenizer, [mask, words[1]], ["undecided", "fresh"]).plain == f"{UNDECIDED}fig"
+
+
+def test_what_is_taken_back_stands_out(packaged: Model) -> None:
+    """A token that was final at the last drawing and is not now."""
+    taken = []
+
+    class View(LiveView):
+        def _rows(self, state: Any) -> Any:
+            before = self.undecided
+            found = super()._rows(state)
+            start, end = int(state.prompt_length[0]), int(state.end[0])
+            now = state.undecided[0, start:end].tolist()
+            again = 0 if before is None else sum(a and not b for a, b in zip(now, before[0][start:end], strict=True))
+            red = [span for span in found[0][0].spans if str(span.style) == watch.STYLES["taken"]]
+            taken.append((again, sum(span.end - span.start for span in red)))
+            return found
+
+    view = View(packaged.tokenizer, Console(file=io.StringIO(), width=200))
+    sampler = paradec.samplers.create("wino", threshold=0.05, threshold_back=0.99)
+    paradec.generate(
+        packaged, "Shuffle: lion mole cow pear fig", sampler=sampler, max_new_tokens=12, block_length=12,
+        callback=lambda state, commit: view.draw(state) and None,
+    )  # fmt: skip
+    assert sum(again for again, _ in taken) > 0
+    assert [again for again, _ in taken] == [red for _, red in taken]
+
+
+def test_a_long_text_is_shown_from_its_end_and_many_rows_from_the_first(packaged: Model) -> None:
+    (*_, last) = frames(packaged, 40, "Latin square: A B C D", height=6, max_new_tokens=64)
+    assert len(last) <= 6 and END in last[-2]
+    (*_, last) = frames(packaged, 60, [PROMPT] * 12, height=8, max_new_tokens=8)
+    assert len(last) <= 8 and last[1].startswith("[1] kiwi") and "more lines" in last[-2]
+
+
+def test_steps_stay_to_be_seen_and_what_that_takes_is_no_time_of_the_model(packaged: Model) -> None:
+    request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 6, "block_length": 6}
+    view = LiveView(packaged.tokenizer, Console(file=io.StringIO(), force_terminal=True), pace=0.05)
+    begin = time.perf_counter()
+    with view:
+        out = view.timed(lambda: paradec.generate(packaged, PROMPT, callback=view.update, **request))
+    took = time.perf_counter() - begin
+    assert view.slept >= 0.05 * out.nfe and out.seconds == pytest.approx(took - view.slept, abs=0.2)
+    assert out.seconds < took - 0.05 * out.nfe + 0.01
+
+
+def test_watching_holds_up_for_so_long_and_no_longer(packaged: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LONGEST_PACED", 0.05)
+    view = LiveView(packaged.tokenizer, Console(file=io.StringIO(), force_terminal=True), pace=0.03)
+    with view:
+        paradec.generate(packaged, PROMPT, callback=view.update, sampler="low_confidence", max_new_tokens=32)
+    assert 0.05 <= view.slept < 0.3
+
+
+# ---- what is waited for ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_loaded_is_said_at_once_and_wiped_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    seen = []
+    load = paradec.load
+    monkeypatch.setattr(paradec, "load", lambda *a, **k: (seen.append(screen.getvalue()), load(*a, **k))[1])
+    on_terminal(monkeypatch, 80, "generate", PROMPT)
+    assert seen == ["loading the packaged model ..."]
+    assert screen.getvalue() == "loading the packaged model ...\r\033[2K"
+
+
+def test_an_error_takes_the_place_of_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(ValueError, match="treshold"), show.waiting("loading x"):
+        paradec.samplers.create("treshold")
+    assert screen.getvalue() == "loading x ...\r\033[2K"
+    with show.waiting("loading y"):
+        show.clear_waiting()
+        screen.write("warning: z\n")
+    assert screen.getvalue().endswith("loading y ...\r\033[2Kwarning: z\n")
+
+
+def test_nothing_is_said_in_a_pipe() -> None:
+    result = run("generate", PROMPT)
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_a_bar_of_a_large_checkpoint_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils import logging
+
+    was = logging.is_progress_bar_enabled()
+    try:
+        for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+            logging.enable_progress_bar()
+            monkeypatch.setenv("TERM", "xterm")
+            monkeypatch.setattr(sys, "stderr", stream)
+            show.quiet_loading()
+            assert logging.is_progress_bar_enabled() is shown
+    finally:
+        (logging.enable_progress_bar if was else logging.disable_progress_bar)()
+
+
+def test_ids_are_as_they_were(packaged: Model) -> None:
+    """Watching changes no answer."""
+    request: dict[str, Any] = {"sampler": "klass", "max_new_tokens": 24, "seed": 1}
+    view = LiveView(packaged.tokenizer, Console(file=io.StringIO(), force_terminal=True))
+    with view:
+        out = paradec.generate(packaged, PROMPT, callback=view.update, **request)
+    assert torch.equal(out.sequences, paradec.generate(packaged, PROMPT, **request).sequences)

@@ -1,0 +1,213 @@
+"""The API as a person types it: names that are found when they are asked for, what `generate` accepts, its bar."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+from tiny_pipelines import dit_pipeline
+
+import paradec
+from paradec import caches, samplers
+from paradec.models.adapter import Model
+
+PROMPT = "Sort: pear fig apple"
+ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Model:
+    return paradec.load()
+
+
+def python(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+# ---- what is imported ----------------------------------------------------------------------------------------------
+
+
+def test_importing_paradec_brings_neither_torch_nor_what_needs_it() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'diffusers', 'rich', 'typer'}"
+    code = f"""
+import sys, paradec
+from paradec import samplers, caches
+samplers.names(), caches.names(), dir(paradec), dir(samplers)
+print(sorted({heavy} & {{*sys.modules}}) + sorted({{*paradec.__all__}} - {{*dir(paradec)}}))
+import paradec.cli
+print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
+"""
+    # plugins of other packages are looked up, and imported when they are used
+    assert python(code) == ["[]", "[]"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["tasks"], ["generate"]])
+def test_the_command_needs_no_torch_for(arguments: list[str]) -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None  # importing it is an error
+from paradec.cli import app
+try:
+    app({arguments!r})
+except SystemExit as end:
+    print(end.code)
+"""
+    assert python(code)[-1] == ("2" if arguments == ["generate"] else "0")
+
+
+def test_help_is_at_hand() -> None:
+    """At most 2.5 times what the libraries under it take; the best of several, since others use the machine too."""
+
+    def seconds(*arguments: str) -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], env=ELSEWHERE, capture_output=True, check=True)
+        return time.perf_counter() - begin
+
+    pairs = [(seconds("-m", "paradec", "--help"), seconds("-c", "import typer, rich")) for _ in range(5)]
+    assert min(ours for ours, _ in pairs) <= 2.5 * min(theirs for _, theirs in pairs)
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_dir_has_every_public_name() -> None:
+    assert {*paradec.__all__} <= {*dir(paradec)}
+    for name in dir(paradec):
+        getattr(paradec, name)
+    with pytest.raises(AttributeError, match="module 'paradec' has no attribute 'generat'"):
+        paradec.generat  # noqa: B018
+
+
+def test_generate_is_the_function_whatever_was_imported() -> None:
+    code = """
+import paradec.generate
+import paradec
+print(paradec.generate.__name__, callable(paradec.generate))
+import importlib
+module = importlib.import_module("paradec.generate")
+from paradec import generate
+print(generate is paradec.generate is module.generate, paradec.images.contact_sheet.__name__)
+paradec.generate = 3  # what tests and users may do
+print(paradec.generate)
+"""
+    assert python(code) == ["generate True", "True contact_sheet", "3"]
+
+
+@pytest.mark.parametrize("package", [samplers, caches])
+def test_classes_are_found_by_their_names(package: Any) -> None:
+    for name in package.names():
+        cls = package.get(name)
+        assert getattr(package, cls.__name__) is cls and cls.__name__ in dir(package)
+        if all(value is not None for value in cls.settings().values()) and name != "freedave":
+            assert getattr(package, cls.__name__)() == package.create(name)
+    assert samplers.Threshold(threshold=0.8) == samplers.create("threshold", threshold=0.8)
+    assert inspect.signature(samplers.Threshold).parameters["threshold"].default == 0.9
+    with pytest.raises(AttributeError, match="has no attribute 'Treshold'"):
+        package.Treshold  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["samplers", "caches"])
+def test_editors_know_the_classes(package: str) -> None:
+    """What stands there for type checkers is what is registered."""
+    registry = getattr(paradec, package).registry
+    own = {cls for cls in registry.classes() if registry.get(registry.classes()[cls]).__module__.startswith("paradec.")}
+    tree = ast.parse((ROOT / "paradec" / package / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    listed = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert {*listed} == own
+    for name, module in listed.items():
+        assert getattr(importlib.import_module(module), name).__name__ == name
+
+
+# ---- what generate takes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensors", [None, "pt", "np"])
+@pytest.mark.parametrize("single", [True, False])
+def test_what_a_tokenizer_returns_is_a_prompt(tensors: str | None, single: bool, packaged: Model) -> None:
+    prompts = [PROMPT] if single else [PROMPT, "Reverse: pear fig apple kiwi"]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    expected = paradec.generate(packaged, prompts).text
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": tensors}
+    for padding in [False, True] if tensors is None or single else [True]:
+        encoding = packaged.tokenizer.apply_chat_template(chats, padding=padding, **options)
+        assert paradec.generate(packaged, encoding).text == expected
+        if padding:
+            assert paradec.generate(packaged, **encoding).text == expected
+        assert paradec.generate(packaged, dict(encoding)).text == expected
+    one = packaged.tokenizer.apply_chat_template(chats[0], **options)
+    texts = paradec.generate(packaged, one).text  # ids without a batch, or with one where there are tensors
+    assert texts == (expected[0] if tensors is None else expected[:1])
+
+
+def test_other_mappings_are_refused(packaged: Model) -> None:
+    with pytest.raises(TypeError, match="mapping without 'input_ids'.*a message of a chat stands in a list"):
+        paradec.generate(packaged, {"role": "user", "content": PROMPT})
+    with pytest.raises(TypeError, match=r"mapping without 'input_ids' \(it has \['ids'\]\)$"):
+        paradec.generate(packaged, {"ids": [1]})
+    encoding = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]])}
+    with pytest.raises(ValueError, match="attention_mask is in the tokenizer's output too"):
+        paradec.generate(packaged, encoding, attention_mask=encoding["attention_mask"])
+
+
+def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends full, counts forwards, and leaves the answer and the caller's callback as they are."""
+    seen: list[int] = []
+    request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 8}
+    plain = paradec.generate(packaged, PROMPT, **request)
+    assert capsys.readouterr().err == ""
+    out = paradec.generate(packaged, PROMPT, **request, progress=True, callback=lambda s, c: seen.append(1))
+    drawn = capsys.readouterr().err
+    last = drawn.split("\r")[-1]
+    assert "100%" in last and f"forwards={out.nfe}" in last and "decoding" in last
+    assert torch.equal(out.sequences, plain.sequences) and len(seen) == out.nfe
+    stopped = paradec.generate(packaged, PROMPT, **request, progress=True, callback=lambda s, c: True)
+    assert stopped.nfe == 1 and "1/8" in capsys.readouterr().err.split("\r")[-1]
+    digits = paradec.load("digits-ar")
+    made = paradec.generate_images(digits, class_labels=3, seed=0, progress=True, output_type="latent")
+    drawn = capsys.readouterr().err
+    assert "49/49" in drawn and f"forwards={made.nfe}" in drawn
+
+
+# ---- sessions, and what libraries say -------------------------------------------------------------------------------
+
+
+def test_accelerate_by_name() -> None:
+    pipe = dit_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    with paradec.accelerate(pipe, "taylorseer") as session:
+        pipe([1], num_inference_steps=6, generator=torch.Generator().manual_seed(0), output_type="np")
+        report = session.report()
+    assert [*report.settings.values()][0].interval == paradec.TaylorSeer().interval
+    assert report.short == str(report.summary).splitlines()[-1] and report.short.startswith("run 1: 6 calls, ")
+    assert "\n" not in report.short
+    with pytest.raises(ValueError, match="did you mean 'taylorseer'"):
+        paradec.accelerate(pipe, "taylorser")
+    with pytest.raises(TypeError, match="must be a paradec.TaylorSeer"):
+        paradec.accelerate(pipe, "threshold")
+
+
+def test_the_logger_says_nothing_unless_it_is_asked() -> None:
+    """What it says would be printed by Python's last resort otherwise."""
+    code = """
+import logging, paradec
+logging.getLogger("paradec").warning("heard")
+logging.basicConfig(format="%(message)s")
+logging.getLogger("paradec").warning("asked")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
+    assert (done.returncode, done.stderr) == (0, "asked\n")
+    assert logging.getLogger("paradec").level == logging.NOTSET
