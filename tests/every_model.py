@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canvases import tiny_module
 from diffusers import DDIMScheduler
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
@@ -40,7 +42,8 @@ WRAPPED = [
 LOADED = ["llada", "dream", *CONFIGS]
 TEXT = [*LOADED, *WRAPPED]
 IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "dit"]
-EVERY = [*TEXT, *IMAGES]
+CANVAS = "diffusion_gemma"
+EVERY = [*TEXT, CANVAS, *IMAGES]
 
 
 def make(kind: str) -> Any:
@@ -48,6 +51,8 @@ def make(kind: str) -> Any:
     if kind in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
+    if kind == CANVAS:
+        return paradec.wrap(copy.deepcopy(tiny_module(dtype=torch.float64, canvas=4)))
     if kind in IMAGE_MODELS:
         return IMAGE_MODELS[kind][0]()
     if kind == "digits-maskgit":
@@ -92,12 +97,19 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind in IMAGE_MODELS:
         given = {"temperature": 0.8, "output_type": "latent", "sampler": paradec.samplers.create("sjd", window=4)}
         return paradec.generate_images(model, **IMAGE_MODELS[kind][1], **given, seed=seed, **request).tokens
+    if kind == CANVAS:
+        given = {"sampler": short_canvases(), "max_new_tokens": 8, "seed": seed}
+        return paradec.generate(model, ROWS, **(given | request)).new_tokens
     given = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
     if model.facts.topology == "causal":
         given |= {"sampler": paradec.samplers.create("sjd", window=4)}
     elif model.supports_store:
         given |= {"cache": "dual", "block_length": 4}
     return paradec.generate(model, ROWS, **(given | request)).new_tokens
+
+
+def short_canvases() -> Any:
+    return paradec.samplers.create("diffusion_gemma", max_denoising_steps=5, confidence_threshold=0.5)
 
 
 def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tensor]]:
@@ -117,6 +129,10 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
         laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
         given = {"grid": grid, "seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
         return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas
+    if kind == CANVAS:
+        sampler = short_canvases()
+        state = sampler.start(model, encode(model, ROWS, None, None), max_new_tokens=8, seed=0, trace=True)
+        return sampler, model, state, lambda state: state.canvas
     causal = model.facts.topology == "causal"
     sampler = paradec.samplers.create("sjd" if causal else "threshold")
     given = {"max_new_tokens": 8, "seed": 0, "temperature": 0.7, "trace": True}

@@ -35,7 +35,9 @@ def test_inference_mode_changes_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("inside", ["start", "step", "commit", "all but the start"])
-@pytest.mark.parametrize("kind", ["llada", "Bert", "Llama causal", "llamagen-t2i", "anole", "mar", "dit"])
+@pytest.mark.parametrize(
+    "kind", ["llada", "Bert", "Llama causal", "diffusion_gemma", "llamagen-t2i", "anole", "mar", "dit"]
+)
 def test_a_state_is_at_home_in_and_out_of_inference_mode(kind: str, inside: str) -> None:
     """Whoever drives the steps may be in inference mode in any of them and not in others."""
 

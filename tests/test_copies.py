@@ -41,7 +41,7 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 
 
 def hooks(model: Any) -> int:
-    return sum(len(part._forward_hooks) for part in model.module.modules())
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.module.modules())
 
 
 def zero(model: Any) -> None:

@@ -14,11 +14,15 @@ import pytest
 import paradec
 from paradec import caches, samplers
 from paradec.models.adapter import Model
+from paradec.models.text import diffusion_gemma
 
 JACOBI = {"window": 16, "init": "random", "refresh": "resample"}
 """SJD's window of 16 is in all of its scripts, for those that build on it too."""
 LANTERN: dict[str, Any] = {"guess_distribution": "one_hot", "drafter": None, "tree": None, "delta": 0.1}
 SCHEDULED = {"alg_temp": None, "eps": 0.001}
+CANVAS = dict.fromkeys(("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold"))
+CANVAS |= {"early_stop": True, "encode_wait": 2}
+"""None follows the checkpoint."""
 STORE = {"store_dtype": None, "max_memory": None, "shape_multiple": 1}
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -90,6 +94,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "jacobi": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform"},
     "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement"},
     "zipar": {"window": 16},
+    "diffusion_gemma": CANVAS | {"entropy_bound": None},
+    "canvas": CANVAS | {"rule": "threshold"},
     "taylorseer": {
         "interval": 6,
         "order": 1,
@@ -213,3 +219,15 @@ def test_blocks_of_a_model_that_names_none(llada: Model, dream: Model) -> None:
     """32 for LLaDA, the whole canvas for Dream."""
     assert llada.default_block_length == 32
     assert dream.default_block_length is None
+
+
+def test_canvases_follow_transformers_where_the_checkpoint_says_nothing() -> None:
+    assert dict(diffusion_gemma.DEFAULTS) == {
+        "entropy_bound": 0.1,
+        "max_denoising_steps": 48,
+        "t_min": 0.4,
+        "t_max": 0.8,
+        "stability_threshold": 1,
+        "confidence_threshold": 0.005,
+    }
+    assert diffusion_gemma.DEFAULT_NEW_TOKENS == 256

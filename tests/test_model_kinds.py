@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from canvases import tiny_module
 from image_models import FAMILIES
 from tiny_models import END, VOCAB, tiny
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ def given() -> dict[str, Any]:
 
     found: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
     found |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
+    found["canvas"] = paradec.wrap(tiny_module())
     found |= {"module": found["causal text"].module, "name": "digits-ar", "none": None, "class": type(found["mar"])}
     return found
 
@@ -65,6 +67,7 @@ OURS = {
     "diffusion": "latent",
     "masked text": "text",
     "causal text": "text",
+    "canvas": "canvas",
 }
 OTHERS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "'digits-ar'", "none": "None"}
 OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
@@ -122,9 +125,9 @@ def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], nam
 
 
 DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
-    "generate": (("text", "codes", "masked image"), lambda model: paradec.generate(model, [1])),
+    "generate": (("text", "canvas", "codes", "masked image"), lambda model: paradec.generate(model, [1])),
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
-    "infill": (("text", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
+    "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
     "generate_images": (
         ("image", "masked image", "continuous image"),
         lambda model: paradec.generate_images(model, class_labels=1),

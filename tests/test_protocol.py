@@ -69,10 +69,10 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
         assert cls.name == name
         assert cls.summary and cls.__doc__
         assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-        assert cls.family in ("masked", "draft_verify", "forecast", "continuous", "cache")
+        assert cls.family in ("masked", "draft_verify", "canvas", "forecast", "continuous", "cache")
         if cls.family != "cache":
-            # combinations are nobody's paper; no number of CORA-Diff is known
-            assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence")
+            # combinations, and other rules on canvases, are nobody's paper; no number of CORA-Diff is known
+            assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence", "canvas")
 
 
 @pytest.mark.parametrize("name", samplers.names())

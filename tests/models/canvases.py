@@ -14,9 +14,11 @@ PAD, END = 0, 1
 
 
 @lru_cache(maxsize=8)
-def tiny_module(seed: int = 0, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, canvas: int = CANVAS, **text: Any):
-    """Two layers, a sliding and a full one, four experts. With the usual small weights every canvas would run to its last
-    step: embeddings have std 1 here, other matrices 0.1, and layer scalars differ."""
+def tiny_module(
+    seed: int = 0, dtype: torch.dtype = torch.float32, vocab: int = VOCAB, canvas: int = CANVAS, **text: Any
+):
+    """Two layers, a sliding and a full one, four experts. With the usual small weights every canvas would run to its
+    last step: embeddings have std 1 here, other matrices 0.1, and layer scalars differ."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config = DiffusionGemmaConfig(

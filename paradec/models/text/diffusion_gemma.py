@@ -137,6 +137,7 @@ class DiffusionGemma(Model):
             )
         return [part if len(part) else None for part in found.split(counts)]
 
+    @torch.no_grad()
     def soften(self, logits: Tensor) -> Tensor:
         """The embedding that is expected of softmax(logits): [..., V] -> [..., D]. As transformers computes it: logits
         and the law are rounded to the embedding's dtype."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.combination import Combination
 from paradec.samplers.masked.origin import Origin
+from paradec.samplers.masked.random import Random
 
 STAGES = (
     "query",
@@ -20,7 +21,6 @@ STAGES = (
     "_read",
     "_draw",
     "_view",
-    "_position_noise",
     "_choose",
 )
 """What runs around `select` in the masked family, and not here."""
@@ -50,6 +50,8 @@ def refusal(rule: MaskedSampler) -> str | None:
         return "it cuts blocks of its own, and a canvas has the model's length"
     if isinstance(rule, Origin):
         return "its schedule is a probability for masks that are left"
+    if isinstance(rule, Random) and rule.order == "block":
+        return "order='block' is drawn once for a block of masks; use order='step'"
     return None
 
 

@@ -394,7 +394,6 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         ("llada2_moe", "transformers has no class"),
         ("sdar_moe", "mixture-of-experts SDAR"),
         ("nemotron_labs_diffusion", "YaRN"),
-        ("diffusion_gemma", "random tokens, not from masks"),
         ("qwen3", "load reads 'llada', 'Dream', 'sdar', 'Fast_dLLM_Qwen'.*paradec.wrap"),
     ],
 )

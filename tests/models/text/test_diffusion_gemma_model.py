@@ -1,0 +1,293 @@
+"""DiffusionGemma as a model: what is read of a checkpoint, images, soft embeddings, and a module left as it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from canvases import CANVAS, VOCAB, tiny_module
+from test_stop_strings import byte_level_tokenizer
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+
+SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.35}
+PROMPT = [9, 10, 11, 12, 20, 21, 22, 23, 24]
+
+
+def answers(model: Any, prompt: Any = PROMPT, **request: Any) -> Tensor:
+    sampler = samplers.create("diffusion_gemma", **SHORT)
+    return paradec.generate(
+        model, prompt, **{"sampler": sampler, "seed": 1, "max_new_tokens": 2 * CANVAS} | request
+    ).new_tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as transformers writes it, with a tokenizer, and values of its own in generation_config.json."""
+    tokenizer = byte_level_tokenizer()
+    path = tmp_path_factory.mktemp("diffusiongemma")
+    module = copy.deepcopy(tiny_module(vocab=len(tokenizer)))
+    module.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    generation = json.loads((path / "generation_config.json").read_text())
+    generation |= {
+        "max_new_tokens": 40,
+        "max_denoising_steps": 7,
+        "t_min": 0.3,
+        "eos_token_id": [1, 2],
+        "pad_token_id": 0,
+    }
+    generation |= {"sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.25}}
+    (path / "generation_config.json").write_text(json.dumps({k: v for k, v in generation.items() if v is not None}))
+    return path
+
+
+def edited(folder: Path, target: Path, file: str, **changes: Any) -> Path:
+    """A copy of a checkpoint with other fields in one of its files; None takes one out."""
+    shutil.copytree(folder, target)
+    data = json.loads((target / file).read_text()) | changes
+    (target / file).write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+    return target
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_says_the_defaults(folder: Path) -> None:
+    model = paradec.load(folder)
+    facts = model.facts
+    assert (facts.topology, facts.block_length, facts.mask_token_id) == ("canvas", CANVAS, None)
+    assert (facts.eos_token_ids, facts.pad_token_id, facts.max_length) == ((1, 2), 0, 4096)
+    assert model.default_max_new_tokens == 40 and model.tokenizer is not None
+    state = samplers.create("diffusion_gemma").start(model, "one two", seed=0)
+    assert (state.steps, state.temperatures, state.rule.gamma) == (7, (0.3, 0.8), 0.25)
+    assert state.max_new_tokens == 40
+    module = tiny_module(vocab=facts.vocab_size)
+    sampler = samplers.create("diffusion_gemma", entropy_bound=0.2, t_min=0.4, **SHORT)
+    assert torch.equal(
+        answers(model, sampler=sampler), answers(paradec.wrap(module, eos_token_id=[1, 2]), sampler=sampler)
+    )
+    text = paradec.generate(model, "one two", seed=0).text
+    assert isinstance(text, str)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes(folder: Path, dtype: str) -> None:
+    model = paradec.load(folder, dtype=dtype)
+    assert model.dtype == model.soft_dtype == getattr(torch, dtype)
+    assert answers(model).shape == (1, 2 * CANVAS)
+
+
+def test_eager_attention_is_the_same(folder: Path) -> None:
+    rows = [PROMPT, [30], [*range(40, 60)]]
+    plain, eager = (
+        paradec.load(folder, dtype="float64"),
+        paradec.load(folder, dtype="float64", attn_implementation="eager"),
+    )
+    assert torch.equal(answers(plain, rows), answers(eager, rows))
+
+
+def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
+    model = paradec.load(folder)
+    model.save_pretrained(tmp_path / "again")
+    again = paradec.load(tmp_path / "again")
+    assert (again.facts.eos_token_ids, again.denoising, again.default_max_new_tokens) == (
+        model.facts.eos_token_ids,
+        model.denoising,
+        40,
+    )
+    assert torch.equal(answers(model), answers(again))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("generation_config.json", {"t_min": -1.0}, "t_min"),
+        ("generation_config.json", {"sampler_config": {"_cls_name": "Other"}}, "Other"),
+        ("generation_config.json", {"eos_token_id": 9999}, "eos_token_id=9999"),
+        ("config.json", {"canvas_length": 0}, "block_length=0"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be(folder: Path, tmp_path: Path, file: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(paradec.CheckpointError, match=message) as error:
+        paradec.load(edited(folder, tmp_path / "wrong", file, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_no_causal_context_is_refused(folder: Path, tmp_path: Path) -> None:
+    text = json.loads((folder / "config.json").read_text())["text_config"] | {"use_bidirectional_attention": "all"}
+    with pytest.raises(paradec.CheckpointError, match="use_bidirectional_attention='all' is not supported"):
+        paradec.load(edited(folder, tmp_path / "wrong", "config.json", text_config=text))
+
+
+def test_weights_must_fit(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "holes"
+    shutil.copytree(folder, path)
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("self_conditioning.up_proj.weight"))
+    save_file(
+        {key: value for key, value in weights.items() if key != name}, path / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(paradec.CheckpointError, match=f"missing weights: .*{name.rsplit('.', 3)[1]}"):
+        paradec.load(path)
+    (path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(paradec.CheckpointError, match="cannot be read"):
+        paradec.load(path)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"mask_token_id": 3}, {"block_length": 4}, {"attn_implementation": "sparsed"}, {"vq": "x"}], ids=str
+)
+def test_arguments_that_mean_nothing_here(folder: Path, argument: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=next(iter(argument))):
+        paradec.load(folder, **argument)
+
+
+@pytest.mark.parametrize("argument", [{"mask_token_id": 3}, {"prediction": "same"}, {"topology": "canvas"}], ids=str)
+def test_a_module_says_itself_what_it_is(argument: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=f"{next(iter(argument))}=.* has no meaning for DiffusionGemmaForBlockDiffusion"
+    ):
+        paradec.wrap(tiny_module(), **argument)
+
+
+def test_attention_without_masks_is_refused() -> None:
+    module = copy.deepcopy(tiny_module())
+    module.set_attn_implementation("flex_attention")
+    with pytest.raises(
+        ValueError, match="attn_implementation='flex_attention' takes no masks.*set_attn_implementation"
+    ):
+        paradec.wrap(module)
+
+
+def test_a_store_must_fit() -> None:
+    model = paradec.wrap(tiny_module())
+    assert model.make_store(2, 30).windows == (7, None)
+    with pytest.raises(ValueError, match="the key/value store of 2 x 1000000 positions would take"):
+        model.make_store(2, 1_000_000, max_memory=2**20)
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------
+
+IMAGE = 5
+
+
+def pictures() -> dict[str, Tensor]:
+    """Two images of 6 x 3 patches, which are two image tokens each, as the processor gives them."""
+    grid = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(3), indexing="ij"), -1).reshape(1, 18, 2)
+    return {
+        "pixel_values": torch.rand(2, 18, 768, generator=torch.Generator().manual_seed(0)),
+        "image_position_ids": grid.repeat(2, 1, 1),
+    }
+
+
+@pytest.mark.parametrize("sees", ["vision", None])
+def test_images_are_transformers(sees: str | None) -> None:
+    """With a mask that lets an image see itself both ways, and without; alone and beside others."""
+    module = tiny_module(use_bidirectional_attention=sees)
+    ids = torch.tensor([[9, 10, 6, IMAGE, IMAGE, 7, 20, 21, 22], [9, 6, IMAGE, IMAGE, 7, 30, 31, 32, 33]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+    inputs |= pictures()
+    torch.manual_seed(3)
+    theirs = module.generate(**inputs, max_new_tokens=2 * CANVAS, **SHORT).sequences
+    model = paradec.wrap(module)
+    ours = answers(model, inputs, rng="reference", seed=3)
+    assert torch.equal(ours, theirs[:, 9:])
+    torch.manual_seed(3)
+    assert not torch.equal(ours, module.generate(ids, max_new_tokens=2 * CANVAS, **SHORT).sequences[:, 9:])
+
+    rows = [ids[0].tolist(), [6, IMAGE, IMAGE, 7, 30]]
+    beside = answers(model, {"input_ids": rows, **pictures()})
+    second = {name: value[1:] for name, value in pictures().items()}
+    assert torch.equal(answers(model, {"input_ids": rows[1], **second})[0], beside[1])
+    three = answers(model, {"input_ids": rows[1], **second}, num_return_sequences=3)
+    assert torch.equal(three[0], beside[1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"input_ids": [9, IMAGE]}, "row 0 has image tokens"),
+        ({"input_ids": [9, 10], **pictures()}, "make 4 image tokens, and the prompts have 0"),
+        ({"ids": [9]}, "has no 'input_ids'"),
+        ({"input_ids": [9], "audio": 1}, "holds 'audio'"),
+    ],
+    ids=["no images", "no tokens", "no ids", "unknown"],
+)
+def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        answers(paradec.wrap(tiny_module()), prompt)
+
+
+def test_prefixes_are_of_tokens_alone() -> None:
+    model = paradec.wrap(tiny_module())
+    inputs = {"input_ids": [[9, IMAGE, IMAGE], [9, IMAGE, IMAGE]], **pictures()}
+    with pytest.raises(ValueError, match="keep_prefix=True keeps tokens alone"):
+        answers(model, inputs, keep_prefix=True)
+
+
+def test_models_of_text_alone_refuse_images() -> None:
+    from tiny_models import tiny
+
+    with pytest.raises(ValueError, match="prompt holds pixel_values, and .* reads text alone"):
+        paradec.generate(tiny(1), {"input_ids": [9], **pictures()})
+
+
+# ---- soft embeddings, and the module --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype) -> None:
+    """Fed to its self-conditioning they give the logits that it gives itself, to the bit."""
+    module = tiny_module(dtype=dtype)
+    model = paradec.wrap(module)
+    sampler = samplers.create("diffusion_gemma")
+    state = sampler.start(model, PROMPT, seed=0, max_new_tokens=CANVAS)
+    sampler.commit(state, sampler.step(model, state))
+    query = sampler.query(state)[0]
+    logits = torch.randn(1, CANVAS, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        ours = model(query.but(soft=model.soften(logits)), state.store)
+        state.store.bind(query)
+        theirs = module(
+            decoder_input_ids=query.tokens,
+            past_key_values=state.store,
+            self_conditioning_logits=logits,
+            decoder_attention_mask={"full_attention": None, "sliding_attention": None},
+            decoder_position_ids=query.positions,
+        ).logits
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, model(query.but(soft=None), state.store))
+
+
+def test_the_module_stays_its_owners() -> None:
+    """Beside a wrap, and after it, transformers' generate gives what it gave; an unwrapped model says so."""
+    module = copy.deepcopy(tiny_module())
+    part = module.model.decoder.self_conditioning
+
+    def generated() -> Tensor:
+        torch.manual_seed(0)
+        return module.generate(torch.tensor([PROMPT]), max_new_tokens=CANVAS, **SHORT).sequences
+
+    before = generated()
+    one, two = paradec.wrap(module), paradec.wrap(module)
+    assert len(part._forward_pre_hooks) == 1
+    expected = answers(one)
+    assert torch.equal(generated(), before)
+    one.unwrap()
+    assert torch.equal(answers(two), expected)
+    two.unwrap()
+    assert not part._forward_pre_hooks
+    assert torch.equal(generated(), before)
+    with pytest.raises(RuntimeError, match="was unwrapped"):
+        answers(two)

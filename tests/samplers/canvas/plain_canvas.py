@@ -1,0 +1,129 @@
+"""A row on canvases of noise, decoded by a plain loop over transformers' own module: no store, no batch, all logits fed
+back. Draws are those of `paradec.rng` under the streams that the sampler documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from paradec import rng
+
+Keep = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def entropy_bound(bound: float) -> Keep:
+    def keep(law: Tensor, free: Tensor, step: int) -> Tensor:
+        entropy = torch.special.entr(law).sum(-1).masked_fill(~free, torch.inf)
+        kept, spent = torch.zeros_like(free), 0.0
+        for at in entropy.argsort(stable=True).tolist():
+            if spent > bound or not free[at]:
+                break
+            kept[at], spent = True, spent + float(entropy[at])
+        return kept
+
+    return keep
+
+
+def threshold(least: float) -> Keep:
+    def keep(law: Tensor, free: Tensor, step: int) -> Tensor:
+        best = law.amax(-1).masked_fill(~free, -1)
+        kept = best >= least
+        kept[best.argmax()] = True
+        return kept & free
+
+    return keep
+
+
+def surest(steps: int) -> Keep:
+    def keep(law: Tensor, free: Tensor, step: int) -> Tensor:
+        count = -(-int(free.sum()) * step // steps)
+        best = law.amax(-1).masked_fill(~free, -1)
+        kept = torch.zeros_like(free)
+        kept[best.argsort(descending=True, stable=True)[:count]] = True
+        return kept
+
+    return keep
+
+
+@torch.no_grad()
+def row(
+    module: Any,
+    prompt: list[int],
+    new: int,
+    keep: Keep,
+    *,
+    seed: int,
+    steps: int,
+    t_min: float = 0.4,
+    t_max: float = 0.8,
+    stability: int | None = 1,
+    confidence: float = 0.005,
+    ends: tuple[int, ...] = (),
+) -> tuple[list[int], list[int]]:
+    """What stands behind and in the holes (-1) of a prompt, prompt included, up to `new` tokens behind it; and the
+    steps of each canvas."""
+    size, vocab = module.config.canvas_length, module.config.text_config.vocab_size
+    keys = torch.as_tensor(rng.row_keys([seed], [prompt]))
+    end = len(prompt) + new
+    tokens = [*prompt, *[-1] * (new + size)]
+    given = torch.tensor(tokens) >= 0
+    taken, counts = 0, []
+
+    def number(at: Tensor, stream: int) -> Tensor:
+        return rng.uniform(keys, torch.tensor([taken]), at.unsqueeze(0), 1, stream)[0, :, 0]
+
+    while -1 in tokens[:end]:
+        start = tokens.index(-1)
+        at = torch.arange(start, start + size)
+        pinned, fixed = given[at], torch.tensor(tokens)[at]
+        past = DynamicCache(config=module.config.text_config)
+        context = torch.tensor([tokens[:start]])
+        noisy = torch.where(pinned, fixed, (number(at, 4) * vocab).long())
+        logits, before, same = None, None, 0
+        for step in range(1, steps + 1):
+            if step == 1:
+                module.model.encoder(input_ids=context, attention_mask=causal(module, start), past_key_values=past)
+            # of what was given nothing is fed back
+            fed = module.model.decoder.self_conditioning.register_forward_pre_hook(
+                lambda part, args, free=~pinned: (args[0], args[1] * free.unsqueeze(-1))
+            )
+            out = module(
+                decoder_input_ids=noisy.unsqueeze(0),
+                past_key_values=past,
+                self_conditioning_logits=logits,
+                self_conditioning_mask=None,
+                decoder_position_ids=at.unsqueeze(0),
+            ).logits[0]
+            fed.remove()
+            heat = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
+            tempered = out / heat
+            law = tempered.double().softmax(-1)
+            best = torch.where(pinned, fixed, tempered.argmax(-1))
+            kept = keep(law, ~pinned, step)
+            single = tempered.softmax(-1).double().cumsum(-1)
+            drawn = torch.searchsorted(single, number(at, 0).unsqueeze(-1) * single[:, -1:], right=True)[:, 0]
+            noise = (number(at, 5) * vocab).long()
+            noisy = torch.where(pinned, fixed, torch.where(kept, drawn, noise))
+            same = same + 1 if before is not None and torch.equal(best, before) else 0
+            before, logits, taken = best, tempered.to(module.dtype).unsqueeze(0), taken + 1
+            mean = torch.special.entr(law).sum(-1)[~pinned].mean()
+            if stability is not None and same >= stability and mean < confidence:
+                break
+        counts.append(step)
+        tokens[start : start + size] = best.tolist()
+        stops = [i for i in range(start, start + size) if tokens[i] in ends and i >= len(prompt)]
+        if stops:
+            return tokens[: min(stops[0] + 1, end)], counts
+    return tokens[:end], counts
+
+
+def causal(module: Any, length: int) -> dict[str, Tensor]:
+    """What the encoder's two kinds of layer see of a whole prompt."""
+    q, k = torch.arange(length).unsqueeze(1), torch.arange(length)
+    window = module.config.text_config.sliding_window
+    full = (k <= q)[None, None]
+    return {"full_attention": full, "sliding_attention": full & (k > q - window)}

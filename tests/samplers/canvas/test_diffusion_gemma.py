@@ -1,0 +1,194 @@
+"""DiffusionGemma's sampler against transformers' own `generate`, and against a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plain_canvas
+import pytest
+import torch
+from canvases import CANVAS, END, PAD, VOCAB, tiny_module
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+
+SHORT = {"max_denoising_steps": 12, "confidence_threshold": 0.35}
+ENDS = [11, 12, 13]
+
+
+def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
+    """Ids [B, length] and their padding mask: one row, three, or three of which two are padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(14, VOCAB, (1 if case == "one" else 3, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if case == "padded":
+        mask[0, :4], mask[1, :1] = 0, 0
+    return ids.masked_fill(mask == 0, PAD), mask
+
+
+def both(module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, new: int = 48, pad: int | None = PAD):
+    """What transformers' generate and ours give for one seed."""
+    ids, mask = prompts(case, seed)
+    stated = {"eos_token_id": ends, "pad_token_id": pad, "stability_threshold": 1 if stop else None}
+    before = module.generation_config.pad_token_id
+    module.generation_config.pad_token_id = pad
+    try:
+        torch.manual_seed(seed)
+        theirs = module.generate(ids, attention_mask=mask, max_new_tokens=new, **SHORT, **stated)
+        model = paradec.wrap(module, eos_token_id=ends or [])
+    finally:
+        module.generation_config.pad_token_id = before
+    sampler = samplers.create("diffusion_gemma", early_stop=stop, **SHORT)
+    request = {"max_new_tokens": new, "sampler": sampler, "rng": "reference", "seed": seed}
+    ours = paradec.generate(model, ids, attention_mask=mask, **request)
+    model.unwrap()
+    return theirs.sequences[:, ids.shape[1] :], theirs.tokens_per_forward, ours
+
+
+@pytest.mark.parametrize("ends", [None, ENDS], ids=["no ends", "ends"])
+@pytest.mark.parametrize("stop", [True, False], ids=["stops", "all steps"])
+@pytest.mark.parametrize("case", ["one", "equal", "padded"])
+def test_equals_transformers_generate(case: str, stop: bool, ends: list[int] | None) -> None:
+    """Tokens of three canvases, and each row's tokens per denoising call."""
+    early = finished = 0
+    for seed in range(8):
+        answer, per_call, out = both(tiny_module(), case, seed, ends, stop)
+        width = answer.shape[1]  # a batch that has ended stops earlier
+        assert torch.equal(out.new_tokens[:, :width], answer), seed
+        assert (out.new_tokens[:, width:] == PAD).all()
+        counted = (out.new_tokens != PAD).sum(1) / torch.tensor(out.denoising_calls)
+        assert torch.equal(counted, per_call)
+        early += any(calls % 12 for calls in out.denoising_calls)
+        finished += sum(out.finished)
+    assert ends is not None or (early > 0) == stop  # an end may come before a canvas settles
+    assert (finished > 0) == (ends is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> None:
+    for case in ("one", "equal"):
+        for seed in range(2):
+            answer, _, out = both(tiny_module(dtype=dtype), case, seed, None, True, new=32)
+            assert torch.equal(out.new_tokens, answer)
+
+
+def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
+    """There rows go on behind their end, and what they decode is encoded; here it is cut off."""
+    module, finished = tiny_module(), 0
+    for seed in range(4):
+        answer, _, out = both(module, "equal", seed, ENDS, True, pad=None)
+        for row, (mine, whole) in enumerate(zip(out.new_tokens.tolist(), answer.tolist(), strict=True)):
+            stop = next((i + 1 for i, token in enumerate(whole) if token in ENDS), len(whole))
+            assert mine[:stop] == whole[:stop]
+            assert out.tokens[row] == stop
+            finished += out.finished[row]
+    assert finished
+
+
+def test_equals_transformers_generate_over_a_long_context() -> None:
+    """Sliding layers leave most of the context out."""
+    module = tiny_module()
+    model = paradec.wrap(module)
+    ids, _ = prompts("one", 5, length=70)
+    torch.manual_seed(5)
+    theirs = module.generate(ids, max_new_tokens=32, **SHORT).sequences
+    sampler = samplers.create("diffusion_gemma", **SHORT)
+    assert torch.equal(
+        paradec.generate(model, ids, max_new_tokens=32, sampler=sampler, rng="reference", seed=5).sequences, theirs
+    )
+
+
+# ---- against a plain loop -------------------------------------------------------------------------------------------
+
+KEEPERS = {
+    "diffusion_gemma": (
+        samplers.create("diffusion_gemma", entropy_bound=0.5, **SHORT),
+        plain_canvas.entropy_bound(0.5),
+    ),
+    "threshold": (
+        samplers.create("canvas", rule=samplers.create("threshold", threshold=0.6), **SHORT),
+        plain_canvas.threshold(0.6),
+    ),
+    "low_confidence": (samplers.create("canvas", rule="low_confidence", **SHORT), plain_canvas.surest(12)),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+@pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
+def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
+    """Counter draws, several canvases, an end token; and holes, whose given neighbours are pinned."""
+    module = tiny_module(dtype=torch.float64)
+    sampler, keep = KEEPERS[name]
+    model = paradec.wrap(module, eos_token_id=ENDS)
+    ids = prompts("one", 3, length=40)[0][0].tolist()
+    prompt = [token if i not in (5, 6, 9, 10, 11, 30) else -1 for i, token in enumerate(ids)] if holes else ids[:9]
+    plain = {"steps": 12, "confidence": 0.35, "ends": tuple(ENDS)}
+    settled = 0
+    for seed in range(3):
+        request = {"max_new_tokens": 3 if holes else 40, "sampler": sampler, "seed": seed}
+        out = paradec.generate(model, prompt, **request)
+        tokens, counts = plain_canvas.row(module, prompt, request["max_new_tokens"], keep, seed=seed, **plain)
+        assert out.sequences[0, : len(tokens)].tolist() == tokens
+        assert out.denoising_calls == [sum(counts)] and out.encoder_calls == [len(counts)]
+        assert out.row_nfe == [sum(counts) + len(counts)]
+        settled += any(count < 12 for count in counts)
+    assert settled or name != "threshold"
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_unset_follows_the_model() -> None:
+    """The generation config's values, and transformers' defaults where it has none."""
+    module = tiny_module()
+    stated = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
+    before = {name: getattr(module.generation_config, name) for name in stated}
+    try:
+        for name, value in stated.items():
+            setattr(module.generation_config, name, value)
+        model = paradec.wrap(module)
+    finally:
+        for name, value in before.items():
+            setattr(module.generation_config, name, value)
+    state = samplers.create("diffusion_gemma").start(model, [9, 10], seed=0)
+    assert (state.steps, state.temperatures, state.rule.gamma) == (3, (0.4, 0.6), 0.1)
+    assert (state.settled.stability, state.settled.entropy) == (0, 0.005)
+    own = samplers.create("diffusion_gemma", entropy_bound=0.2, max_denoising_steps=7, t_min=0.1, stability_threshold=2)
+    state = own.start(model, [9, 10], seed=0)
+    assert (state.steps, state.temperatures, state.rule.gamma) == (7, (0.1, 0.6), 0.2)
+    assert state.settled.stability == 2
+    assert samplers.create("diffusion_gemma", early_stop=False).start(model, [9, 10], seed=0).settled is None
+    state = own.start(model, [9, 10], seed=0, max_new_tokens=2 * CANVAS, steps=10)
+    assert state.steps == 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"entropy_bound": -0.1},
+        {"max_denoising_steps": 0},
+        {"t_min": -1.0},
+        {"t_max": 0.0},
+        {"t_min": 0.9, "t_max": 0.8},
+        {"stability_threshold": -1},
+        {"confidence_threshold": 0.0},
+        {"early_stop": 1},
+        {"encode_wait": -1},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="|".join(settings)):
+        samplers.create("diffusion_gemma", **settings)
+
+
+def test_a_temperature_range_is_checked_with_the_models() -> None:
+    with pytest.raises(ValueError, match=r"t_min=0.9 must be at most t_max=0.8; what is not given is the model's"):
+        samplers.create("diffusion_gemma", t_min=0.9).start(paradec.wrap(tiny_module()), [9])
+
+
+def test_end_and_padding_of_the_module_are_the_models() -> None:
+    model = paradec.wrap(tiny_module(), eos_token_id=END)
+    assert model.facts.eos_token_ids == (END,) and model.facts.pad_token_id == PAD
+    assert (model.facts.topology, model.facts.block_length, model.facts.mask_token_id) == ("canvas", CANVAS, None)
