@@ -13,7 +13,7 @@ of transformers' `_denoising_step`), and what each part of it takes, one thread.
 
 memory: the peak of a request above the loaded model, for one row and for two, each in a process of its own.
 
-Prints tables and writes benchmarks/results/canvases.json.
+Prints tables and writes benchmarks/results/canvases.json, each part with the commit that it was measured on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from canvas_model import ENDS, FIRST_WORD, PAD, small_module
-from provenance import write_result
+from provenance import COMMIT, write_result
 from torch import Tensor
 
 import paradec
@@ -172,8 +172,9 @@ def timed_turns(
     found: dict[str, Any] = {}
     for place, clock in enumerate(("wall", "cpu") if turns else ()):
         mine, other = took[:, 0, place], took[:, 1, place]
-        found[f"{clock}_seconds"] = {"ours": spread(mine.tolist()), "transformers": spread(other.tolist())}
-        found[f"{clock}_ratio"] = spread((other / mine).tolist())
+        medians = (round(float(np.median(each)), 2) for each in (mine, other))
+        found[f"{clock}_seconds"] = dict(zip(("ours", "transformers"), medians, strict=True))
+        found[f"{clock}_ratio"] = {name: round(value, 2) for name, value in spread((other / mine).tolist()).items()}
     return found
 
 
@@ -212,7 +213,7 @@ def schedule(
             entry: dict[str, Any] = {
                 "settles": settling,
                 "ends": bool(ends),
-                "steps_per_canvas": {"mean": statistics.mean(steps), "low": min(steps), "high": max(steps)},
+                "steps_per_canvas": {"mean": round(statistics.mean(steps), 1), "low": min(steps), "high": max(steps)},
                 "transformers": _named(locked),
                 "same_paths_in_lock_step": _named(same),
                 "encode_wait": [{"wait": wait, **_compared(total, locked, same)} for wait, total in by_wait.items()],
@@ -222,6 +223,11 @@ def schedule(
             found.append(entry)
             print(schedule_lines(entry), flush=True)
     return found
+
+
+def schedules(turns: int) -> dict[str, Any]:
+    settings = {"prompts": LENGTHS, "canvases": CANVASES, "seeds": SEEDS, "settling": SETTLING, "turns": turns}
+    return {**settings, "rows": schedule(small_module(), turns)}
 
 
 def _named(counts: np.ndarray) -> dict[str, int]:
@@ -259,7 +265,7 @@ def schedule_lines(entry: dict[str, Any]) -> str:
         if f"{clock}_ratio" in entry:
             each, ratio = entry[f"{clock}_seconds"], entry[f"{clock}_ratio"]
             lines.append(
-                f"{clock}: ours {each['ours']['median']:.2f} s, transformers {each['transformers']['median']:.2f} s, "
+                f"{clock}: ours {each['ours']:.2f} s, transformers {each['transformers']:.2f} s, "
                 f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
             )
     return "\n".join(lines) + "\n"
@@ -448,7 +454,7 @@ class Peaks:
         self.most[name] = max(self.most.get(name, 0), resident("VmHWM") - self.base)
 
 
-def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int = 3) -> dict[str, Any]:
+def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int = 2) -> dict[str, Any]:
     """Bytes above the loaded model of one canvas of `rows` rows, that takes so many steps. In a process of its own."""
     torch.set_num_threads(1)
     module = small_module(vocab, canvas, hidden)
@@ -513,21 +519,22 @@ def main() -> None:
         return
     import transformers
 
-    before = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    report = {
+    report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    report |= {
         "device": f"cpu ({platform.machine()}), 1 thread",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        **{name: before.get(name) for name in ("schedule", "cost", "memory")},
     }
-    if arguments.part in ("schedule", "all"):
-        settings = {"prompts": LENGTHS, "canvases": CANVASES, "seeds": SEEDS, "settling": SETTLING}
-        report["schedule"] = {**settings, "rows": schedule(small_module(), arguments.turns)}
-    if arguments.part in ("cost", "all"):
-        report["cost"] = cost(arguments.turns)
-    if arguments.part in ("memory", "all"):
-        report["memory"] = memory()
-    write_result(RESULT, report)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "schedule": lambda: schedules(arguments.turns),
+        "cost": lambda: cost(arguments.turns),
+        "memory": memory,
+    }
+    for name, measure in parts.items():
+        if arguments.part in (name, "all"):
+            report[name] = {"commit": COMMIT, **measure()}
+            report.pop("commit", None)  # parts may be of several
+            write_result(RESULT, report)
     print(f"written to {RESULT.relative_to(ROOT)}")
 
 
