@@ -1,5 +1,5 @@
-"""Writes tables of README.md and docs/ (attention, caches, comparison, images) from the results of benchmarks: compare,
-antibody, digits, jacobi, caches, sparsed.
+"""Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images) from the results of
+benchmarks: compare, antibody, digits, jacobi, caches, canvases, sparsed.
 
     python benchmarks/tables.py
 
@@ -200,6 +200,59 @@ def sparsed_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def canvases_table(data: dict[str, Any]) -> str:
+    """Rows, calls and times beside lock step, of `benchmarks/canvases.py --part schedule`."""
+    head = ["settles", "ends", "steps a canvas", "rows: transformers", "ours", "fewer", "fewer on the same paths"]
+    head += ["calls: transformers", "ours", "times", "processor time"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for entry in data["schedule"]["rows"]:
+        steps, theirs, ratio = entry["steps_per_canvas"], entry["transformers"], entry["cpu_ratio"]
+        ours = next(row for row in entry["encode_wait"] if row["wait"] == entry["default_wait"])
+        cells = [entry["settles"], "yes" if entry["ends"] else "no"]
+        cells += [f"{steps['mean']} ({steps['low']} to {steps['high']})"]
+        cells += [str(theirs["rows"]), str(ours["rows"]), f"{ours['rows_fewer']:.2f}x"]
+        cells += [f"{ours['rows_fewer_same_paths']:.2f}x", str(theirs["decoder_calls"] + theirs["encoder_calls"])]
+        cells += [str(ours["decoder_calls"] + ours["encoder_calls"]), f"{ours['calls_times']:.2f}x"]
+        cells += [f"{ratio['median']:.2f}x less ({ratio['low']:.2f} to {ratio['high']:.2f})"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def canvases_wait_table(data: dict[str, Any]) -> str:
+    """Decoder and encoder calls: one row a wait, one column a setting."""
+    cells: dict[str, dict[str, str]] = {}
+    for entry in data["schedule"]["rows"]:
+        setting = f"{entry['settles']}, {'with' if entry['ends'] else 'no'} ends"
+        rows = {f"`encode_wait` {row['wait']}": row for row in entry["encode_wait"]}
+        for name, row in ({"lock step (transformers)": entry["transformers"]} | rows).items():
+            cells.setdefault(name, {})[setting] = f"{row['decoder_calls']} + {row['encoder_calls']}"
+    return _crossed("decoder + encoder calls", cells, missing="")
+
+
+def canvases_cost_table(data: dict[str, Any]) -> str:
+    """Milliseconds per position of a step outside the model, of `benchmarks/canvases.py --part cost`."""
+    lines = ["| kept | ours, ms | transformers, ms | ratio | of ours | of transformers |", "|---" * 6 + "|"]
+    for entry in data["cost"]["steps"]:
+        ratio = entry["ratio"]
+        cells = [f"{100 * entry['kept']:.0f} %", f"{entry['ours_ms']['median']:.1f}"]
+        cells += [f"{entry['transformers_with_soft_ms']:.1f}"]
+        cells += [f"{ratio['median']:.1f}x ({ratio['low']:.1f} to {ratio['high']:.1f})"]
+        for who in ("ours", "transformers"):
+            cells.append(", ".join(f"{name} {ms:.1f}" for name, ms in entry[f"{who}_parts_ms"].items() if ms >= 0.05))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def canvases_memory_table(data: dict[str, Any]) -> str:
+    """Peaks above the loaded model, of `benchmarks/canvases.py --part memory`."""
+    memory = data["memory"]
+    lines = ["| | rows | peak, MiB | in logits of a row: by stage |", "|---" * 4 + "|"]
+    for entry in memory["peaks"]:
+        stages = ", ".join(f"{name} {size / memory['logits_of_a_row']:.1f}" for name, size in entry["stages"].items())
+        lines.append(f"| {entry['who']} | {entry['rows']} | {entry['peak'] / 2**20:.0f} | {stages} |")
+    return "\n".join(lines)
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
@@ -208,6 +261,7 @@ def rendered() -> dict[str, str]:
     """
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
+    canvases = _result("canvases")
     tables = {
         "README.md": {
             "compare": compare_table(compare, True),
@@ -219,6 +273,12 @@ def rendered() -> dict[str, str]:
             "caches": caches_table(_result("caches")),
             "caches_accuracy": caches_accuracy_table(_result("caches_accuracy")),
             "caches_prefix": caches_prefix_table(_result("caches_prefix")),
+        },
+        "docs/canvases.md": {
+            "canvases": canvases_table(canvases),
+            "canvases_wait": canvases_wait_table(canvases),
+            "canvases_cost": canvases_cost_table(canvases),
+            "canvases_memory": canvases_memory_table(canvases),
         },
         "docs/comparison.md": {
             "compare": compare_table(compare, False),

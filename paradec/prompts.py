@@ -20,9 +20,10 @@ BYTES = (bytes, bytearray, memoryview)
 """Sequences of small integers that nobody means as ids."""
 HOLE_TEXT = "\ufdd0"
 """Stands for a position to fill in texts for models without a mask token: no character, so that no text holds it."""
-PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask")
-PROCESSED += ("offset_mapping", "length")
-"""What tokenizers and processors return beside images; all but the first two say nothing that ids do not."""
+PROCESSED = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What processors return beside images; token types say nothing that ids do not."""
+PASSED_OVER = ("special_tokens_mask", "offset_mapping", "length")
+"""What tokenizers return when asked, and nothing here needs."""
 PICTURED = ("pixel_values", "image_position_ids")
 MOST_MASKS = 1_000_000
 """Masks that one placeholder can stand for, where the model states no length."""
@@ -134,10 +135,8 @@ def _from_processor(model: Any, inputs: Mapping[str, Any], attention_mask: Any) 
     """The prompts of what a tokenizer or processor returns; images become what stands at their tokens."""
     ids, mask = _of_tokenizer(inputs, attention_mask)
     for name in sorted(map(str, inputs)):
-        if name not in (*PROCESSED, *PICTURED):
-            raise ValueError(
-                f"prompt holds {name!r}; of a processor {', '.join((*PROCESSED[:4], *PICTURED))} are taken"
-            )
+        if name not in (*PROCESSED, *PICTURED, *PASSED_OVER):
+            raise ValueError(f"prompt holds {name!r}; of a processor {', '.join((*PROCESSED, *PICTURED))} are taken")
     prompts = encode(model, ids, mask)
     pictures = [inputs.get(name) for name in PICTURED]
     if hasattr(model, "embed_images"):

@@ -22,6 +22,7 @@ STYLES = {
     "final": "",
     "fresh": "bold green",
     "undecided": "dim",
+    "draft": "italic yellow",
     "ahead": "dim",
     "taken": "bold red",
     "end": "dim blue",
@@ -103,7 +104,9 @@ class LiveView:
             (UNDECIDED, STYLES["undecided"]), (" undecided  ", "dim"), (END, STYLES["end"]), (" end  ", "dim"),
             ("new", "green"), no_wrap=True,
         )  # fmt: skip
-        if getattr(state, "revises", False):
+        if hasattr(state, "draft_end"):
+            legend.append("  ").append("draft", STYLES["draft"])
+        elif getattr(state, "revises", False):
             legend.append("  ").append(UNDECIDED, STYLES["taken"]).append(" taken back", "dim")
         width, room = self.console.width, max(3, self.console.height - 3)
         lines = [line for text in texts for line in text.wrap(self.console, width)]
@@ -125,6 +128,7 @@ class LiveView:
         if before is None:
             before = [[not flag for flag in row] for row in given]
         opened = getattr(state, "block_end", state.end)
+        drafted = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
         ends = {*state.facts.eos_token_ids, state.facts.pad_token_id}
         texts, decided, open_ = [], 0, 0
         for row in range(state.batch):
@@ -135,6 +139,8 @@ class LiveView:
             def kind(i: int, row: int = row) -> str:
                 if given[row][i]:
                     return "given"
+                if undecided[row][i] and i < drafted[row]:
+                    return "draft"
                 if undecided[row][i]:
                     return "taken" if not before[row][i] else "undecided" if i < opened[row] else "ahead"
                 if ids[row][i] in ends:

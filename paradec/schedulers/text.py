@@ -15,6 +15,7 @@ from paradec import samplers
 from paradec.blocks import FixedBlocks
 from paradec.checks import check_choice, check_int, check_number, check_temperature, shown
 from paradec.models.facts import ModelFacts
+from paradec.samplers.canvas.annealing import annealed
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.statistics import divided, token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
@@ -378,8 +379,9 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
     """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857).
 
     Works in LLaDA2Pipeline, and in DiffusionGemmaPipeline, whose model has no mask: there every step accepts afresh
-    (nothing is final before the last step), the others become random tokens, and the temperature falls from `t_max` to
-    `t_min`. That is diffusers' own `EntropyBoundScheduler`; its `entropy_bound` is `gamma` here.
+    (nothing is final before the last step), the others become random tokens, and the temperature falls from `t_max`
+    towards `t_min`. That is diffusers' own `EntropyBoundScheduler`, number by number; its `entropy_bound` is `gamma`
+    here. Sampler `diffusion_gemma` is the same loop without a pipeline.
     """
 
     family_settings = {**BlockScheduler.family_settings, "t_max": 0.8, "t_min": 0.4}
@@ -396,18 +398,22 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
         """The whole block is decided anew, at the config's temperature. Candidates and random tokens are drawn from
-        `generator`."""
+        `generator`, in the order and the shapes of diffusers' scheduler and of transformers' generate."""
         vocab = model_output.shape[-1]
         left = (self.num_inference_steps - timestep) / self.num_inference_steps
-        annealed = self.config.t_min + (self.config.t_max - self.config.t_min) * left
+        pred_logits = divided(model_output, annealed(left, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a word that the model does not have
-        logits = torch.nn.functional.pad(model_output, (0, 1), value=-torch.inf)
-        self._open(logits, masks, vocab, annealed, None, None, generator)
-        block, tokens, probabilities = self._advance(logits, masks)
+        logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
+        self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below
+        block, _, _ = self._advance(logits, masks)
         accepted = block != vocab
-        noise = torch.randint(vocab, sample.shape, generator=generator, device=_device_of(generator, sample))
-        block = torch.where(accepted, block, noise.to(sample.device))
-        pred_logits = divided(model_output, annealed)
+        device = _device_of(generator, sample)
+        law = pred_logits.softmax(-1, dtype=torch.float32)
+        drawn = torch.multinomial(law.flatten(0, 1).to(device), 1, generator=generator).to(sample.device)
+        tokens = drawn.view_as(sample)
+        probabilities = law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
+        noise = torch.randint(vocab, sample.shape, generator=generator, device=device)
+        block = torch.where(accepted, tokens, noise.to(sample.device))
         return block, accepted, torch.zeros_like(accepted), tokens, probabilities, pred_logits
 
 

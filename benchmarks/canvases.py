@@ -1,0 +1,542 @@
+"""Canvases of noise row by row, beside transformers' `generate`, which has all rows of a batch go in lock step.
+
+    python benchmarks/canvases.py [--part schedule|cost|memory|all] [--turns 5]
+
+schedule: eight unequal prompts, four canvases each, four seeds, on a small random DiffusionGemma. How many rows the
+decoder evaluates, how often decoder and encoder are called, for several `encode_wait`; wall and processor time of both
+in alternating turns. Three entropy bounds, which make canvases settle early, at half of their steps, or hardly ever;
+with and without end tokens. Calls and rows are counted by hooks on the module's encoder and decoder, for both alike.
+"same paths" is what lock step would take on the very canvases that ours took: there the random numbers do not differ.
+
+cost: a step without the model, at a vocabulary of 262,144 and a canvas of 256 (`propose` and `commit` beside the rest
+of transformers' `_denoising_step`), and what each part of it takes, one thread.
+
+memory: the peak of a request above the loaded model, for one row and for two, each in a process of its own.
+
+Prints tables and writes benchmarks/results/canvases.json, each part with the commit that it was measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from canvas_model import ENDS, FIRST_WORD, PAD, small_module
+from provenance import COMMIT, write_result
+from torch import Tensor
+
+import paradec
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "canvases.json"
+LENGTHS = (5, 7, 9, 12, 15, 18, 21, 24)
+CANVASES = 4
+SEEDS = (0, 1, 2, 3)
+WAITS = (0, 1, 2, 3, 5)
+SETTLING = {"early": (3.0, 0.2), "half": (1.0, 0.1), "late": (0.1, 0.005)}
+"""Entropy bound and confidence threshold; the last are the checkpoint's own."""
+VOCABULARY, CANVAS = 262_144, 256
+WIDTHS = (64, 2304)
+
+
+# ---- schedule -------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Calls of a module's encoder and decoder while it is entered: the rows of each."""
+
+    def __init__(self, module: Any):
+        both = module.model
+        self.parts = {"encoder": (both.encoder, "input_ids"), "decoder": (both.decoder, "decoder_input_ids")}
+        self.rows: dict[str, list[int]] = {name: [] for name in self.parts}
+
+    def __enter__(self) -> Counted:
+        self.handles = []
+        for name, (part, ids) in self.parts.items():
+
+            def note(module: Any, args: Any, kwargs: Any, name: str = name, ids: str = ids) -> None:
+                self.rows[name].append(len(kwargs[ids]))
+
+            self.handles.append(part.register_forward_pre_hook(note, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def counts(self) -> np.ndarray:
+        """Decoder calls, rows that the decoder evaluated, encoder calls."""
+        return np.array([len(self.rows["decoder"]), sum(self.rows["decoder"]), len(self.rows["encoder"])])
+
+
+def prompts(module: Any, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    vocab = module.config.text_config.vocab_size
+    return [torch.randint(FIRST_WORD, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def sampler(settling: str, **settings: Any) -> Any:
+    bound, confidence = SETTLING[settling]
+    return paradec.samplers.create("diffusion_gemma", entropy_bound=bound, confidence_threshold=confidence, **settings)
+
+
+def ours(model: Any, module: Any, settling: str, seed: int, callback: Any = None, **settings: Any) -> Any:
+    """One request of `paradec.generate`."""
+    new = CANVASES * module.config.canvas_length
+    method = sampler(settling, **settings)
+    return paradec.generate(
+        model, prompts(module, seed), max_new_tokens=new, sampler=method, seed=seed, callback=callback
+    )
+
+
+def theirs(module: Any, settling: str, seed: int, ends: list[int]) -> Any:
+    """The same request of transformers' `generate`, prompts padded on the left."""
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+    rows, width = prompts(module, seed), max(LENGTHS)
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    bound, confidence = SETTLING[settling]
+    torch.manual_seed(seed)
+    return module.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=CANVASES * module.config.canvas_length,
+        sampler_config=EntropyBoundSamplerConfig(entropy_bound=bound),
+        confidence_threshold=confidence,
+        eos_token_id=ends or None,
+        pad_token_id=PAD,
+    )
+
+
+class Paths:
+    """A callback: how many steps each canvas of each row took."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, int] = {}
+        self.steps: dict[int, list[int]] = {}
+
+    def __call__(self, state: Any, commit: Any) -> None:
+        closes = commit.selected.any(1).tolist()
+        for row, closed in zip(commit.rows.tolist(), closes, strict=True):
+            self.open[row] = self.open.get(row, 0) + 1
+            if closed:
+                self.steps.setdefault(row, []).append(self.open.pop(row))
+
+    def lock_step(self, rows: int) -> np.ndarray:
+        """Decoder calls, rows evaluated and encoder calls of these canvases in lock step; of rows that have ended the
+        steps are not known, and count as none."""
+        canvases = max(map(len, self.steps.values()))
+        longest = [max(row[index] for row in self.steps.values() if index < len(row)) for index in range(canvases)]
+        return np.array([sum(longest), rows * sum(longest), canvases])
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and processor seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def timed_turns(
+    model: Any, module: Any, settling: str, ends: list[int], seeds: tuple[int, ...], turns: int
+) -> dict[str, Any]:
+    """Wall and processor seconds of both, and the ratios, over turns that each answer every seed."""
+    runs: tuple[Callable[[int], Any], ...] = (
+        lambda seed: ours(model, module, settling, seed),
+        lambda seed: theirs(module, settling, seed, ends),
+    )
+    took = np.zeros((turns, 2, 2))
+    for turn in range(turns):
+        for seed in seeds:
+            for which in (0, 1) if turn % 2 else (1, 0):
+                took[turn, which] += timed(partial(runs[which], seed))
+    found: dict[str, Any] = {}
+    for place, clock in enumerate(("wall", "cpu") if turns else ()):
+        mine, other = took[:, 0, place], took[:, 1, place]
+        medians = (round(float(np.median(each)), 2) for each in (mine, other))
+        found[f"{clock}_seconds"] = dict(zip(("ours", "transformers"), medians, strict=True))
+        found[f"{clock}_ratio"] = {name: round(value, 2) for name, value in spread((other / mine).tolist()).items()}
+    return found
+
+
+def schedule(
+    module: Any,
+    turns: int,
+    seeds: tuple[int, ...] = SEEDS,
+    waits: tuple[int, ...] = WAITS,
+    settlings: tuple[str, ...] = tuple(SETTLING),
+) -> list[dict[str, Any]]:
+    """The counts and times of every setting."""
+    found = []
+    default = paradec.samplers.create("diffusion_gemma").encode_wait
+    for settling in settlings:
+        for ends in ([], ENDS):
+            model = paradec.wrap(module, eos_token_id=ends, pad_token_id=PAD)
+            locked, same, steps = np.zeros(3, int), np.zeros(3, int), []
+            for seed in seeds:
+                with Counted(module) as counted:
+                    theirs(module, settling, seed, ends)
+                locked += counted.counts()
+            by_wait = {}
+            for wait in waits:
+                total = np.zeros(3, int)
+                for seed in seeds:
+                    paths = Paths()
+                    with Counted(module) as counted:
+                        ours(model, module, settling, seed, paths, encode_wait=wait)
+                    total += counted.counts()
+                    if wait == waits[0]:
+                        same += paths.lock_step(len(LENGTHS))
+                        steps += [count for row in paths.steps.values() for count in row]
+                by_wait[wait] = total
+            times = timed_turns(model, module, settling, ends, seeds, turns)
+            model.unwrap()
+            entry: dict[str, Any] = {
+                "settles": settling,
+                "ends": bool(ends),
+                "steps_per_canvas": {"mean": round(statistics.mean(steps), 1), "low": min(steps), "high": max(steps)},
+                "transformers": _named(locked),
+                "same_paths_in_lock_step": _named(same),
+                "encode_wait": [{"wait": wait, **_compared(total, locked, same)} for wait, total in by_wait.items()],
+                "default_wait": default,
+                **times,
+            }
+            found.append(entry)
+            print(schedule_lines(entry), flush=True)
+    return found
+
+
+def schedules(turns: int) -> dict[str, Any]:
+    settings = {"prompts": LENGTHS, "canvases": CANVASES, "seeds": SEEDS, "settling": SETTLING, "turns": turns}
+    return {**settings, "rows": schedule(small_module(), turns)}
+
+
+def _named(counts: np.ndarray) -> dict[str, int]:
+    return dict(zip(("decoder_calls", "rows", "encoder_calls"), counts.tolist(), strict=True))
+
+
+def _compared(total: np.ndarray, locked: np.ndarray, same: np.ndarray) -> dict[str, Any]:
+    """How many times fewer rows, and how many times as many calls of both kinds."""
+    return {
+        **_named(total),
+        "rows_fewer": float(locked[1] / total[1]),
+        "calls_times": float((total[0] + total[2]) / (locked[0] + locked[2])),
+        "rows_fewer_same_paths": float(same[1] / total[1]),
+        "calls_times_same_paths": float((total[0] + total[2]) / (same[0] + same[2])),
+    }
+
+
+def schedule_lines(entry: dict[str, Any]) -> str:
+    steps = entry["steps_per_canvas"]
+    lines = [
+        f"settles {entry['settles']}, {'with' if entry['ends'] else 'no'} ends: {steps['mean']:.1f} steps a canvas "
+        f"({steps['low']} to {steps['high']})",
+        f"{'':16}{'decoder':>8}{'rows':>7}{'encoder':>8}{'rows fewer':>11}{'calls':>7}   on the same paths",
+    ]
+    for label, name in (("transformers", "transformers"), ("same paths", "same_paths_in_lock_step")):
+        counts = entry[name]
+        lines.append(f"{label:16}{counts['decoder_calls']:8}{counts['rows']:7}{counts['encoder_calls']:8}")
+    for row in entry["encode_wait"]:
+        lines.append(
+            f"{'encode_wait ' + str(row['wait']):16}{row['decoder_calls']:8}{row['rows']:7}{row['encoder_calls']:8}"
+            f"{row['rows_fewer']:10.2f}x{row['calls_times']:6.2f}x"
+            f"   {row['rows_fewer_same_paths']:.2f}x {row['calls_times_same_paths']:.2f}x"
+        )
+    for clock in ("wall", "cpu"):
+        if f"{clock}_ratio" in entry:
+            each, ratio = entry[f"{clock}_seconds"], entry[f"{clock}_ratio"]
+            lines.append(
+                f"{clock}: ours {each['ours']:.2f} s, transformers {each['transformers']:.2f} s, "
+                f"{ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            )
+    return "\n".join(lines) + "\n"
+
+
+# ---- cost -----------------------------------------------------------------------------------------------------------
+
+
+def logits_of(vocab: int, canvas: int, sure: float) -> Tensor:
+    """[1, C, V] float32 logits: a share of the positions has one word with all probability, the others are open."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(1, canvas, vocab, generator=generator)
+    count = round(sure * canvas)
+    logits[:, :count, 7] += 60
+    return logits
+
+
+class OurStep:
+    """`propose` and `commit` of one row, and the parts of them."""
+
+    def __init__(self, model: Any, logits: Tensor):
+        self.model, self.logits = model, logits
+        self.sampler = paradec.samplers.create("diffusion_gemma", max_denoising_steps=10_000, early_stop=False)
+        new = logits.shape[1]
+        self.state = self.sampler.start(model, [[9, 10, 11]], max_new_tokens=new, seed=0)
+
+    def take(self) -> None:
+        queries = self.sampler.query(self.state)
+        queries[-1].soften = self.model.soften
+        empty = self.logits[:, :0]
+        outputs = [*(empty for _ in queries[1:]), self.logits]
+        self.sampler.commit(self.state, self.sampler.propose(self.state, outputs, queries))
+
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        from paradec.samplers.canvas.noise import draw
+        from paradec.samplers.statistics import token_statistics
+
+        law = self.logits / 0.6
+        entropy = -token_statistics(law, ("minus_entropy",))[1]["minus_entropy"][0]
+        kept = law[0, entropy < 1e-6]
+        uniform = torch.rand(len(kept), dtype=torch.float64)
+        return {
+            "divide by the temperature (twice a step)": lambda: self.logits / 0.6,
+            "best token, probability, entropy": lambda: token_statistics(law, ("minus_entropy", "confidence")),
+            "draw where tokens are kept": lambda: draw(kept, uniform),
+            "soft embeddings": lambda: self.model.soften(law),
+        }
+
+
+class TheirStep:
+    """transformers' `_denoising_step` of one row around an answer of the model, and the parts of it."""
+
+    def __init__(self, module: Any, logits: Tensor):
+        from transformers import LogitsProcessorList
+        from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
+
+        self.module, self.logits = module, logits
+        canvas, vocab = logits.shape[1:]
+        temperature = generation.LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, 48)
+        self.processors = LogitsProcessorList([temperature])
+        bound = generation.EntropyBoundSamplerConfig(entropy_bound=0.1)
+        self.sampler = generation.EntropyBoundSampler(bound, canvas, vocab, 48)
+        self.stopping = generation.StableAndConfidentStoppingCriteria(1, 1e-9)
+        self.canvas = self.sampler.initialize_canvas(1, logits.device)
+
+    def take(self) -> None:
+        self.module._denoising_step(
+            decoder_forward=lambda **_: SimpleNamespace(logits=self.logits),
+            current_canvas=self.canvas,
+            argmax_canvas=self.canvas,
+            input_ids=self.canvas,
+            decoder_position_ids=None,
+            self_conditioning_logits=None,
+            mask_mapping={},
+            past_key_values=None,
+            finished_denoising=torch.zeros(1, dtype=torch.bool),
+            cur_step=24,
+            sampler=self.sampler,
+            logits_processor=self.processors,
+            diffusion_stopping_criteria=self.stopping,
+        )
+
+    def parts(self) -> dict[str, Callable[[], Any]]:
+        law = self.logits / 0.6
+        p, best = law.softmax(-1), law.argmax(-1)
+        return {
+            "divide by the temperature": lambda: self.processors(None, self.logits, cur_step=torch.tensor(24)),
+            "softmax": lambda: law.softmax(-1),
+            "draw for every position": lambda: torch.multinomial(p[0], 1),
+            "best token": lambda: law.argmax(-1),
+            "accept (entropies)": lambda: self.sampler.accept_canvas(self.canvas, best, law, 24),
+            "renew by noise": lambda: self.sampler.renoise_canvas(self.canvas, 24),
+            "stop or go on (entropies)": lambda: self.stopping(best, law),
+        }
+
+
+def cost(
+    turns: int, vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, widths: tuple[int, ...] = WIDTHS
+) -> dict[str, Any]:
+    """Milliseconds per position of a step outside the model, in alternating turns, and of its parts."""
+    module = small_module(vocab, canvas, hidden)
+    model = paradec.wrap(module)
+    found: dict[str, Any] = {"vocabulary": vocab, "canvas": canvas, "hidden": hidden, "turns": turns, "steps": []}
+    with torch.inference_mode():
+        for sure in (0.25, 1.0):
+            logits = logits_of(vocab, canvas, sure)
+            mine, other = OurStep(model, logits), TheirStep(module, logits)
+            mine.take(), other.take()
+            pairs = []
+            for turn in range(turns):
+                order = (mine, other) if turn % 2 else (other, mine)
+                times = {id(step): 1e3 * timed(step.take)[1] / canvas for step in order}
+                pairs.append((times[id(mine)], times[id(other)]))
+            soft = 1e3 * statistics.median(timed(partial(model.soften, logits))[1] for _ in range(turns)) / canvas
+            entry = {
+                "kept": sure,
+                "ours_ms": spread([a for a, _ in pairs]),
+                "transformers_ms": spread([b for _, b in pairs]),
+                # what follows does the same, in transformers within the next call of the module
+                "transformers_with_soft_ms": statistics.median(b for _, b in pairs) + soft,
+                "ratio": spread([(b + soft) / a for a, b in pairs]),
+            }
+            for who, step in (("ours", mine), ("transformers", other)):
+                entry[f"{who}_parts_ms"] = {
+                    name: 1e3 * statistics.median(timed(part)[1] for _ in range(max(1, turns // 2))) / canvas
+                    for name, part in step.parts().items()
+                }
+            found["steps"].append(entry)
+            print(cost_lines(entry), flush=True)
+    model.unwrap()
+    found["product_ms"] = {str(width): product(vocab, width) for width in widths}
+    print(", ".join(f"p @ E, {width} wide: {ms:.1f} ms a position" for width, ms in found["product_ms"].items()))
+    return found
+
+
+def product(vocab: int, width: int, positions: int = 16) -> float:
+    """Milliseconds per position of the product of probabilities with embeddings [V, D], float32."""
+    law = torch.full((positions, vocab), 1 / vocab)
+    embeddings = torch.full((vocab, width), 0.5)
+    torch.mm(law, embeddings)
+    return 1e3 * statistics.median(timed(lambda: torch.mm(law, embeddings))[1] for _ in range(3)) / positions
+
+
+def cost_lines(entry: dict[str, Any]) -> str:
+    lines = [
+        f"{100 * entry['kept']:.0f} % kept: ours {entry['ours_ms']['median']:.1f} ms a position, transformers "
+        f"{entry['transformers_with_soft_ms']:.1f} ({entry['transformers_ms']['median']:.1f} and the soft embeddings), "
+        f"{entry['ratio']['median']:.1f}x ({entry['ratio']['low']:.1f} to {entry['ratio']['high']:.1f})"
+    ]
+    for who in ("ours", "transformers"):
+        lines += [f"  {who:13}{name:42}{ms:7.2f}" for name, ms in entry[f"{who}_parts_ms"].items()]
+    return "\n".join(lines)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def resident(name: str) -> int:
+    """Bytes: "VmRSS" now, or "VmHWM", the most since `begin_peak`."""
+    text = Path("/proc/self/status").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def begin_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Peaks:
+    """The most memory of each stage, above what stood before the request."""
+
+    def __init__(self) -> None:
+        self.base = resident("VmRSS")
+        self.most: dict[str, int] = {}
+
+    @contextmanager
+    def stage(self, name: str, outside: str) -> Iterator[None]:
+        """Inside it is `name`, until then it was `outside`."""
+        self.note(outside)
+        begin_peak()
+        yield
+        self.note(name)
+        begin_peak()
+
+    def note(self, name: str) -> None:
+        self.most[name] = max(self.most.get(name, 0), resident("VmHWM") - self.base)
+
+
+def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int = 2) -> dict[str, Any]:
+    """Bytes above the loaded model of one canvas of `rows` rows, that takes so many steps. In a process of its own."""
+    torch.set_num_threads(1)
+    module = small_module(vocab, canvas, hidden)
+    ids = torch.randint(FIRST_WORD, vocab, (rows, 8), generator=torch.Generator().manual_seed(0))
+    if who == "ours":
+        model = paradec.wrap(module)
+    begin_peak()
+    peaks = Peaks()
+    if who == "ours":
+        method = paradec.samplers.create("diffusion_gemma", max_denoising_steps=steps, early_stop=False)
+        state = method.start(model, ids, max_new_tokens=canvas, seed=0)
+        with torch.inference_mode():
+            while not state.done:
+                queries = method.query(state)
+                with peaks.stage("model", "else"):
+                    outputs = [model(query, state.store) for query in queries]
+                with peaks.stage("propose", "else"):
+                    proposal = method.propose(state, outputs, queries)
+                del outputs
+                with peaks.stage("commit", "else"):
+                    method.commit(state, proposal)
+                del proposal
+    else:
+        forward = module.forward
+
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            with peaks.stage("model", "else"):
+                return forward(*args, **kwargs)
+
+        module.forward = staged
+        module.generate(ids, max_new_tokens=canvas, max_denoising_steps=steps, stability_threshold=steps)
+    peaks.note("else")
+    return {"who": who, "rows": rows, "peak": max(peaks.most.values()), "stages": peaks.most}
+
+
+def memory(vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, rows: tuple[int, ...] = (1, 2)) -> Any:
+    """The peaks of both, in logits of one row (canvas x vocabulary float32)."""
+    unit = 4 * vocab * canvas
+    found = []
+    for count in rows:
+        for who in ("ours", "transformers"):
+            numbers = map(str, (count, vocab, canvas, hidden))
+            command = [sys.executable, str(Path(__file__).resolve()), "--peak", who, *numbers]
+            environment = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).resolve().parents[1])}
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+            stages = ", ".join(f"{name} {size / unit:.2f}" for name, size in found[-1]["stages"].items())
+            print(f"{who}, {count} rows: peak {found[-1]['peak'] / 2**20:.0f} MiB, in logits of a row: {stages}")
+    return {"vocabulary": vocab, "canvas": canvas, "hidden": hidden, "logits_of_a_row": unit, "peaks": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("schedule", "cost", "memory", "all"), default="all")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--peak", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.peak:
+        who, *numbers = arguments.peak
+        print(json.dumps(peak(who, *map(int, numbers))))
+        return
+    import transformers
+
+    report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    report |= {
+        "device": f"cpu ({platform.machine()}), 1 thread",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "schedule": lambda: schedules(arguments.turns),
+        "cost": lambda: cost(arguments.turns),
+        "memory": memory,
+    }
+    for name, measure in parts.items():
+        if arguments.part in (name, "all"):
+            report[name] = {"commit": COMMIT, **measure()}
+            report.pop("commit", None)  # parts may be of several
+            write_result(RESULT, report)
+    print(f"written to {RESULT.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

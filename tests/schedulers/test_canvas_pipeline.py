@@ -1,0 +1,143 @@
+"""DiffusionGemmaPipeline with diffusers' and paradec's EntropyBoundScheduler, transformers' generate and
+paradec.generate: the same numbers, but where a canvas runs out of steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import diffusers
+import pytest
+import torch
+from canvases import CANVAS, PAD, tiny_module
+from torch import Tensor
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+import paradec
+from paradec import schedulers
+
+
+class Prompts:
+    """Stands for a processor: unequal prompts, padded on the left."""
+
+    eos_token_id = None
+
+    def __init__(self, rows: list[list[int]]):
+        width = max(map(len, rows))
+        self.ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+        self.mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {"input_ids": self.ids, "attention_mask": self.mask}
+
+
+CONFIDENCE, BOUND = 0.2, 1.5
+STEPS = 24
+
+
+class Step(NamedTuple):
+    timestep: int
+    canvas: Tensor
+    best: Tensor
+
+
+def in_pipeline(
+    module: Any, scheduler: Any, rows: list[list[int]], seed: int, **call: Any
+) -> tuple[Tensor, list[Step]]:
+    """What DiffusionGemmaPipeline makes of two canvases, and the steps that it took."""
+    pipeline = diffusers.DiffusionGemmaPipeline(module, scheduler, Prompts(rows))
+    pipeline.set_progress_bar_config(disable=True)
+    steps: list[Step] = []
+
+    def note(pipe: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        steps.append(Step(timestep, tensors["canvas"], tensors["logits"].argmax(-1)))
+        return {}
+
+    settings = {"num_inference_steps": STEPS, "confidence_threshold": CONFIDENCE, **call}
+    generator = torch.Generator().manual_seed(seed)
+    out = pipeline(
+        prompt=["x"] * len(rows), gen_length=2 * CANVAS, generator=generator, output_type="seq", eos_early_stop=False,
+        callback_on_step_end=note, callback_on_step_end_tensor_inputs=["canvas", "logits"], **settings,
+    )  # fmt: skip
+    return out.sequences, steps
+
+
+def in_transformers(module: Any, rows: list[list[int]], seed: int, **settings: Any) -> Tensor:
+    prompts = Prompts(rows)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        out = module.generate(
+            prompts.ids, attention_mask=prompts.mask, max_new_tokens=2 * CANVAS, pad_token_id=PAD,
+            sampler_config=EntropyBoundSamplerConfig(entropy_bound=BOUND),
+            **{"max_denoising_steps": STEPS, "confidence_threshold": CONFIDENCE, **settings},
+        )  # fmt: skip
+    return out.sequences[:, prompts.ids.shape[1] :]
+
+
+ROWS = [[9, 20, 31], [40, 41, 42, 43, 44], [50, 51, 52, 53]]
+SCHEDULERS = {
+    "ours": lambda: schedulers.EntropyBoundScheduler(gamma=BOUND),
+    "theirs": lambda: diffusers.EntropyBoundScheduler(entropy_bound=BOUND),
+}
+
+
+@pytest.mark.parametrize("which", SCHEDULERS)
+def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(which: str) -> None:
+    """The same draws in the same order; paradec.generate makes them too."""
+    module, model = tiny_module(), paradec.wrap(tiny_module(), pad_token_id=PAD)
+    converged = 0
+    for seed in range(3):
+        found, steps = in_pipeline(module, SCHEDULERS[which](), ROWS, seed)
+        if any(step.timestep == STEPS - 1 for step in steps):  # the last step was reached: see the next test
+            continue
+        converged += 1
+        assert torch.equal(found, in_transformers(module, ROWS, seed))
+        sampler = paradec.samplers.create(
+            "diffusion_gemma", entropy_bound=BOUND, confidence_threshold=CONFIDENCE, max_denoising_steps=STEPS
+        )
+        out = paradec.generate(
+            model, ROWS, max_new_tokens=2 * CANVAS, sampler=sampler, rng="reference", seed=seed, eos_early_stop=False
+        )
+        assert torch.equal(found, out.new_tokens)
+    model.unwrap()
+    assert converged
+
+
+@pytest.mark.parametrize("which", SCHEDULERS)
+@pytest.mark.parametrize("confidence", [1e-9, None])
+def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float | None) -> None:
+    """transformers and `diffusion_gemma` return the best tokens of the last step there, the pipeline what the next step
+    would have read."""
+    module, row = tiny_module(), ROWS[:1]
+    found, steps = in_pipeline(
+        module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence
+    )
+    assert [step.timestep for step in steps] == [0, 1, 0, 1]
+    assert torch.equal(found[:, :CANVAS], steps[1].canvas)
+    reference = in_transformers(module, row, 0, max_denoising_steps=2, confidence_threshold=1e-9)[:, :CANVAS]
+    assert torch.equal(reference, steps[1].best) and not torch.equal(reference, steps[1].canvas)
+    model = paradec.wrap(module, pad_token_id=PAD)
+    sampler = paradec.samplers.create(
+        "diffusion_gemma", entropy_bound=BOUND, max_denoising_steps=2, early_stop=confidence is not None,
+        confidence_threshold=confidence,
+    )  # fmt: skip
+    out = paradec.generate(model, row, max_new_tokens=CANVAS, sampler=sampler, rng="reference", seed=0)
+    model.unwrap()
+    assert torch.equal(out.new_tokens, reference)
+
+
+def test_the_steps_of_diffusers_scheduler_number_by_number() -> None:
+    theirs = diffusers.EntropyBoundScheduler(entropy_bound=0.8)
+    ours = schedulers.EntropyBoundScheduler.from_config(theirs.config)
+    for scheduler in (theirs, ours):
+        scheduler.set_timesteps(8)
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    for timestep in range(8):
+        logits = 4 * torch.randn(3, 10, 20, generator=torch.Generator().manual_seed(timestep))
+        sample = torch.randint(0, 20, (3, 10))
+        a, b = (s.step(logits, timestep, sample, generator=g) for s, g in zip((theirs, ours), generators))
+        for name, other in (("prev_sample", None), ("sampled_tokens", None), ("accepted_index", "transfer_index")):
+            assert torch.equal(getattr(a, name), getattr(b, other or name)), (timestep, name)
+        assert not b.editing_transfer_index.any()
+        p = (b.pred_logits.softmax(-1)).gather(-1, b.sampled_tokens.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(b.sampled_probs, p.double())
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
