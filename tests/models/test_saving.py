@@ -133,6 +133,18 @@ def assert_equal(model: Model, other: Model) -> None:
 # ---- the format that was read ---------------------------------------------------------------------------------------
 
 
+class Quantised(torch.Tensor):
+    """A tensor of a class of its own, as torchao's quantised ones are."""
+
+
+def test_quantised_tensors_are_named(source: Path, tmp_path: Path) -> None:
+    model = paradec.load(source)
+    model.module.lm_head.weight = nn.Parameter(model.module.lm_head.weight.detach().as_subclass(Quantised))
+    with pytest.raises(ValueError, match=r"lm_head.weight is quantised \(Quantised\); save the model before that"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("max_shard_size", ["50GB", 3000, "1KB"])
 def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_shard_size: int | str) -> None:
     model = paradec.load(source)
