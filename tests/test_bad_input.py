@@ -330,6 +330,8 @@ class Words:
 SETTINGS = [
     ("threshold", "threshold", [-0.1, 1.1, float("nan"), "0.9", None, True]),
     ("threshold", "quota_per_step", ["often", None, 3]),
+    ("editing", "least", [0, -1, 1.5, True, None]),
+    ("editing", "end", ["now", None, 1]),
     ("factor", "factor", [-1, float("inf"), "1", None, 10**400]),
     ("factor", "reference_last_rank", [1, None, "no"]),
     ("origin", "eps", [0, -1e-3, 1.5, None, float("nan")]),

@@ -171,7 +171,7 @@ def _state(module: nn.Module, published: Published) -> dict[str, Part]:
     another one's under a second name, is left out; others that it does not know keep their names.
 
     Raises:
-        ValueError: weights that are spread over processes.
+        ValueError: weights that are spread over processes, or no plain numbers.
     """
     state, names = module.state_dict(), published.names
     parts = parts_of(state, published.family.fused)
@@ -183,6 +183,8 @@ def _state(module: nn.Module, published: Published) -> dict[str, Part]:
         for own in part.own:
             if hasattr(state[own], "full_tensor"):
                 raise ValueError(f"{own} is spread over processes (tp_plan); save a model that one process has loaded")
+            if type(state[own]) is not Tensor:
+                raise ValueError(f"{own} is quantised ({type(state[own]).__name__}); save the model before that")
         tensor = state[part.own[0]]
         offloaded = tensor.device.type == "meta"
         twice = tied.get(name) in names if offloaded else _place(tensor) in places
@@ -193,7 +195,8 @@ def _state(module: nn.Module, published: Published) -> dict[str, Part]:
 
 def _sizes(module: nn.Module, state: Mapping[str, Part]) -> dict[str, Tensor]:
     """The weights' shapes and dtypes, as tensors without numbers, each alone in its memory."""
-    empty = {own: torch.empty_like(tensor, device="meta") for own, tensor in module.state_dict().items()}
+    state_dict = module.state_dict()
+    empty = {own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for own, tensor in state_dict.items()}
     return {name: torch.empty_like(part.of(empty)) for name, part in state.items()}
 
 

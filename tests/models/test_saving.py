@@ -34,11 +34,10 @@ from paradec.models.adapter import Model
 from paradec.models.loading import FAMILIES
 
 GENERATION = {"max_new_tokens": 9, "temperature": 0.2}
-MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny", "llada_moe": "llada-moe-tiny"}
-"""By `model_type`, but for the one that has another family's."""
+MIXTURES = {"sdar_moe": "sdar-moe-tiny", "llada2_moe": "llada2-tiny"}
 WIDE = "mlp.gate.expert_bias"
 """What transformers keeps in float32 whatever the others are in."""
-NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>", "llada_moe": "<|mask|>"} | {
+NAMES_OF_MASKS = {"llada": "<|mdm_mask|>", "Dream": "<|mask|>"} | {
     name: family.mask_token for name, family in FAMILIES.items() if family.mask_token
 }
 
@@ -79,7 +78,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture(params=[*(name for name in FAMILIES if name != "mmada"), "llada_moe"])  # mmada is LLaDA's
+@pytest.fixture(params=[name for name in FAMILIES if name != "mmada"])  # which is LLaDA's
 def model_type(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -131,6 +130,18 @@ def assert_equal(model: Model, other: Model) -> None:
 
 
 # ---- the format that was read ---------------------------------------------------------------------------------------
+
+
+class Quantised(torch.Tensor):
+    """A tensor of a class of its own, as torchao's quantised ones are."""
+
+
+def test_quantised_tensors_are_named(source: Path, tmp_path: Path) -> None:
+    model = paradec.load(source)
+    model.module.lm_head.weight = nn.Parameter(model.module.lm_head.weight.detach().as_subclass(Quantised))
+    with pytest.raises(ValueError, match=r"lm_head.weight is quantised \(Quantised\); save the model before that"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("max_shard_size", ["50GB", 3000, "1KB"])
@@ -209,8 +220,7 @@ def test_matrices_that_share_memory_are_stored_whole(tmp_path: Path) -> None:
 
 def test_arguments_of_load_are_kept(model_type: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_type)
-    blocks = model_type in FAMILIES and FAMILIES[model_type].block_length is not None
-    block = {"block_length": 2} if blocks else {}
+    block = {"block_length": 2} if FAMILIES[model_type].block_length is not None else {}
     model = paradec.load(source, mask_token_id=9, **block)
     model.save_pretrained(tmp_path / "saved")
     other = paradec.load(tmp_path / "saved")

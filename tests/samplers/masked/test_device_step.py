@@ -92,6 +92,7 @@ def test_same_tokens_and_counts_as_the_plain_loop(sampler: str, prediction: str,
         ("topk_margin", {"settings": {"alg_temp": 0.4}, "steps": 6, "block_length": 6, "cache": "dual"}),
         ("maskgit_plus", {"block_length": 12, "steps": 5, "cache": "prefix"}),
         ("threshold", {"settings": {"threshold": 0.2}, "confidence_eos_eot_inf": True, "cache": "dual"}),
+        ("threshold", {"settings": {"threshold": 0.3, "quota_per_step": "least"}, "steps": 6, "cache": "prefix"}),
         ("factor", {"logits_eos_inf": True, "suppress_tokens": (3, 4), "temperature": 0.7, "cache": "prefix"}),
         ("random", {"steps": 9, "block_length": 5}),  # three blocks, the last one shorter
     ],
