@@ -45,6 +45,7 @@ OTHER_VALUES: dict[str, Any] = {
     "chat": False,
     "trace": True,
     "compile": True,
+    "logprobs": 3,
 }
 
 
