@@ -398,7 +398,7 @@ def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> O
         cost=CacheCost.of(state),
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in COUNTED if hasattr(state, name)},
-        logprobs=None if state.logprobs is None else state.logprobs.aligned(state.asked, counted),
+        logprobs=None if state.logprobs is None else _aligned(state.logprobs, state.asked, counted),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )
 
@@ -410,6 +410,15 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _aligned(found: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
+    """In the columns of `Output.sequences`, with nothing where `keep` [B, L] bool is not."""
+
+    def place(tensor: Tensor, fill: Any) -> Tensor:
+        return right_aligned(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
+
+    return found.placed(place)
 
 
 def _column(array: np.ndarray) -> Tensor:

@@ -10,14 +10,13 @@ counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from paradec.prompts import right_aligned
 
 CHUNK = 2**23
 """Logits that are held in float32 at a time."""
@@ -151,22 +150,18 @@ class LogProbs:
         when = when.masked_fill(found.chosen[:, :columns].isnan(), -1)
         self.step[index, place] = torch.where(selected, when, self.step[index, place])
 
-    def aligned(self, length: np.ndarray, keep: Tensor) -> LogProbs:
-        """Rows that start at column 0 and have `length` [B] entries as rows that end at the last column, on the CPU,
-        with nothing where `keep` [B, L] bool is not."""
-        width = keep.shape[1]
+    def placed(self, place: Callable[[Tensor, Any], Tensor]) -> LogProbs:
+        """Every tensor [B, L] as `place(tensor, fill)` gives it, of the alternatives one after the other."""
 
         def moved(tensor: Tensor, fill: Any) -> Tensor:
-            tensor = tensor.cpu()[:, :width]
-            if tensor.ndim == 3:
-                parts = [moved(part, fill) for part in tensor.unbind(-1)]
-                return torch.stack(parts, -1) if parts else tensor
-            return right_aligned(tensor.masked_fill(~keep, fill), length, fill)
+            if tensor.ndim == 2:
+                return place(tensor, fill)
+            parts = [place(part, fill) for part in tensor.unbind(-1)]
+            return torch.stack(parts, -1) if parts else place(tensor[:, :, :0].sum(-1), 0).unsqueeze(-1)[..., :0]
 
         nan = torch.nan
-        return LogProbs(
-            moved(self.chosen, nan), moved(self.best, nan), moved(self.best_tokens, -1), moved(self.step, -1)
-        )
+        best, tokens = moved(self.best, nan), moved(self.best_tokens, -1)
+        return LogProbs(moved(self.chosen, nan), best, tokens, moved(self.step, -1))
 
     def row(self, row: int) -> LogProbs:
         """Those of one row, [1, ...]."""

@@ -46,6 +46,7 @@ OTHER_VALUES: dict[str, Any] = {
     "trace": True,
     "compile": True,
     "progress": True,
+    "logprobs": 3,
 }
 
 

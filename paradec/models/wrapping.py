@@ -250,7 +250,7 @@ def _check_experts(module: nn.Module, config: Any) -> None:
     """Raise ValueError for experts whose kernel has no float64; warn of those that are computed one after the other
     because transformers looks for their kernels in the file of the module's own class."""
     name, chosen = type(module).__name__, getattr(config, "_experts_implementation", None)
-    experts = [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
+    experts = [part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed")]
     if not experts or chosen is None:
         return
     dtype = next(experts[0].parameters()).dtype
