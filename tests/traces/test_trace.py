@@ -252,6 +252,10 @@ def test_files_of_before_are_read_and_drawn(tmp_path: Path) -> None:
         '{"canvas": [[1]], "settings": {}, "steps": [{"forwarded": [1], "kind": "full"}]}',
         '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [[0, 5, 1, 1.0]], "forwarded": [1], "kind": "full"}]}',
         '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [[3, 0, 1, 1.0]], "forwarded": [1], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [], "forwarded": [1, 2], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [], "forwarded": [1], "kind": "full", "nfe": ["a"]}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [], "ends": [1, 2]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [], "images": [5]}',
     ],
 )
 def test_what_is_no_trace_says_so(text: str, tmp_path: Path) -> None:
