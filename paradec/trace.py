@@ -221,7 +221,8 @@ class Trace:
 
     def _check(self) -> None:
         """Raise ValueError where lists do not fit each other, as in a file that something else wrote."""
-        words = [*self.texts.values(), *(self.images or ()), *self.rules, self.family, self.score, self.cache, self.unit]
+        words = [*self.texts.values(), *(self.images or ()), *self.rules]
+        words += [self.family, self.score, self.cache, self.unit]
         numbers = [count for step in self.steps for own in (step.forwarded, step.nfe or ()) for count in own]
         if not isinstance(self.settings, dict) or not all(isinstance(word, str) for word in words):
             raise ValueError("settings must be an object, and texts, pictures and names must be texts")
