@@ -90,6 +90,7 @@ def test_no_token_does_harm(tmp_path: Path) -> None:
     name = "</title><script>window.hacked = 1</script>"
     text = page([hostile(), hostile()], [name, HOSTILE[1]], HOSTILE[0])
     text.encode("utf-8")  # the lone surrogate is gone
+    page([scripts()], ["\udce9"]).encode("utf-8")
     found = Reader(text)
     plain = Reader(page([scripts(), scripts()]))
     assert "<" not in found.data
