@@ -29,7 +29,7 @@ from torch import Tensor
 from paradec.checks import check_choice, check_model
 from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.registry import Registry, present_settings
-from paradec.trace import Notes, Span, Trace, spans
+from paradec.trace import Notes, Span, Trace
 
 
 @dataclass
@@ -543,7 +543,7 @@ def traced(sampler: Sampler, model: Callable[..., Tensor], state: State, trace: 
 def evaluated(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
     """The positions of each of `batch` rows that model calls evaluate; None where they have no positions. Waits for the
     device."""
-    found: list[set[int]] = [set() for _ in range(batch)]
+    found: list[list[np.ndarray]] = [[] for _ in range(batch)]
     said = False
     for query in queries:
         positions = getattr(query, "positions", getattr(query, "targets", None))
@@ -554,5 +554,15 @@ def evaluated(queries: Sequence[Any], batch: int) -> list[list[Span]] | None:
         at, valid = positions[:count].cpu().numpy(), getattr(query, "valid", None)
         real = np.ones(at.shape, bool) if valid is None else valid[:count].cpu().numpy()
         for row, columns, kept in zip(query.rows.tolist(), at, real, strict=True):
-            found[row].update(columns[kept].tolist())
-    return [spans(row) for row in found] if said else None
+            found[row].append(columns[kept])
+    return [_runs(parts) for parts in found] if said else None
+
+
+def _runs(parts: list[np.ndarray]) -> list[Span]:
+    """Runs of neighbours among positions, which may stand there several times."""
+    at = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+    if not len(at):
+        return []
+    breaks = np.flatnonzero(np.diff(at) != 1)
+    first, last = at[np.r_[0, breaks + 1]].tolist(), at[np.r_[breaks, len(at) - 1]].tolist()
+    return [(start, stop + 1) for start, stop in zip(first, last, strict=True)]

@@ -220,11 +220,34 @@ class Trace:
         for name in ("filled", "joined"):
             if (rows := getattr(trace, name)) is not None:
                 setattr(trace, name, [[tuple(entry) for entry in row] for row in rows])
-        sizes = [len(row) for row in trace.canvas]
-        for row, position, *_ in (commit for step in trace.steps for commit in step.commits):
-            if not (0 <= row < len(sizes) and 0 <= position < sizes[row]):
-                raise ValueError(f"a commit at row {row}, position {position}, which the canvas does not have")
+        trace._check()
         return trace
+
+    def _check(self) -> None:
+        """Raise ValueError where lists do not fit each other, as in a file that something else wrote."""
+        words = [*self.texts.values(), *(self.images or ()), *self.rules]
+        words += [self.family, self.score, self.cache, self.unit]
+        numbers = [count for step in self.steps for own in (step.forwarded, step.nfe or ()) for count in own]
+        if not isinstance(self.settings, dict) or not all(isinstance(word, str) for word in words):
+            raise ValueError("settings must be an object, and texts, pictures and names must be texts")
+        if not all(isinstance(number, int) for number in numbers):
+            raise ValueError("counts must be integers")
+        sizes = [len(row) for row in self.canvas]
+        for name in ("filled", "ends", "joined", "cells"):
+            rows = getattr(self, name)
+            if rows is not None and len(rows) != len(sizes):
+                raise ValueError(f"{name} has {len(rows)} rows; the canvas has {len(sizes)}")
+        for index, step in enumerate(self.steps):
+            for row, position, *_ in step.commits:
+                if not (0 <= row < len(sizes) and 0 <= position < sizes[row]):
+                    raise ValueError(f"a commit at row {row}, position {position}, which the canvas does not have")
+            counts = {len(step.forwarded), *(len(own) for own in (step.nfe, step.draft_nfe) if own is not None)}
+            if len(counts) > 1 or sizes and counts != {len(sizes)}:
+                raise ValueError(f"step {index} counts other rows than the canvas has")
+            if step.rules is not None and (
+                len(step.rules) != len(step.commits) or max(step.rules, default=0) >= len(self.rules)
+            ):
+                raise ValueError(f"step {index} has rules that are not there")
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """JSON text; also written to `path` when one is given."""

@@ -29,10 +29,9 @@ def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") ->
     title = title or " beside ".join(called)
     runs = [run_data(trace, name) for trace, name in zip(traces, called, strict=True)]
     data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    # a lone surrogate cannot be written as UTF-8
-    data = data.encode("utf-8", "replace").decode("utf-8")
     for character, word in HARMLESS.items():
         data = data.replace(character, word)
     template = (resources.files("paradec.traces") / "page.html").read_text(encoding="utf-8")
     head, tail = template.split("@DATA@")
-    return head.replace("@TITLE@", html.escape(title)) + data + tail
+    text = head.replace("@TITLE@", html.escape(title)) + data + tail
+    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be written

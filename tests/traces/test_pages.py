@@ -90,8 +90,10 @@ def test_no_token_does_harm(tmp_path: Path) -> None:
     name = "</title><script>window.hacked = 1</script>"
     text = page([hostile(), hostile()], [name, HOSTILE[1]], HOSTILE[0])
     text.encode("utf-8")  # the lone surrogate is gone
+    page([scripts()], ["\udce9"]).encode("utf-8")
     found = Reader(text)
     plain = Reader(page([scripts(), scripts()]))
+    assert "<" not in found.data
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags] and text.count("</script>") == 2
     run = found.runs()[0]
     assert [run["texts"][str(i)] for i in range(7)] == list(HOSTILE[:7]) and run["texts"]["7"] == "?"
@@ -169,8 +171,12 @@ def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -
     # grey where nothing is decided: less from frame to frame as long as nothing is taken back
     grey = [int((np.abs(frame.astype(int) - (226, 226, 234)).max(-1) <= 4).sum()) for frame in frames]
     assert grey[0] > 2 * grey[-1]
-    trace.to_gif(file, most_frames=3, dark=True)
-    assert Image.open(file).n_frames == 3
+    trace.to_gif(file, row=1, width=400, most_frames=3)
+    with Image.open(file) as drawn:
+        assert drawn.n_frames == 3
+        drawn.seek(2)
+        assert np.abs(np.asarray(drawn.convert("RGB")).astype(int) - frames[-1]).mean() < 1  # it ends at the end
+    trace.to_gif(file, dark=True)
     for wrong, message in (
         ({"row": 3}, "row=3"), ({"width": 5}, "width=5"), ({"most_frames": 1}, "most_frames=1"),
         ({"seconds": 0}, "seconds=0"), ({"font": tmp_path / "no.ttf"}, "no font file"),

@@ -42,8 +42,9 @@ def test_the_repr_of_an_output_is_short(rows: int) -> None:
     assert f"{4 * rows} tokens, {out.nfe} forwards, {out.tokens_per_forward:.1f} tokens per forward, finished" in said
     assert (f"{rows} rows" in said) == (rows > 1) and "trace" in said and ("more" in said) == (rows > 2)
     # whatever the texts are
-    out.text = "\x00🦊\n'" * 5000 if rows == 1 else ["\x00🦊\n'" * 5000] * rows
-    assert len(repr(out)) <= 600 and len(str(out)) <= 600
+    for text in ("\x00🦊\n'" * 5000, "\U000e0001" * 5000):
+        out.text = text if rows == 1 else [text] * rows
+        assert len(repr(out)) <= 600 and len(str(out)) <= 600
 
 
 def test_the_repr_without_a_tokenizer_and_of_what_is_not_done() -> None:

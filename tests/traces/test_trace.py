@@ -89,6 +89,7 @@ def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
     plain, traced = (paradec.generate(llada64, [[1, 2], [3, 4]], trace=trace, **request) for trace in (False, True))
     assert torch.equal(plain.sequences, traced.sequences) and plain.row_nfe == traced.row_nfe
     assert plain.trace is None and len(traced.trace.steps) >= traced.nfe
+    assert all(traced.trace.rules)  # every token of a combination has a rule, drawn ones too
 
 
 def test_nothing_is_noted_where_no_trace_is_asked_for(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +253,10 @@ def test_files_of_before_are_read_and_drawn(tmp_path: Path) -> None:
         '{"canvas": [[1]], "settings": {}, "steps": [{"forwarded": [1], "kind": "full"}]}',
         '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [[0, 5, 1, 1.0]], "forwarded": [1], "kind": "full"}]}',
         '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [[3, 0, 1, 1.0]], "forwarded": [1], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [], "forwarded": [1, 2], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [], "forwarded": [1], "kind": "full", "nfe": ["a"]}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [], "ends": [1, 2]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [], "images": [5]}',
     ],
 )
 def test_what_is_no_trace_says_so(text: str, tmp_path: Path) -> None:

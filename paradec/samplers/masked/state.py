@@ -359,7 +359,7 @@ class MaskedState(CanvasState, State):
         once = (np.arange(self.batch) == 0).astype(np.int64)
         self._calls.append(Call(np.arange(self.batch), 1, once, np.full(self.batch, reuse.start) * once, False))
         if self.trace is not None:
-            self.trace.steps.append(TraceStep([], (reuse.start * once).tolist(), "prefix"))
+            self.trace.steps.append(TraceStep([], (reuse.start * once).tolist(), "prefix", [1] * self.batch))
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
         """What the next request can take over, if that was asked for; to be taken before the store is freed."""
