@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +175,7 @@ class Talk:
             except (ValueError, TypeError, OSError, FloatingPointError) as error:
                 failed = True
                 sys.stdout.flush()
-                print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+                print(_fitted("error: " + " ".join(str(error).split()), sys.stderr), file=sys.stderr, flush=True)
 
     def answer(self, text: str) -> None:
         """Answer a turn and print it; the turn counts once it is answered."""
@@ -208,13 +210,15 @@ class Talk:
 
     def _greet(self) -> None:
         facts, cache = self.work.model.facts, self.work.request["cache"].name
-        typer.secho(f"{facts.name}, sampler {self.work.method.name}, cache {cache}. /help lists commands.", dim=True)
+        said = [f"{facts.name}, sampler {self.work.method.name}, cache {cache}. /help lists commands."]
         if not self.history:
-            typer.secho("Each line is answered by itself (--history lets the model see the turns before).", dim=True)
+            said.append("Each line is answered by itself (--history lets the model see the turns before).")
         elif cache not in ("none", "block"):
-            typer.secho("Kept turns are not evaluated again, which is approximate; --cache none does.", dim=True)
+            said.append("Kept turns are not evaluated again, which is approximate; --cache none does.")
         if facts.name == "tiny-llada":
-            typer.secho("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).", dim=True)
+            said.append("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
+        for text in said:
+            typer.secho(_fitted(text, sys.stdout), dim=True)
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
@@ -241,7 +245,8 @@ class Talk:
             self.work.method = method
             self.choose_cache()
         settings = ", ".join(f"{key}={value}" for key, value in self.work.method.to_dict().items() if key != "sampler")
-        typer.echo(f"{self.work.method.name}({settings}), cache {self.work.request['cache'].name}")
+        text = f"{self.work.method.name}({settings}), cache {self.work.request['cache'].name}"
+        typer.echo(_fitted(text, sys.stdout))
 
     def _trace(self, file: str) -> None:
         if self.last is None:
@@ -259,6 +264,11 @@ class Talk:
             ends = len(tokens) - len(words)
             told = [word.strip() or repr(word) for word in words] + ([f"end x {ends}"] if ends else [])
             typer.echo(f"{number:>3}  {step.kind:<7} {show.count(len(tokens), 'token'):>10}  {' '.join(told)}")
+
+
+def _fitted(text: str, stream: Any) -> str:
+    """A text in lines that fit the terminal, where the stream is one."""
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 1) if stream.isatty() else text
 
 
 def _read(terminal: bool) -> str | None:

@@ -80,7 +80,8 @@ class FileJob:
         rows = self._encode(work)
         todo = [line for line in self.lines if line.number not in self.before]
         parts = [rows[line.number] for line in todo if line.number in rows]
-        size = min(work.rows_that_fit(_joined(parts)), batch or sum(len(part.rows) for part in parts)) if parts else 1
+        fitting = work.rows_that_fit(_joined(parts)) if parts else 1
+        size = min(fitting, batch or fitting)
         together = max(1, size // work.answers)  # lines
         if parts:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
