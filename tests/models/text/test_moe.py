@@ -212,7 +212,11 @@ def test_rows_alone_and_caches(name: str, sampler: str) -> None:
     """A row of a padded batch is the row alone; on block-causal models caches lose nothing."""
     model = golden_moe(name, "float64")
     ids, mask = padded_batch()
-    request: dict[str, Any] = {"sampler": sampler, "max_new_tokens": 11 if sampler == "threshold" else 6, "eos_early_stop": False}
+    request: dict[str, Any] = {
+        "sampler": sampler,
+        "max_new_tokens": 11 if sampler == "threshold" else 6,
+        "eos_early_stop": False,
+    }
     out = paradec.generate(model, ids, attention_mask=mask, trace=True, **request)
     for row, prompt in enumerate(PROMPTS):
         alone = paradec.generate(model, [prompt], **request)
