@@ -12,21 +12,25 @@ and to the answer that it returned. What differs from the references, and why:
   and ours spends no step on looking: the reference's empty calls are left out.
 - With a temperature the reference's own draws are put in: its stream of random numbers is multinomial's in float32.
 - Rows of a batch move on alone here.
+- diffusers' pipeline runs with the loaded model; `TAIL` names the two rows that are others, and why.
 - SDAR's static and sequential rules write over decided tokens where fewer masks are left than they fill
   (`b4_static_s2`); ours leaves those. Its calls that only store a block have no counterpart without a cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from moe_models import MASK, MOE, golden_moe
 
 import paradec
 from paradec import samplers
+from paradec.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Model
 
 TRACES = MOE / "traces"
@@ -233,6 +237,33 @@ def test_batches(name: str, numbers: slice) -> None:
             theirs = decided(their_calls(case, row))
             assert calls == theirs, f"{name}, case {number}, row {row}"
             assert canvas == case["final_ids"][row]
+
+
+TAIL = {("b8_thr0.6_edit0.4_noeos_s4", 1): [0], ("b16_thr0.5_edit0.3_s5", 1): [2]}
+"""Rows whose last block reaches beyond the answer: the pipeline's mask hides these positions, which see themselves here
+and nothing of their own in the reference, and are counted among those that a step fills."""
+
+
+@pytest.mark.parametrize(("name", "numbers"), some(names("diffusers_pipeline")))
+@pytest.mark.parametrize("cache", [None, "block"])
+def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
+    """diffusers' LLaDA2Pipeline with the loaded model, batches with left padding too."""
+    from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+
+    trace = trace_of(name)
+    settings = trace["settings"]
+    model = golden_moe("llada2-tiny", "float64", settings["block_length"])
+    pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=settings["block_length"]))
+    pipe.set_progress_bar_config(disable=True)
+    for number, case in cases(trace, numbers):
+        ids, mask = torch.tensor(case["prompt_ids"]), torch.tensor(case["attention_mask"])
+        request = settings | {"mask_token_id": MASK, "eos_token_id": END, "output_type": "seq"}
+        with contextlib.nullcontext() if cache is None else paradec.accelerate(pipe, cache=cache):
+            found = pipe(input_ids=ids, attention_mask=mask, **request).sequences.tolist()
+        begin = ids.shape[1]
+        for row, expected in enumerate(case["final_ids"]):
+            if row not in TAIL.get((trace["setting"], number), []):
+                assert found[row] == expected[begin : begin + settings["gen_length"]], f"{name}, {number}, {row}"
 
 
 # ---- LLaDA-MoE, SDAR-MoE -------------------------------------------------------------------------------------------
