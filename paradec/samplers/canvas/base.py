@@ -231,6 +231,8 @@ class CanvasSampler(Sampler):
         over = state.canvas_step[rows] + 1 >= state.steps
         closes = settled | stands
         closes = over | (closes.all() if state.lock_step else closes)
+        stays = ~closes & ~stands
+        soft = self._soft(state, proposal, stays)  # nothing has changed until here
 
         if generator is not None and state.generator is not None:
             state.generator.set_state(generator.get_state())
@@ -240,7 +242,8 @@ class CanvasSampler(Sampler):
         state.canvas[state.index(rows).unsqueeze(1), proposal.positions] = values
         state.memory.write("noisy", rows, torch.where(moves, shown, state.memory.read(rows)["noisy"]))
         state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=free.device))
-        self._condition(state, proposal, ~closes & ~stands)
+        if soft is not None:
+            state.memory.write("soft", rows[stays], soft)
         self._count(state, proposal)
         state.converged[rows] = settled | stands
         state.close(rows[closes], tokens[closes])
@@ -291,18 +294,16 @@ class CanvasSampler(Sampler):
             drawn[at] = draw(self._law(state, proposal.logits[at], temperature[at]), uniform[at])
         return drawn
 
-    def _condition(self, state: DenoisingState, proposal: CanvasProposal, goes_on: np.ndarray) -> None:
-        """Keep what the next step of rows whose canvas stays open is conditioned on: [R] bool."""
-        rows, index = proposal.rows[goes_on], goes_on.nonzero()[0]
-        if not len(rows):
-            return
-        at = torch.as_tensor(index, device=proposal.logits.device)
-        logits = proposal.logits if goes_on.all() else proposal.logits[at]
-        soft = torch.cat([proposal.soften(law) for law in self._laws(state, rows, logits)])
+    def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
+        """What the next step of the rows whose canvas stays open [R] bool is conditioned on: [N, C, D]."""
+        if not stays.any():
+            return None
+        rows, at = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
+        logits = proposal.logits if stays.all() else proposal.logits[at]
+        soft = torch.cat([proposal.soften(law) for law in self._laws(state, rows, logits)]).to(state.canvas.device)
         if state.pinned:  # else the model's own guess leaks into what was given
-            free = proposal.available[at.to(proposal.available.device)]
-            soft = soft * free.unsqueeze(-1).to(soft.device, soft.dtype)
-        state.memory.write("soft", rows, soft.to(state.canvas.device))
+            soft = soft.masked_fill(~proposal.available[at.to(soft.device)].unsqueeze(-1), 0)
+        return soft
 
     def _count(self, state: DenoisingState, proposal: CanvasProposal) -> None:
         rows, late = proposal.rows, proposal.encoded

@@ -18,7 +18,7 @@ from tiny_models import tiny
 import paradec
 from paradec import samplers
 from paradec.protocol import decode
-from paradec.samplers.canvas import rules
+from paradec.samplers.canvas import base, rules
 from paradec.samplers.canvas.noise import BLOCK, draw
 from paradec.trace import TraceStep
 
@@ -205,6 +205,19 @@ def test_waiting_for_others_changes_counts_alone(wait: int) -> None:
     assert first.denoising_calls == other.denoising_calls and first.encoder_calls == other.encoder_calls == [3] * 8
 
 
+def test_waiting_makes_fewer_calls() -> None:
+    own, rows = model(ends=()), ROWS * 2
+    calls = []
+    for wait in (0, 2, 50):
+        method, encodings = sampler("entropy_threshold", max_denoising_steps=24, encode_wait=wait), 0
+        state = method.start(own, rows, seed=7, max_new_tokens=48)
+        while not state.done:
+            encodings += method.query(state)[0].kind == "encode"
+            method.commit(state, method.step(own, state))
+        calls.append(encodings)
+    assert calls[0] > calls[1] >= calls[2] == 3
+
+
 def test_calls_are_counted_from_the_queries() -> None:
     """Encoder calls apart; positions are those of canvases and of what was encoded; a row that has ended leaves."""
     own, method = model(ends=(11,)), sampler("diffusion_gemma")
@@ -236,6 +249,16 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
     out = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=new)
     assert torch.equal(out.new_tokens, whole[:, :new])
     assert out.tokens == [new] * 4 and out.finished == [False] * 4
+
+
+def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits into one piece, the tokens are the same."""
+    own, method = model(), sampler("diffusion_gemma")
+    whole = paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
+    monkeypatch.setattr(base, "PIECE", 3 * VOCAB)
+    assert torch.equal(
+        paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20).new_tokens, whole.new_tokens
+    )
 
 
 def test_no_logits_are_kept_between_steps() -> None:
