@@ -155,8 +155,8 @@ class DenoisingState(State):
         """There is nothing to advise: what is encoded is always kept."""
 
     def draft_end(self) -> np.ndarray:
-        """[B] int64: where what may be shown of a row ends: its open canvas, or the row itself. There is nothing to show of
-        a canvas before its first step."""
+        """[B] int64: where what may be shown of a row ends: its open canvas, or the row itself. Before the first step
+        of a canvas there is nothing to show of it."""
         shown = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.asked), self.block_start)
         return np.where(self.running, shown, self.end)
 
