@@ -304,6 +304,12 @@ def test_an_encoder_in_a_causal_class_is_refused() -> None:
         paradec.wrap(module, prediction="shifted", topology="causal")
 
 
+def test_a_class_that_is_causal_by_name_alone_is_refused() -> None:
+    sizes = {"vocab_size": 40, "emb_dim": 16, "n_layers": 1, "n_heads": 2, "n_langs": 1}
+    with pytest.raises(ValueError, match="XLMWithLMHeadModel does not decode token by token"):
+        paradec.wrap(transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes)), topology="causal")
+
+
 class Extended(transformers.LlamaForCausalLM):
     """A class of one's own that extends one of transformers'."""
 
