@@ -129,6 +129,7 @@ def wrap(
     own: str | None = None
     if adapter is Decoder:
         own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, registered)
+    _check_experts(module, config)
     return adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
 
 
@@ -227,7 +228,6 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
         raise ValueError(
             f"config.is_decoder=False makes {name} bidirectional; a causal language model of its kind needs True"
         )
-    _check_experts(module, config)
     takes_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
     if topology != "causal" and _generates(module) and not takes_masks:
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
