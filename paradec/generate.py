@@ -180,8 +180,7 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
             f"sampler {method.name!r} is of family {method.family!r}; generate takes 'masked', 'draft_verify' and "
             "'canvas'"
         )
-    if method.family == "masked" and getattr(model, "makes", None) == "canvas":
-        method = samplers.create("canvas", rule=method)  # its rule says what is kept
+    method = sampler_on(model, method)
     if request.steps is not None and not method.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
     if request.compile and model.device.type != "cuda":
@@ -278,6 +277,13 @@ def infill(
     return answer(model, prompts, request)
 
 
+def sampler_on(model: Any, method: Any) -> Any:
+    """The sampler that decodes with a model where this one is named: on canvases a masked one says what is kept."""
+    if method.family == "masked" and getattr(model, "makes", None) == "canvas":
+        return samplers.create("canvas", rule=method)
+    return method
+
+
 def own_defaults(model: Any) -> dict[str, Any]:
     """What requests for this model begin from, where that is not the default of `paradec.Request`."""
     sampler = getattr(model, "default_sampler", None)
@@ -291,7 +297,7 @@ def check_source(prompt: Any, input_ids: Any) -> None:
 
 
 def _device_loop(
-    method: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool
+    method: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
     """The loop of a request with `compile`: on the device, or with one warning the plain one."""
     from paradec.samplers.masked import device_step

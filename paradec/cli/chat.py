@@ -93,7 +93,7 @@ def chat(
         guidance_scale=1.0,
         seed=seed,
     )
-    chosen = cache is not None or work.request["cache"].name != "none"  # here or by the preset
+    chosen = cache is not None or work.cache_name not in ("none", "causal")  # here or by the preset
     talk = Talk(work, system, history if history is not None else model is not None, chosen)
     raise typer.Exit(talk.run(sys.stdin.isatty()))
 
@@ -134,12 +134,21 @@ class Talk:
         """The cache that goes with the model and the sampler, unless the user chose one."""
         from paradec.caches.table import REFUSED, verdict
 
+        if self.work.method.family != "masked":
+            self.work.request["cache"] = None  # the store is their own
+            return
         if self.chosen:
             return
         facts = self.work.model.facts
         name = "block" if facts.topology == "block_causal" else "prefix"
         fits = verdict(self.work.method, paradec.caches.create(name), facts, self.work.model.supports_store)
         self.work.request["cache"] = paradec.caches.create(name if self.history and fits.status != REFUSED else "none")
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether what was evaluated can be kept for the next turn."""
+        cache = self.work.request["cache"]
+        return self.work.method.family == "canvas" if cache is None else cache.uses_store
 
     def run(self, terminal: bool) -> int:
         """Read turns and answer them until there are no more. Returns the exit code.
@@ -183,7 +192,7 @@ class Talk:
 
         asked = {"role": "user", "content": text}
         turns = [*self.turns, asked]
-        keep = self.history and self.work.request["cache"].uses_store
+        keep = self.history and self.keeps_turns
         more = {"prefix": self.kept, "keep_prefix": True} if keep else {}
 
         def decode(callback: Callable[[Any, Any], None]) -> Any:
@@ -209,11 +218,11 @@ class Talk:
         return f"{words}, {reused} tokens of the turns before reused" if reused else words
 
     def _greet(self) -> None:
-        facts, cache = self.work.model.facts, self.work.request["cache"].name
+        facts, cache = self.work.model.facts, self.work.cache_name
         said = [f"{facts.name}, sampler {self.work.method.name}, cache {cache}. /help lists commands."]
         if not self.history:
             said.append("Each line is answered by itself (--history lets the model see the turns before).")
-        elif cache not in ("none", "block"):
+        elif self.keeps_turns and cache not in ("block", "canvas"):  # these are exact
             said.append("Kept turns are not evaluated again, which is approximate; --cache none does.")
         if facts.name == "tiny-llada":
             said.append("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
@@ -238,14 +247,17 @@ class Talk:
 
     def _sampler(self, name: str) -> None:
         if name:
+            from paradec.generate import sampler_on
+
             method = paradec.samplers.create(name)
-            if method.family not in ("masked", "draft_verify"):
-                raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes 'masked'")
+            if method.family not in ("masked", "draft_verify", "canvas"):
+                raise ValueError(f"sampler {name!r} is of family {method.family!r}; chat takes samplers of text")
+            method = sampler_on(self.work.model, method)
             method.check_model(self.work.model)
             self.work.method = method
             self.choose_cache()
         settings = ", ".join(f"{key}={value}" for key, value in self.work.method.to_dict().items() if key != "sampler")
-        text = f"{self.work.method.name}({settings}), cache {self.work.request['cache'].name}"
+        text = f"{self.work.method.name}({settings}), cache {self.work.cache_name}"
         typer.echo(_fitted(text, sys.stdout))
 
     def _trace(self, file: str) -> None:
@@ -254,7 +266,7 @@ class Talk:
         if file:
             path = Path(file)
             options.check_writable("/trace", path)
-            self.last.trace.to_json(path)
+            self.last.trace.save(path)
             typer.echo(f"{show.count(len(self.last.trace.steps), 'step')} in {path}")
             return
         tokenizer, facts = self.work.model.tokenizer, self.work.model.facts

@@ -162,9 +162,9 @@ def attention_of(name: str | None, pairs: list[str] | None) -> Any:
 
 def given(context: typer.Context) -> set[str]:
     """The parameters of a command that stand on its command line, by their names in Python."""
-    from click.core import ParameterSource
-
-    return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    # by name: typer has click's class, or its own copy of it
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -> dict[str, Any]:

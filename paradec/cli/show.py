@@ -106,6 +106,7 @@ class Answers:
     seconds: float = 0.0
     attention: AttentionCost | None = None
     draft_nfe: list[int] = field(default_factory=list)
+    encoder_calls: list[int] = field(default_factory=list)
 
     def add(self, output: Output, rows: Sequence[int]) -> None:
         """Add a batch's answers, of which `rows` are kept; what it cost counts for all of them."""
@@ -123,8 +124,10 @@ class Answers:
         for name in ("tokens", "finished", "row_nfe"):
             values = getattr(output, name)
             getattr(self, name).extend(values[row] for row in rows)
-        if output.draft_nfe is not None:
-            self.draft_nfe += [output.draft_nfe[row] for row in rows]
+        for name in ("draft_nfe", "encoder_calls"):
+            values = getattr(output, name)
+            if values is not None:
+                getattr(self, name).extend(values[row] for row in rows)
         for name in ("row_forwards", "forwarded_tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(output, name))
         if output.attention is not None:
@@ -140,6 +143,8 @@ class Answers:
         missing = f" after {len(self.tokens)} of {asked} answers" if asked > 1 else ""
         end = f", interrupted{missing}" if interrupted else ""
         drafts = f", {forwards(self.draft_nfe)} of the drafter" if self.draft_nfe else ""
+        if self.encoder_calls:
+            drafts = f" ({sum(self.encoder_calls)} of the encoder)"
         return (
             f"{count(sum(self.tokens), 'token')}, {forwards(self.row_nfe or [0])}{drafts}, {per_forward:.1f} tokens "
             f"per forward, {self.seconds:.2f} s{end}"
@@ -170,6 +175,8 @@ class Answers:
             found["attention"] = dataclasses.asdict(self.attention)
         if self.draft_nfe:
             found["draft_nfe"] = rows(self.draft_nfe)
+        if self.encoder_calls:
+            found["encoder_calls"] = rows(self.encoder_calls)
         return found
 
 

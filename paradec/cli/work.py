@@ -52,7 +52,8 @@ class Work:
     def cache_name(self) -> str:
         """What a report calls the cache."""
         cache = self.request["cache"]
-        return ("causal" if self.method.family == "draft_verify" else "none") if cache is None else cache.name
+        own = {"draft_verify": "causal", "canvas": "canvas"}.get(self.method.family, "none")
+        return own if cache is None else cache.name
 
     def encode(self, prompt: Any) -> Prompts:
         """The rows of a prompt or of several, each as often as it is to be answered, numbered for their draws."""
@@ -128,22 +129,23 @@ def prepare(
         check_drafter(method, drafter)
         if isinstance(request["cache"], str):
             request["cache"] = paradec.caches.create(request["cache"])
-        if request["cache"] is not None and request["cache"].name == "none" and method.family == "draft_verify":
-            request["cache"] = None  # the store is their own
         answers = request.pop("num_return_sequences")
         check_options(function, request, answers)
         show.quiet_loading()
         loaded = paradec.load(source, dtype=dtype, device=device)
-        from paradec.generate import MADE, own_defaults
+        from paradec.generate import MADE, own_defaults, sampler_on
         from paradec.request import DEFAULTS
 
         check_model(function, loaded, MADE)
         own = own_defaults(loaded).get("sampler")
         if own is not None and "sampler" not in given and chosen == DEFAULTS["sampler"] and not values:
             method = paradec.samplers.create(own)
+        method = sampler_on(loaded, method)
         if drafter is not None:
             small = load_draft_model(drafter, loaded, dtype=dtype, device=device)
             method = dataclasses.replace(method, drafter=small, **late)
+    if request["cache"] is not None and request["cache"].name == "none" and method.family != "masked":
+        request["cache"] = None  # the store is their own
     if request["seed"] is None:  # one for all batches
         import torch
 

@@ -8,6 +8,8 @@ from paradec.checks import shown
 from paradec.registry import Registry
 
 if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
+    from paradec.samplers.canvas.canvas import Canvas as Canvas
+    from paradec.samplers.canvas.diffusion_gemma import DiffusionGemma as DiffusionGemma
     from paradec.samplers.causal.gsd import GSD as GSD
     from paradec.samplers.causal.lantern import Lantern as Lantern
     from paradec.samplers.causal.lantern import LanternPlusPlus as LanternPlusPlus
@@ -116,7 +118,7 @@ registry = SamplerRegistry(
         "maskgit": "paradec.samplers.masked.maskgit:MaskGIT",
         "halton": "paradec.samplers.masked.halton:Halton",
         "recap": "paradec.samplers.masked.recap:Recap",
-        "diffusion_gemma": "paradec.samplers.canvas.diffusion_gemma:DiffusionGemmaSampler",
+        "diffusion_gemma": "paradec.samplers.canvas.diffusion_gemma:DiffusionGemma",
         "canvas": "paradec.samplers.canvas.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",
         "scd": "paradec.samplers.causal.scd:SCD",

@@ -797,3 +797,23 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
     path.write_text('{"temprature": 1}')
     done = run("infill", "a <mask>", "--preset", path)
     assert done.exit_code != 0 and "did you mean 'temperature'" in done.stderr
+
+
+def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
+    """No --sampler is the model's; a masked one says what is kept; encoder calls are counted."""
+    from canvases import tiny_module
+    from test_stop_strings import byte_level_tokenizer
+
+    tokenizer = byte_level_tokenizer()
+    tiny_module(vocab=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    given = ["one two", "--model", str(tmp_path), "--seed", "1", "--max-new-tokens", "20", "--json"]
+    own = json.loads(run("generate", *given).stdout)
+    assert own["sampler"]["sampler"] == "diffusion_gemma" and own["cache"] == "canvas"
+    assert own["nfe"] > own["encoder_calls"] == 2
+    other = json.loads(run("generate", *given, "--sampler", "entropy_threshold").stdout)
+    assert other["sampler"]["rule"]["sampler"] == "entropy_threshold"
+    default = json.loads(run("generate", *given, "--sampler", "threshold").stdout)  # said, though it is the default
+    assert default["sampler"]["rule"]["sampler"] == "threshold"
+    refused = run("generate", *given, "--temperature", "0.5")
+    assert refused.exit_code == 2 and "t_max and t_min are settings of the sampler" in refused.stderr

@@ -98,7 +98,7 @@ def test_wrong_arguments(arguments: list[str], message: str, runs: list[Path], t
 @pytest.mark.parametrize("model", ["digits-ar", "digits-maskgit", "digits-dit"])
 def test_pictures(model: str, tmp_path: Path) -> None:
     file, data = tmp_path / "run.html", tmp_path / "run.json"
-    given = ["image", "--model", model, "--class", "3", "--seed", "1", "--out", tmp_path / "x.png"]
+    given = ["image", "--model", model, "--class", "3", "--seed", "1", "--enlarge", 1, "--out", tmp_path / "x.png"]
     given += [] if model == "digits-ar" else ["--steps", "6"]
     ok(*given, "--trace", file)
     assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

@@ -66,7 +66,7 @@ def test_explanations_are_the_docstring_s() -> None:
     about, said = explanations(paradec.samplers.get("threshold"))
     assert about.startswith("Per row, commit every masked position") and "Args" not in about
     assert said["threshold"] == "probability that a token must reach, in [0, 1]."
-    assert said["quota_per_step"].endswith("those that earlier steps refused for lack of confidence; it needs `steps`.")
+    assert said["quota_per_step"].startswith('"none" is the paper\'s rule') and "\n" not in said["quota_per_step"]
     _, wino = explanations(paradec.samplers.get("wino"))
     assert wino["cap_low"] == wino["cap_share"] != wino["threshold"]
 

@@ -39,7 +39,7 @@ DEFAULT_NEW_TOKENS = 256
 TURN_ENDS = ("<turn|>", "<end_of_turn>")
 
 
-class DiffusionGemma(Model):
+class DiffusionGemmaModel(Model):
     """`DiffusionGemmaForBlockDiffusion` behind queries of two kinds: "encode" and "canvas".
 
     Args:
@@ -281,7 +281,7 @@ def adapted(
     pad_token_id: int | None = None,
     max_length: int | None = None,
     processor: Any = None,
-) -> DiffusionGemma:
+) -> DiffusionGemmaModel:
     """A model around a `DiffusionGemmaForBlockDiffusion`; what is not given is read from its generation config.
 
     Raises:
@@ -309,7 +309,7 @@ def adapted(
     new = generation.get("max_new_tokens")
     if isinstance(new, bool) or not isinstance(new, int) or new < 1:
         new = DEFAULT_NEW_TOKENS
-    return DiffusionGemma(module, facts, tokenizer, new, denoising_of(generation, name), processor)
+    return DiffusionGemmaModel(module, facts, tokenizer, new, denoising_of(generation, name), processor)
 
 
 def load_diffusion_gemma(
@@ -320,7 +320,7 @@ def load_diffusion_gemma(
     device: torch.device | None,
     attn_implementation: str,
     **options: Any,
-) -> DiffusionGemma:
+) -> DiffusionGemmaModel:
     """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out.
 
     Raises:

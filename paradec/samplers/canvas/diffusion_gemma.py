@@ -16,7 +16,7 @@ from paradec.samplers.masked.entropy_bound import EntropyBound
 
 
 @dataclass(frozen=True)
-class DiffusionGemmaSampler(CanvasSampler):
+class DiffusionGemma(CanvasSampler):
     """Keep the positions of lowest entropy, as long as their sum without the largest is within the bound.
 
     Args:

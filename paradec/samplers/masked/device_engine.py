@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.canvas import CanvasState, Numbers, Window
+from paradec.logprobs import LogProbs
 from paradec.protocol import Query
 from paradec.samplers.masked.base import View
 from paradec.samplers.masked.device_graphs import Layout, captured
@@ -47,6 +48,7 @@ class Engine(CanvasState):
         self.ends = torch.tensor(self.facts.eos_token_ids, dtype=torch.int64, device=device)
         self.keys = numbers(self.batch, 2)
         self.store: Any = None
+        self.logprobs: LogProbs | None = None
         self.blocks = numbers(self.batch, layout.blocks, 3)
         """[B, K, 3]: start, end and undecided positions of each row's blocks that have any."""
         # one column more: the first row's takes what is not to be written

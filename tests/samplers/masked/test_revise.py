@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
-from paradec.cli.show import UNDECIDED, LiveView
+from paradec.cli.watch import UNDECIDED, LiveView
 from paradec.models.adapter import Model, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Query
@@ -543,11 +543,15 @@ def test_what_is_streamed_stays(name: str, ends: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", REVISING)
 def test_the_live_view_shows_what_was_taken_back(name: str) -> None:
     console = Console(width=400, color_system=None)
+    shown = 0
     view = LiveView(None, console)
     for state, _ in steps_of(samplers.create(name), Additive(1), [PROMPTS[0]], block_length=NEW):
         with console.capture() as capture:
             console.print(view.draw(state))
-        assert capture.get().count(UNDECIDED) == int(state.undecided.sum())
+        _, *rows, _ = capture.get().splitlines()  # the state of things, and a legend
+        shown += "\n".join(rows).count(UNDECIDED)
+        assert "\n".join(rows).count(UNDECIDED) == int(state.undecided.sum())
+    assert shown
 
 
 BAD = [
