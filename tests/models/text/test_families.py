@@ -732,7 +732,7 @@ def test_antiberty_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     import importlib.metadata
 
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", classmethod(lambda cls, **kwargs: iter(())))
-    with pytest.raises(ModuleNotFoundError, match=r'AntiBERTy is not installed: pip install "paradec\[bench\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'AntiBERTy is not installed: pip install -e "\.\[bench\]"'):
         antibody_model.load_antiberty()
 
 
