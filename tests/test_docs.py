@@ -165,7 +165,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / "notebooks" / path.name).is_file()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs the extra "docs"')
 @pytest.mark.parametrize(
     ("html", "found"),
     [
@@ -180,8 +179,28 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ],
 )
 def test_pages_that_need_the_network_are_found(html: str, found: int) -> None:
+    assert len(site_hook().ELSEWHERE.findall(html)) == found
+
+
+def test_a_notebook_becomes_a_page() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {
+            "cell_type": "code",
+            "source": ["print(1)"],
+            "outputs": [{"text": ["1\n"]}, {"data": {"image/png": "AA\nBB", "text/plain": "<Image>"}}],
+        },
+    ]
+    page = site_hook().markdown(cells, "x.ipynb")
+    assert page.startswith("# Title\nwords\n\n[") and "](x.ipynb)" in page
+    png = "data:image/png;base64,AABB"
+    assert page.endswith(f'```python\nprint(1)\n```\n\n```text\n1\n```\n\n<img alt="what the cell shows" src="{png}">\n')
+
+
+def site_hook() -> Any:
+    """What mkdocs runs; it needs mkdocs only to be run."""
     spec = importlib.util.spec_from_file_location("hook", DOCS / "notebooks" / "hook.py")
     assert spec is not None and spec.loader is not None
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    assert len(hook.ELSEWHERE.findall(html)) == found
+    return hook

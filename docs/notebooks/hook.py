@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 LOG = logging.getLogger("mkdocs.hooks.paradec")
 ELSEWHERE = re.compile(
     r"<(?:script|img|iframe|video|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^\s>]*"
@@ -18,8 +16,10 @@ ELSEWHERE = re.compile(
 )
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Every notebook gets a page, beside the file itself, which the page links to."""
+    from mkdocs.structure.files import File
+
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
             cells = json.loads(Path(file.abs_src_path).read_text(encoding="utf-8"))["cells"]
@@ -42,7 +42,7 @@ def markdown(cells: list[dict[str, Any]], name: str) -> str:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         if index == 0:
-            parts.append(f"[The notebook itself]({name}), which needs nothing but the package.")
+            parts.append(f"[The notebook itself]({name}), to run where you like.")
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "image/png" in data:

@@ -3,7 +3,7 @@
     python docs/notebooks/run.py            # all of them, or those that are named
     python docs/notebooks/run.py --check    # change nothing; fail where a cell fails or prints something else
 
-Needs the extra `notebooks`. What is left out: pages (of traces), which are large, and standard error, which is about the machine.
+Needs the extra `notebooks`. Left out are pages (of traces), which are large, and standard error, which is about the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
             cell.metadata = {}
             if cell.cell_type == "code":
                 cell.execution_count = None
-                cell.outputs = [small(output) for output in cell.outputs if output.get("name") != "stderr"]
+                cell.outputs = joined([small(output) for output in cell.outputs if output.get("name") != "stderr"])
         if args.check:
             pairs = list(zip(before, texts(notebook), strict=True))
             differing += [f"{path.name}, cell {i}: {a!r} became {b!r}" for i, (a, b) in enumerate(pairs) if a != b]
@@ -60,10 +60,22 @@ def small(output: Any) -> Any:
     return output
 
 
-def texts(notebook: Any) -> list[list[str]]:
-    """What each cell prints or says; pictures are not compared."""
+def joined(outputs: list[Any]) -> list[Any]:
+    """What was printed piece by piece, in one piece."""
+    found: list[Any] = []
+    for output in outputs:
+        if found and output.output_type == found[-1].output_type == "stream":
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
+
+
+def texts(notebook: Any) -> list[str]:
+    """What each cell prints and says, in whatever pieces it came; pictures are not compared."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return [[output.get("text") or output.get("data", {}).get("text/plain", "") for output in c.outputs] for c in cells]
+    said = [[output.get("text") or output.get("data", {}).get("text/plain", "") for output in c.outputs] for c in cells]
+    return ["".join(pieces) for pieces in said]
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ const count = (page, what) => page.locator(what).count();
   await page.waitForSelector(".md-search-result__item", { timeout: 10000 }).catch(() => {});
   check(await count(page, ".md-search-result__item") > 0, "the search finds nothing");
   await page.keyboard.press("Escape");
+  await page.waitForTimeout(500);
   await shot(page, "quick_start");
 }
 { // docstrings: settings as tables, no raw markup left
