@@ -64,6 +64,11 @@ class StepLogProbs:
         return cls(*(tensor if order is None else tensor[order] for tensor in every))
 
     @classmethod
+    def in_rows(cls, parts: list[StepLogProbs], shape: torch.Size) -> StepLogProbs:
+        """Parts [1, n] one after the other, as rows of this shape [R, W]."""
+        return cls(*(torch.cat([getattr(part, name)[0] for part in parts]).unflatten(0, shape) for name in NAMES))
+
+    @classmethod
     def picked(cls, steps: list[StepLogProbs], which: Tensor) -> StepLogProbs:
         """Of several steps, for each position that of number `which` [R, W]."""
         if len(steps) == 1:

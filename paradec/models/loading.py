@@ -190,7 +190,7 @@ def load(
         return diffusion_gemma.load_diffusion_gemma(
             source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **for_text
         )
-    of_masks = config.get("model_type") in [*FAMILIES, *REFUSED]
+    of_masks = _known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
     return read(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
 
@@ -281,20 +281,25 @@ def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
     return True
 
 
+def _known_family(config: dict[str, Any]) -> Family | None:
+    """The masked family that config.json is of, by its model_type or its architecture."""
+    model_type = config.get("model_type")
+    if model_type == "llada" and llada_moe.is_llada_moe(config):
+        return llada_moe.FAMILY
+    if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
+        return stable_diffcoder.FAMILY
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
 def _family(source: str, config: dict[str, Any]) -> Family:
     """Raises CheckpointError: a model_type that `load` does not read."""
-    model_type = config.get("model_type")
-    if isinstance(model_type, str):
-        if model_type == "llada" and llada_moe.is_llada_moe(config):
-            return llada_moe.FAMILY
-        if model_type == "llama" and stable_diffcoder.is_stable_diffcoder(config):
-            return stable_diffcoder.FAMILY
-        if model_type in FAMILIES:
-            return FAMILIES[model_type]
-        if model_type in REFUSED:
-            raise CheckpointError(
-                f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
-            )
+    model_type, known = config.get("model_type"), _known_family(config)
+    if known is not None:
+        return known
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise CheckpointError(
+            f"{source!r} has model_type={model_type!r}, which load does not read: {REFUSED[model_type]}"
+        )
     if config.get("is_causal") is False:
         raise CheckpointError(
             f"{source!r} has model_type={shown(model_type)}: the save_pretrained of a module alone wrote it, which "

@@ -18,6 +18,11 @@ from paradec.models.text import diffusion_gemma
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """How transformers ends the names of its causal language models."""
+NOT_CAUSAL = {
+    "cpmant": "it reads its prompt both ways",
+    "xlm": "it predicts at a mask that its own generate appends",
+}
+"""Classes that are called causal and are not, by `model_type`."""
 DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """What a `Decoder` calls its module with."""
 
@@ -124,6 +129,7 @@ def wrap(
     own: str | None = None
     if adapter is Decoder:
         own = _causal_attention(config) if topology == "causal" else _unmasked_attention(module, registered)
+    _check_experts(module, config)
     return adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=own)
 
 
@@ -216,11 +222,12 @@ def _refuse_unfit(module: nn.Module, config: Any, adapter: type[Model], topology
         if getattr(config, "is_decoder", False):
             raise ValueError(f"config.is_decoder=True makes {name} causal; a masked language model needs False")
         return
+    if _generates(module) and topology == "causal" and getattr(config, "model_type", None) in NOT_CAUSAL:
+        raise ValueError(f"{name} does not decode token by token: {NOT_CAUSAL[config.model_type]}")
     if _generates(module) and topology == "causal" and _is_encoder(config):
         raise ValueError(
             f"config.is_decoder=False makes {name} bidirectional; a causal language model of its kind needs True"
         )
-    _check_experts(module, config)
     takes_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
     if topology != "causal" and _generates(module) and not takes_masks:
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")

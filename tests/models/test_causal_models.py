@@ -37,7 +37,7 @@ SIZES = {
     "sliding_window": 6,
     "initializer_range": 0.4,
 }
-KINDS = ["llama", "qwen3", "gemma3_text", "gpt2", "bloom", "qwen3_moe", "mamba"]
+KINDS = ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"]
 ROWS = [[3, 5, 7, 9, 11, 13, 15], [4], [20, 21, 22]]
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
 
@@ -105,16 +105,16 @@ def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> Non
     """Models with a key/value store and without, with windows, experts or a recurrence, in a batch and alone."""
     model = paradec.load(saved(tmp_path, kind), dtype="float64")
     module = getattr(transformers, type(model.module).__name__).from_pretrained(tmp_path, dtype=torch.float64)
-    expected = [greedy(module, row) for row in ROWS]
+    expected = [greedy(module, row, 8) for row in ROWS]
     assert (model.facts.topology, model.facts.prediction) == ("causal", "shifted")
     assert model.facts.eos_token_ids == (END,) and model.facts.pad_token_id == 0
-    assert model.supports_store == (kind in ("llama", "qwen3", "gpt2", "qwen3_moe"))
+    assert model.supports_store == (kind in ("llama", "gpt2", "qwen3_moe"))
     for sampler in ("sjd", "jacobi", "scd", samplers.create("speculative", drafter=model, window=4)):
-        output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=12)
+        output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=8)
         assert [row[: len(own)] for row, own in zip(output.new_tokens.tolist(), expected)] == expected
-        alone = paradec.generate(model, [ROWS[1]], sampler=sampler, max_new_tokens=12)
+        alone = paradec.generate(model, [ROWS[1]], sampler=sampler, max_new_tokens=8)
         assert alone.new_tokens[0].tolist() == output.new_tokens[1].tolist()
-    assert output.draft_nfe is not None and output.nfe < 12 and min(output.draft_nfe) > 0
+    assert output.draft_nfe is not None and output.nfe < 8 and min(output.draft_nfe) > 0
 
 
 def test_what_the_files_say(tmp_path: Path) -> None:
@@ -302,6 +302,12 @@ def test_an_encoder_in_a_causal_class_is_refused() -> None:
         paradec.wrap(module)
     with pytest.raises(ValueError, match="config.is_decoder=False"):
         paradec.wrap(module, prediction="shifted", topology="causal")
+
+
+def test_a_class_that_is_causal_by_name_alone_is_refused() -> None:
+    sizes = {"vocab_size": 40, "emb_dim": 16, "n_layers": 1, "n_heads": 2, "n_langs": 1}
+    with pytest.raises(ValueError, match="XLMWithLMHeadModel does not decode token by token"):
+        paradec.wrap(transformers.XLMWithLMHeadModel(transformers.XLMConfig(**sizes)), topology="causal")
 
 
 class Extended(transformers.LlamaForCausalLM):

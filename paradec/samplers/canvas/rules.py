@@ -31,12 +31,12 @@ def refusal(rule: MaskedSampler) -> str | None:
     if isinstance(rule, Combination):
         found = next((why for member in rule.members if (why := refusal(member))), None)
         return found or ("its stages change logits from step to step" if rule.fuses else None)
-    if rule.assesses:
-        return "it was trained on masks"
     if "text" not in rule.models:
         return "it is made for pictures"
     if rule.drafts or rule.shadows:
         return "it evaluates drafts or a shadow of masks, which a canvas has none of"
+    if rule.assesses and not rule.revises:
+        return "it was trained on masks"
     if rule.revises or rule.rereads:
         return "it takes back what it decided, and in a canvas nothing is decided before it closes"
     memory = rule.memory()

@@ -262,7 +262,9 @@ def test_a_generator_seeds(model: MARModel) -> None:
 
 
 def test_other_models_refuse_it(model: MARModel) -> None:
-    with pytest.raises(ValueError, match="'mar' is of family 'continuous'; generate takes 'masked' and 'draft_verify'"):
+    with pytest.raises(
+        ValueError, match="'mar' is of family 'continuous'; generate takes 'masked', 'draft_verify' and"
+    ):
         paradec.generate(paradec.load(), "Sort: pear fig", sampler="mar")
     for name, family in (("digits-ar", "draft_verify"), ("digits-maskgit", "masked")):
         with pytest.raises(ValueError, match=f"'mar' is of family 'continuous'; {name} takes the '{family}' family: "):

@@ -218,7 +218,7 @@ def test_the_signature_lists_what_pictures_take() -> None:
     ]
     assert [*listed] == [*own, *images.SERVED]
     for name in images.SERVED:  # None is the model's own
-        assert listed[name].default is (False if name == "trace" else None)
+        assert listed[name].default is (False if name in ("trace", "progress") else None)
         assert listed[name].kind is inspect.Parameter.KEYWORD_ONLY
     assert {*images.SERVED} < {*DEFAULTS}
 
