@@ -2,7 +2,7 @@
 
     python benchmarks/antibody.py [--minutes 40] [--seeds 5] [--limit PAIRS] [--resume]
 
-The model is AntiBERTy (`pip install "paradec[bench]"`), a real masked language model that runs on a CPU: 26M weights,
+The model is AntiBERTy (`pip install -e ".[bench]"`), a real masked language model that runs on a CPU: 26M weights,
 one word per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. Of each, 90 % of the
 residues are masked at random, once per seed, and filled at temperature 0 by every masked sampler with its defaults and
 with its `frontier` settings; what counts is the share of masked residues that come back, beside the forwards (NFE).

@@ -89,5 +89,5 @@ def _installed() -> Path:
     try:
         package = importlib.metadata.distribution("antiberty")
     except importlib.metadata.PackageNotFoundError as error:
-        raise ModuleNotFoundError('AntiBERTy is not installed: pip install "paradec[bench]"') from error
+        raise ModuleNotFoundError('AntiBERTy is not installed: pip install -e ".[bench]" in the checkout') from error
     return Path(str(package.locate_file("antiberty/trained_models")))

@@ -1,5 +1,6 @@
-"""Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images) from the results of
-benchmarks: compare, antibody, digits, jacobi, caches, canvases, sparsed.
+"""Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images, samplers) from the results of
+benchmarks: compare, antibody, digits, jacobi, caches, canvases, sparsed. One, the samplers' settings, is read off their
+classes.
 
     python benchmarks/tables.py
 
@@ -55,6 +56,33 @@ def compare_table(data: dict[str, Any], defaults_only: bool) -> str:
     return "\n".join(lines)
 
 
+HEADLINE = {"low_confidence": "one token per step", "threshold": "`threshold`, the default"}
+
+
+def headline_table(data: dict[str, Any]) -> str:
+    """One token per step beside the default sampler, of `paradec compare`."""
+    base = data["results"][0]["tasks"]
+    lines = [f"| | right, of {sum(of for _, of in base.values())} prompts | forwards per answer |", "|---|---|---|"]
+    for name, label in HEADLINE.items():
+        entry = next(entry for entry in data["results"] if entry["sampler"] == name and not entry["changes"])
+        right = sum(count for count, _ in entry["tasks"].values())
+        lines.append(f"| {label} | {right} | {entry['nfe']:.1f} |")
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    """Every registered sampler's settings with their defaults, and its presets."""
+    from paradec import samplers
+    from paradec.cli.tables import entries
+
+    lines = ["| sampler | settings | presets |", "|---|---|---|"]
+    for entry in entries(samplers):
+        values = ", ".join(f"`{key}={value}`" for key, value in entry["settings"].items())
+        presets = ", ".join(f"`{name}`" for name in getattr(samplers.get(entry["name"]), "presets", {}))
+        lines.append(f"| `{entry['name']}` | {values} | {presets} |")
+    return "\n".join(lines)
+
+
 def heldout_table(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Settings chosen by `first` and measured again by benchmarks/compare_heldout.py, the fastest first."""
 
@@ -98,11 +126,11 @@ def antibody_table(data: dict[str, Any], defaults_only: bool) -> str:
     return "\n".join(lines)
 
 
-README_DIGITS = ("ar", "sjd", "scd", "speculative", "gsd", "lantern++", "lantern", "zipar, window 3")
+SHORT_DIGITS = ("ar", "sjd", "scd", "speculative", "gsd", "lantern++", "lantern", "zipar, window 3")
 
 
 def digits_table(data: dict[str, Any], short: bool) -> str:
-    """Forwards and quality of benchmarks/digits.py; short: the README's rows, without intervals."""
+    """Forwards and quality of benchmarks/digits.py; short: the rows of docs/samplers.md, without intervals."""
     settings = {entry["label"]: entry for entry in data["settings"]}
     if short:
         lines = ["| sampler | lossless | forwards | right, % | Frechet distance | p |"]
@@ -112,7 +140,7 @@ def digits_table(data: dict[str, Any], short: bool) -> str:
             "Frechet distance | same distribution, p |"
         ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
-    for label in [name for name in README_DIGITS if name in settings] if short else settings:
+    for label in [name for name in SHORT_DIGITS if name in settings] if short else settings:
         entry = settings[label]
         right, distance = [100 * share for share in entry["accuracy"]], entry["distance"]
         cells = [f"`{label}`", "yes" if entry["lossless"] else "no", f"{entry['forwards'][0]:.1f}"]
@@ -263,11 +291,7 @@ def rendered() -> dict[str, str]:
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
     canvases = _result("canvases")
     tables = {
-        "README.md": {
-            "compare": compare_table(compare, True),
-            "antibody": antibody_table(antibody, True),
-            "digits": digits_table(digits, short=True),
-        },
+        "README.md": {"headline": headline_table(compare)},
         "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
         "docs/caches.md": {
             "caches": caches_table(_result("caches")),
@@ -290,6 +314,12 @@ def rendered() -> dict[str, str]:
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),
             "jacobi_verification": verification_table(jacobi),
+        },
+        "docs/samplers.md": {
+            "compare": compare_table(compare, True),
+            "antibody": antibody_table(antibody, True),
+            "digits": digits_table(digits, short=True),
+            "settings": settings_table(),
         },
     }
     found = {}

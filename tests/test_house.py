@@ -123,7 +123,7 @@ def test_version_is_in_the_changelog() -> None:
 
 def test_installed_version_agrees() -> None:
     try:
-        installed = importlib.metadata.version("paradec")
+        installed = importlib.metadata.version(PYPROJECT["project"]["name"])
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("paradec is not installed")
     assert installed == paradec.__version__
@@ -134,9 +134,54 @@ def test_console_script_exists() -> None:
     assert hasattr(__import__(module, fromlist=[name]), name)
 
 
-def test_readme_names_every_sampler() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_samplers_names_every_sampler() -> None:
+    """In the words that were written by hand; the generated tables name them anyhow."""
+    page = (ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", page, flags=re.DOTALL)
+    assert len(text) < len(page) and "<!--" not in text
     assert [name for name in paradec.samplers.names() if f"`{name}`" not in text] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name in a page: its headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert {"docs/samplers.md", "docs/assets/threshold.gif", "CITATION.cff"} <= set(links)
+    for link in links:
+        file, _, anchor = link.partition("#")
+        assert "://" not in link and (ROOT / file).exists(), link
+        assert not anchor or anchor in anchors(ROOT / file), link
+
+
+def test_the_readme_leads_to_every_page_of_the_documentation() -> None:
+    """By itself, or by the home page of the documentation, which leads to all that are in the navigation."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert [name for name in pages if f"](docs/{name}" not in text and f"]({name}" not in home] == []
+
+
+def test_the_distribution_has_a_name_of_its_own() -> None:
+    """`paradec` on PyPI is another project: nothing says to install that, but where it says not to."""
+    name = PYPROJECT["project"]["name"]
+    assert name != "paradec"
+    told = re.compile(r"pip install [^\n`&]*?(?<![\w/])paradec(?![\w./])")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "paradec").rglob("*.py")]
+    found = [(page.name, match.group()) for page in pages for match in told.finditer(page.read_text(encoding="utf-8"))]
+    assert [entry for entry in found if entry != ("README.md", "pip install paradec")] == []
+    assert "**Do not `pip install paradec`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.+)$", text, flags=re.MULTILINE) == [paradec.__version__]
+    assert re.findall(r"^license: (.+)$", text, flags=re.MULTILINE) == [PYPROJECT["project"]["license"]]
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
