@@ -4,8 +4,10 @@ they are said to print is compared."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -18,10 +20,13 @@ import pytest
 from places import ROOT
 from typer.testing import CliRunner
 
+import paradec
 from paradec import caches, samplers
 from paradec.cli import app
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 ELSEWHERE = re.compile(
     r"path|folder|cuda|\bpipe\b|pipe\.|\.ckpt|\.pth|\.pt\b|\.safetensors|mar_large|amused/|black-forest|BAAI|mine\.jsonl|"
     r"custom_generate|logits\)|\.\.\.|questions|generate\(model, (prompt|chat)\b"
@@ -104,22 +109,98 @@ def test_the_examples_are_found() -> None:
 
 def navigation() -> list[str]:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    return re.findall(r"^  - [^:]+: (\S+\.md)$", text.partition("nav:")[2], flags=re.MULTILINE)
+    return re.findall(r"^ +- [^:]+: (\S+\.md)$", text.partition("nav:")[2], flags=re.MULTILINE)
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    pages = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    """A notebook's page is made of it when the site is built."""
+    files = [*DOCS.rglob("*.md"), *(path.with_suffix(".md") for path in NOTEBOOKS)]
+    pages = sorted(path.relative_to(DOCS).as_posix() for path in files)
     assert sorted(navigation()) == pages and navigation()[0] == "index.md"
 
 
 def test_the_home_page_leads_to_every_page() -> None:
-    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\]\((\w+\.md)\)", home)) == set(navigation()) - {"index.md"}
+    home = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(([\w/]+\.md)\)", home)) == set(navigation()) - {"index.md"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason='needs the extra "docs"')
+def referenced(folder: str = "api") -> set[Any]:
+    """What the reference describes, as objects; each must be there."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / folder).glob("*.md")))
+    paths = re.findall(r"^::: (\S+)$", pages, flags=re.MULTILINE)
+    assert len(paths) == len(set(paths))
+    parts = [path.rpartition(".") for path in paths]
+    return {getattr(importlib.import_module(module), name) for module, _, name in parts}
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    """The package's own names, and every sampler and cache of the registries."""
+    public = {getattr(paradec, name) for name in paradec.__all__ if name not in ("attention", "caches", "samplers")}
+    public |= {registry.get(name) for registry in (samplers, caches) for name in registry.names()}
+    missing = public - referenced()
+    assert not missing, sorted(thing.__name__ for thing in missing)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_small_and_show_what_they_did(path: Path) -> None:
+    """`.ci/full` runs them. No numbers of executions, no pages of traces, and an output for what prints."""
+    assert path.stat().st_size < 100_000
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            kinds = {kind for output in cell["outputs"] for kind in output.get("data", {})}
+            assert cell["execution_count"] is None and kinds <= {"text/plain", "image/png"}
+            assert cell["outputs"] or "print(" not in "".join(cell["source"])
+            compile("".join(cell["source"]), str(path), "exec")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason='needs the extra "docs"')
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "index.html").is_file()
+    reference = (tmp_path / "api" / "samplers" / "index.html").read_text(encoding="utf-8")
+    assert "probability that a token must reach" in reference  # of Threshold's docstring
+    for path in NOTEBOOKS:
+        assert (tmp_path / "notebooks" / path.stem / "index.html").is_file()
+        assert (tmp_path / "notebooks" / path.name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("html", "found"),
+    [
+        ('<script src="https://cdn.example/x.js">', 1),
+        ("<script src=//cdn.example/x.js>", 1),
+        ('<link rel="stylesheet" href="https://fonts.googleapis.com/css">', 1),
+        ('<link href="https://fonts.gstatic.com" rel="preconnect">', 1),
+        ('<img alt="a" src="http://example/a.png">', 1),
+        ('<a href="https://example">', 0),
+        ('<link rel="canonical" href="https://example">', 0),
+        ('<img src="data:image/png;base64,AA//BB"><script src="../x.js"></script>', 0),
+    ],
+)
+def test_pages_that_need_the_network_are_found(html: str, found: int) -> None:
+    assert len(site_hook().ELSEWHERE.findall(html)) == found
+
+
+def test_a_notebook_becomes_a_page() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {
+            "cell_type": "code",
+            "source": ["print(1)"],
+            "outputs": [{"text": ["1\n"]}, {"data": {"image/png": "AA\nBB", "text/plain": "<Image>"}}],
+        },
+    ]
+    page = site_hook().markdown(cells, "x.ipynb")
+    assert page.startswith("# Title\nwords\n\n[") and "](x.ipynb)" in page
+    shown = '<img alt="what the cell shows" src="data:image/png;base64,AABB">\n'
+    assert page.endswith("```python\nprint(1)\n```\n\n```text\n1\n```\n\n" + shown)
+
+
+def site_hook() -> Any:
+    """What mkdocs runs; it needs mkdocs only to be run."""
+    spec = importlib.util.spec_from_file_location("hook", DOCS / "notebooks" / "hook.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook

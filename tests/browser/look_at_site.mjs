@@ -1,0 +1,72 @@
+// Opens pages of the built site in Chromium with the network off; files are handed over by this program alone, so that
+// whatever else a page asks for is seen. Screenshots go beside the site.
+//     node tests/browser/look_at_site.mjs FOLDER          (FOLDER/site is what mkdocs built)
+import { createRequire } from "node:module";
+import { existsSync, readFileSync, statSync } from "node:fs";
+import { extname, join, resolve } from "node:path";
+
+const folder = resolve(process.argv[2]), site = join(folder, "site");
+const { chromium } = createRequire(join(folder, "x.js"))("playwright-core");
+const program = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(path => existsSync(path));
+const browser = await chromium.launch({ executablePath: process.env.CHROMIUM || program, args: ["--no-sandbox"] });
+const kinds = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".json": "application/json", ".svg": "image/svg+xml", ".png": "image/png", ".gif": "image/gif" };
+const failures = [];
+let checks = 0;
+function check(fine, what) { checks++; if (!fine) failures.push(what); }
+
+async function open(path, width = 1280, colorScheme = "light") {
+  const context = await browser.newContext({ offline: true, viewport: { width, height: 900 }, colorScheme });
+  await context.route("**/*", route => {
+    const url = new URL(route.request().url());
+    let file = join(site, decodeURIComponent(url.pathname));
+    if (url.host !== "docs.test") { failures.push(`${path} asked for ${url}`); return route.abort(); }
+    if (existsSync(file) && statSync(file).isDirectory()) file = join(file, "index.html");
+    if (!existsSync(file)) { failures.push(`${path} asked for ${url.pathname}, which is not there`); return route.abort(); }
+    return route.fulfill({ body: readFileSync(file), contentType: kinds[extname(file)] || "application/octet-stream" });
+  });
+  const page = await context.newPage();
+  page.on("pageerror", error => failures.push(`${path}: ${error.message}`));
+  page.on("console", message => { if (message.type() === "error") failures.push(`${path}: ${message.text()}`); });
+  await page.goto("http://docs.test/" + path, { waitUntil: "load" });
+  return page;
+}
+async function shot(page, name) { await page.screenshot({ path: join(folder, `site-${name}.png`) }); await page.context().close(); }
+const count = (page, what) => page.locator(what).count();
+
+{ // styled, highlighted, with its navigation; the search finds
+  const page = await open("quick_start/");
+  const colours = await page.evaluate(() => new Set([...document.querySelectorAll("pre code span")].map(span => getComputedStyle(span).color)).size);
+  check(colours >= 3, `quick start: code is in ${colours} colours`);
+  check(await page.evaluate(() => getComputedStyle(document.querySelector(".md-header")).position) === "sticky", "quick start: no styles");
+  check(await count(page, ".md-nav--primary a") > 25, "quick start: the navigation is short");
+  await page.locator("input.md-search__input").fill("localleap");
+  await page.waitForSelector(".md-search-result__item", { timeout: 10000 }).catch(() => {});
+  check(await count(page, ".md-search-result__item") > 0, "the search finds nothing");
+  await page.keyboard.press("Escape");
+  await page.waitForTimeout(500);
+  await shot(page, "quick_start");
+}
+{ // docstrings: settings as tables, no raw markup left
+  const page = await open("api/samplers/");
+  check(await count(page, "h3.doc-heading") > 40, "reference: samplers are missing");
+  const text = await page.locator("article").innerText();
+  check(!/^:::|Args:$/m.test(text), "reference: raw markup is left");
+  await page.locator("h3", { hasText: "LocalLeap" }).scrollIntoViewIfNeeded();
+  await shot(page, "reference");
+}
+{ // a notebook's pictures
+  const page = await open("notebooks/pictures/");
+  const wide = await page.evaluate(() => [...document.querySelectorAll("article img")].map(image => image.naturalWidth));
+  check(wide.length >= 3 && wide.every(width => width > 100), `notebook: pictures are ${wide}`);
+  await shot(page, "notebook");
+}
+{ // a telephone, in the dark
+  const page = await open("choosing_a_sampler/", 375, "dark");
+  check(await page.evaluate(() => document.documentElement.scrollWidth) <= 375, "wider than a telephone");
+  const back = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+  check(back.match(/\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0) < 200, `dark mode is ${back}`);
+  await shot(page, "small");
+}
+await browser.close();
+console.log(failures.map(failure => "FAIL " + failure).join("\n") + (failures.length ? "\n" : "") + `${checks - failures.length} of ${checks} checks of the site passed`);
+process.exit(failures.length ? 1 : 0);
