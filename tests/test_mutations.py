@@ -24,7 +24,9 @@ def test_every_mutation_fits_the_code(harness: object) -> None:
     mutations = harness.load()
     assert len(mutations) >= 150
     for mutation in mutations:
-        compile(harness.mutated(mutation), mutation.file, "exec")  # raises unless its text stands there once
+        planted = harness.mutated(mutation)  # raises unless its text stands there once
+        if mutation.file.endswith(".py"):
+            compile(planted, mutation.file, "exec")
         assert mutation.why and mutation.tests, mutation.name
         for test in mutation.tests:
             if test.startswith("tests/"):

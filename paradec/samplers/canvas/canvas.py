@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paradec import samplers
 from paradec.checks import shown
+from paradec.registry import Registry
 from paradec.samplers.canvas import rules
 from paradec.samplers.canvas.base import CanvasSampler
 from paradec.samplers.masked.base import MaskedSampler
@@ -36,8 +36,9 @@ class Canvas(CanvasSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule = samplers.registry.from_dict(self.rule) if isinstance(self.rule, Mapping) else self.rule
-        rule = samplers.create(rule) if isinstance(rule, str) else rule
+        registry = Registry.by_kind["sampler"]
+        rule = registry.from_dict(self.rule) if isinstance(self.rule, Mapping) else self.rule
+        rule = registry.create(rule) if isinstance(rule, str) else rule
         if not isinstance(rule, MaskedSampler):
             raise ValueError(f"rule={shown(self.rule)} must be a sampler of the masked family, or the name of one")
         object.__setattr__(self, "rule", rules.checked(rule, self.name))
