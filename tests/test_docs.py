@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from places import ROOT
+from scripts import load_script
 from typer.testing import CliRunner
 
 import paradec
@@ -199,8 +200,4 @@ def test_a_notebook_becomes_a_page() -> None:
 
 def site_hook() -> Any:
     """What mkdocs runs; it needs mkdocs only to be run."""
-    spec = importlib.util.spec_from_file_location("hook", DOCS / "notebooks" / "hook.py")
-    assert spec is not None and spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    return hook
+    return load_script("docs/notebooks/hook.py")

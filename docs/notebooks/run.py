@@ -3,7 +3,8 @@
     python docs/notebooks/run.py            # all of them, or those that are named
     python docs/notebooks/run.py --check    # change nothing; fail where a cell fails or prints something else
 
-Needs the extra `notebooks`. Pages (of traces) are left out, which are large, and standard error, which is about the machine.
+Needs the extra `notebooks`. Pages (of traces) are left out: they are large; so is
+standard error: it is about the machine.
 """
 
 from __future__ import annotations

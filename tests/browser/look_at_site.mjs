@@ -61,7 +61,7 @@ const count = (page, what) => page.locator(what).count();
   await shot(page, "notebook");
 }
 { // a telephone, in the dark
-  const page = await open("choosing_a_sampler/", 375, "dark");
+  const page = await open("samplers/", 375, "dark");
   check(await page.evaluate(() => document.documentElement.scrollWidth) <= 375, "wider than a telephone");
   const back = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
   check(back.match(/\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0) < 200, `dark mode is ${back}`);
