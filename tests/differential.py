@@ -44,7 +44,7 @@ RENAMED = {"random_law": "guess_distribution"}
 """Settings that have another name now, and are read under both."""
 GONE = ("init", "refresh", "guess_distribution")
 """Settings that samplers no longer have where they took no part."""
-ADDED = ("share",)
+ADDED = ("share", "draft_nfe", "encoder_calls", "denoising_calls", "logprobs")
 """Fields of outputs that a version before need not have."""
 
 # ---- requests --------------------------------------------------------------------------------------------------------
