@@ -150,7 +150,7 @@ class LiveView:
             number = Text(f"[{row + 1}] " if state.batch > 1 else "", style="dim")
             kinds = [kind(i) for i in range(start, end)]
             decided += kinds.count("final") + kinds.count("fresh") + ("end" in kinds)
-            open_ += kinds.count("undecided") + kinds.count("ahead") + kinds.count("taken")
+            open_ += sum(map(kinds.count, ("undecided", "draft", "ahead", "taken")))
             texts.append(Text.assemble(number, rendered(self.tokenizer, ids[row][start:end], kinds)))
         return texts, decided, open_
 

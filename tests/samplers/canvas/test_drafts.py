@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from canvases import CANVAS, PAD, tiny_module
+from rich.console import Console
 
 import paradec
+from paradec.cli.watch import LiveView
 
 
 class Noting:
@@ -68,3 +70,17 @@ def test_what_views_can_tell_of_a_state() -> None:
     paradec.generate(model, [[9, 10], [11, 12, 13]], max_new_tokens=40, sampler=sampler, seed=0, callback=note)
     model.unwrap()
     assert 0 in seen and len(set(seen)) > 3
+
+
+def test_the_live_view_shows_drafts_and_counts_them_as_open() -> None:
+    own = paradec.wrap(tiny_module(), eos_token_id=())
+    method = paradec.samplers.create("diffusion_gemma", max_denoising_steps=4)
+    state = method.start(own, [9, 10, 11], seed=0, max_new_tokens=CANVAS)
+    console = Console(width=200, color_system=None)
+    view = LiveView(None, console)
+    method.commit(state, method.step(own, state))
+    with console.capture() as capture:
+        console.print(view.draw(state))
+    status, row, legend = capture.get().splitlines()
+    assert f"0 of {CANVAS} tokens" in status and "draft" in legend and "taken back" not in legend
+    assert [int(word) for word in row.split()] == state.canvas[0, 3:].tolist()
