@@ -787,8 +787,14 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
     request = paradec.Request(sampler=sampler, cache="dual", max_new_tokens=8, temperature=1.0, seed=3, top_k=9)
     request.save(path)
     model = paradec.load()
-    for more, changes in [([], {}), (["--seed", "4", "--temperature", "0.5"], {"seed": 4, "temperature": 0.5})]:
+    given: list[tuple[list[str], dict[str, Any]]] = [
+        ([], {}),
+        (["--seed", "4", "--temperature", "0.5"], {"seed": 4, "temperature": 0.5}),
+        (["--max-new-tokens", "2"], {"max_new_tokens": 2}),
+    ]
+    for more, changes in given:
         found = report(PROMPT, "--preset", path, *more)
+        assert len(found["new_tokens"]) <= changes.get("max_new_tokens", 8)
         wanted = paradec.generate(model, PROMPT, preset=path, **changes)
         assert found["text"] == wanted.text and found["cache"] == "dual"
         assert found["new_tokens"] == wanted.new_tokens[0, : wanted.tokens[0]].tolist()
