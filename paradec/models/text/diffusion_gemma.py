@@ -170,18 +170,23 @@ class DiffusionGemmaModel(Model):
         return logits.div_(cap).tanh_().mul_(cap)
 
     def _encode(self, query: Query, store: Any, masks: dict[str, Tensor | None]) -> None:
-        extra = {}
+        encoder = self.module.model.encoder
+        embedded = encoder.get_input_embeddings()(query.tokens)
         if query.images is not None:
-            from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-            extra = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=query.images)}}
-        self.module.model.encoder(
-            input_ids=query.tokens,
+            # here, since releases of transformers differ in what their encoder takes of images that are embedded
+            images = query.images.to(embedded.device, embedded.dtype)
+            embedded = embedded.masked_scatter(self._image_tokens(query).unsqueeze(-1), images)
+        encoder.language_model(
+            inputs_embeds=embedded,
             attention_mask=masks,
             position_ids=query.positions,
             past_key_values=store,
-            **extra,
         )
+
+    def _image_tokens(self, query: Query) -> Tensor:
+        """[R, Q] bool: where an image stands. (Padding repeats the token before it.)"""
+        here = query.tokens == self.module.config.image_token_id
+        return here if query.valid is None else here & query.valid
 
     def _masks(self, query: Query, store: Any) -> dict[str, Tensor | None]:
         """What each kind of layer sees: [R, 1, Q or 1, K]; None sees all."""
@@ -217,7 +222,7 @@ class DiffusionGemmaModel(Model):
     def _same_image(self, query: Query) -> Tensor:
         """[R, Q, Q] bool: columns of one image, which see each other where the checkpoint was trained so. Rows with
         images are encoded from position 0."""
-        here = query.tokens == self.module.config.image_token_id
+        here = self._image_tokens(query)
         if self.text_config.use_bidirectional_attention != "vision":
             here = torch.zeros_like(here)
         begins = here & ~torch.nn.functional.pad(here, (1, -1))
