@@ -171,17 +171,15 @@ class DiffusionGemmaModel(Model):
 
     def _encode(self, query: Query, store: Any, masks: dict[str, Tensor | None]) -> None:
         encoder = self.module.model.encoder
+        common = {"attention_mask": masks, "position_ids": query.positions, "past_key_values": store}
+        if query.images is None:
+            encoder(input_ids=query.tokens, **common)
+            return
+        # embedded here, since not every release of transformers takes images that have been encoded
         embedded = encoder.get_input_embeddings()(query.tokens)
-        if query.images is not None:
-            # here, since releases of transformers differ in what their encoder takes of images that are embedded
-            images = query.images.to(embedded.device, embedded.dtype)
-            embedded = embedded.masked_scatter(self._image_tokens(query).unsqueeze(-1), images)
-        encoder.language_model(
-            inputs_embeds=embedded,
-            attention_mask=masks,
-            position_ids=query.positions,
-            past_key_values=store,
-        )
+        images = query.images.to(embedded.device, embedded.dtype)
+        embedded = embedded.masked_scatter(self._image_tokens(query).unsqueeze(-1), images)
+        encoder.language_model(inputs_embeds=embedded, **common)
 
     def _image_tokens(self, query: Query) -> Tensor:
         """[R, Q] bool: where an image stands. (Padding repeats the token before it.)"""
