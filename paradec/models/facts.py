@@ -80,6 +80,14 @@ class ModelFacts:
         model fills no holes."""
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
+    def check_length(self, longest: int, new: int) -> None:
+        """Raise ValueError where a row of `longest` positions, `new` of them new, is more than the model can take."""
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
+                f"({self.max_length})"
+            )
+
     @property
     def block_unit(self) -> int:
         """Neighbouring positions that see each other whatever the order: the block of a block-causal model, else 1."""

@@ -157,11 +157,7 @@ def _new_tokens(model: Any, rows: list[list[int]], asked: int | None, holes: boo
                 f"the prompt of row {index} begins with a hole; {facts.name} reads at least one token before a canvas"
             )
     longest = max(map(len, rows)) + new
-    if facts.max_length is not None and longest > facts.max_length:
-        raise ValueError(
-            f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {facts.name} takes "
-            f"({facts.max_length})"
-        )
+    facts.check_length(longest, new)
     return new
 
 

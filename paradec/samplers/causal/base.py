@@ -106,11 +106,7 @@ class CausalSampler(Sampler):
         elif negative_prompt is not None:
             raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
         longest = int((lengths + shift).max()) + new
-        if facts.max_length is not None and longest > facts.max_length:
-            raise ValueError(
-                f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {facts.name} "
-                f"takes ({facts.max_length})"
-            )
+        facts.check_length(longest, new)
         _, seeds = randomness(request, prompts)
         allowed, guess = self._allowed(facts, request, grid, device)
         texts = self._texts(model, request, len(prompts))

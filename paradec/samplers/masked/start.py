@@ -151,11 +151,7 @@ def _new_tokens(model: Any, rows: list[list[int]], asked: int | None, holes: boo
         if not new and facts.mask_id not in row:
             raise ValueError(f"the prompt of row {index} has no mask to fill; give it one, or max_new_tokens above 0")
     longest = max(map(len, rows)) + new
-    if facts.max_length is not None and longest > facts.max_length:
-        raise ValueError(
-            f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {facts.name} takes "
-            f"({facts.max_length})"
-        )
+    facts.check_length(longest, new)
     return new
 
 
