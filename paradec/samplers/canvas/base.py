@@ -258,7 +258,7 @@ class CanvasSampler(Sampler):
         values = torch.where(moves, proposal.values, before)
         tokens = np.where(stands[:, None], before.cpu().numpy(), tokens) if stands.any() else tokens
         state.canvas[state.index(rows).unsqueeze(1), proposal.positions] = values
-        state.memory.write("noisy", rows, torch.where(moves, shown, state.memory.read(rows)["noisy"]))
+        state.memory.write("noisy", rows, torch.where(moves, shown, state.noisy(rows)))
         state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=free.device))
         if soft is not None:
             state.memory.write("soft", rows[stays], soft)
@@ -288,7 +288,7 @@ class CanvasSampler(Sampler):
             quota=rules.quota(state.rule, free.sum(1), state.canvas_step[rows] + 1, state.steps),
             memory={},
             updates={},
-            current=state.memory.read(rows)["noisy"],
+            current=state.noisy(rows),
             editable=torch.zeros_like(free),
             top=top_by_rank,
             draw=noise,

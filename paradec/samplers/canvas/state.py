@@ -185,6 +185,10 @@ class DenoisingState(State):
         """[R] int64 on the device."""
         return torch.as_tensor(rows, device=self.canvas.device)
 
+    def noisy(self, rows: np.ndarray) -> Tensor:
+        """[R, C] int64: the ids that the model is shown of the rows' open canvases."""
+        return self.memory["noisy"].index_select(0, self.index(rows))
+
     def read(self, tensor: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         """[R, C] of a canvas-shaped tensor [B, L]."""
         return tensor[self.index(rows).unsqueeze(1), positions]
