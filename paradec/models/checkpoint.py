@@ -42,6 +42,12 @@ DTYPES = {
 """What safetensors calls a dtype -> what torch does."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
 """Fields of config.json that need not be integers."""
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    "attention_dropout": 0.0,
+    "use_cache": False,
+}
+"""Fields of a configuration that say nothing of the maths: ids are for the model's facts, stores for caches."""
 COUNTERS = ("position_ids", "num_batches_tracked")
 """Buffers of image models in transformers' format that are integers: their names end so."""
 MIXTURES = ("qwen3_moe", "glm4_moe")
@@ -153,6 +159,13 @@ def flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | N
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name}={shown(value)} must be true or false")
     return value
+
+
+def require(config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise CheckpointError for a field that config.json does not have."""
+    for name in names:
+        if config.get(name) is None:
+            raise CheckpointError(f"config.json has no {name!r}")
 
 
 def refuse_unless(config: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import is_finite
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
 from paradec.models.family import Family
 
 KEY_MAPPING = {
@@ -69,9 +69,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import LlamaConfig
 
-    for name in REQUIRED:
-        if config.get(name) is None:
-            raise CheckpointError(f"config.json has no {name!r}")
+    require(config, REQUIRED)
     # defaults of the published configuration class that differ from Llama's are refused, not assumed
     refuse_unless({**CLASS_DEFAULTS, **config}, ONLY)
     hidden, layers, heads = (positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
@@ -95,12 +93,8 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
-        attention_dropout=0.0,
         tie_word_embeddings=bool(flag(config, "weight_tying", True)),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=False,
+        **NEUTRAL,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
 from paradec.models.family import Family
 from paradec.models.text.qwen import experts_per_token, stated_block
 
@@ -87,9 +87,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Glm4MoeConfig
 
-    for name in REQUIRED:
-        if config.get(name) is None:
-            raise CheckpointError(f"config.json has no {name!r}")
+    require(config, REQUIRED)
     refuse_unless(config, ONLY)
     if config.get("quantization_config") is not None:
         raise CheckpointError(
@@ -133,12 +131,8 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
         hidden_act="silu",
         use_qk_norm=True,
         attention_bias=False,
-        attention_dropout=0.0,
         tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=False,
+        **NEUTRAL,
     )
 
 

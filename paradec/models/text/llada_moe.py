@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
 from paradec.models.family import Family
 from paradec.models.text.qwen import experts_per_token
 
@@ -62,9 +62,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Qwen3MoeConfig
 
-    for name in REQUIRED:
-        if config.get(name) is None:
-            raise CheckpointError(f"config.json has no {name!r}")
+    require(config, REQUIRED)
     refuse_unless(config, ONLY)
     hidden, layers, heads, kv_heads = (
         positive(config, name)
@@ -106,12 +104,8 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
         hidden_act="silu",
         attention_bias=False,
         use_sliding_window=False,
-        attention_dropout=0.0,
         tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=False,
+        **NEUTRAL,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, require, rope_theta
 
 ONLY = {
     "hidden_act": ("silu",),
@@ -114,9 +114,7 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _sizes(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> tuple[int, int]:
     """Refuse what is missing or not supported; hidden size and attention heads."""
-    for name in required:
-        if config.get(name) is None:
-            raise CheckpointError(f"config.json has no {name!r}")
+    require(config, required)
     refuse_unless(config, only)
     layers = config.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):

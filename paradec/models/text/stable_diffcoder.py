@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paradec.checks import shown
-from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, rope_theta
+from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
 from paradec.models.family import Family
 from paradec.models.text.qwen import REQUIRED, stated_block
 
@@ -38,9 +38,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import LlamaConfig
 
-    for name in REQUIRED:
-        if config.get(name) is None:
-            raise CheckpointError(f"config.json has no {name!r}")
+    require(config, REQUIRED)
     refuse_unless(config, ONLY)
     sizes = {name: positive(config, name) for name in REQUIRED if name != "rms_norm_eps"}
     hidden, heads, kv_heads = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
@@ -62,12 +60,8 @@ def llama_config(config: Mapping[str, Any]) -> Any:
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
-        attention_dropout=0.0,
         tie_word_embeddings=bool(flag(config, "tie_word_embeddings", False)),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        use_cache=False,
+        **NEUTRAL,
     )
 
 
