@@ -23,8 +23,11 @@ FAMILIES = {
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
+    "var": ("paradec.models.images.var", "load_var", "VARModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
+TELLING = {"diffusion_pos_embed_learned": "mar", "pos_1LC": "var"}
+"""The `model_type` of a single file, by the name of a tensor that no other has."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
 
@@ -38,7 +41,7 @@ def packaged_image(name: str) -> str:
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
-    """The `model_type` of a checkpoint that is one file: MAR's by the names of its tensors, else LlamaGen's."""
+    """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's where none tells."""
     import torch
     from safetensors import safe_open
 
@@ -52,7 +55,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
             names = set(data.get("model_ema", data.get("model", data)))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
-    return "mar" if "diffusion_pos_embed_learned" in names else "llamagen"
+    return next((kind for name, kind in TELLING.items() if name in names), "llamagen")
 
 
 def image_loader(model_type: Any) -> Callable[..., Any] | None:
