@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
+from image_models import tiny_var
 from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
@@ -43,7 +44,7 @@ WRAPPED = [
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
-IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "dit"]
+IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "var", "dit"]
 CANVAS = "diffusion_gemma"
 EVERY = [*TEXT, CANVAS, *IMAGES]
 
@@ -67,6 +68,8 @@ def make(kind: str) -> Any:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         return MARModel(module, KLDecoder(VQConfig(**DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
+    if kind == "var":
+        return tiny_var()
     if kind == "dit":
         return DiffusionModel(tiny_dit(torch.float64))
     return wrapped(kind)
@@ -94,6 +97,9 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == "mar":
         sampler = paradec.samplers.create("mar", head_steps=3)
         given = {"class_labels": [1, 2], "sampler": sampler, "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).images
+    if kind == "var":
+        given = {"class_labels": [1, 2], "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).images
     if kind == "digits-maskgit":
         given = {"class_labels": [1, 7], "steps": 4, "output_type": "latent"}
@@ -126,6 +132,10 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
     if kind == "mar":
         sampler = paradec.samplers.create("mar", head_steps=3)
         return sampler, model, sampler.start(model, [1, 2], steps=5, seed=0, trace=True), lambda state: state.tokens
+    if kind == "var":
+        sampler = paradec.samplers.create("var")
+        state = sampler.start(model, [1, 2], seed=0, guidance_scale=2.0, trace=True)
+        return sampler, model, state, lambda state: state.tokens
     if kind in IMAGE_MODELS:
         request = IMAGE_MODELS[kind][1]
         sampler = paradec.samplers.create("sjd", window=4)

@@ -64,6 +64,7 @@ OURS = {
     "uvit": "codes",
     "masked image": "masked image",
     "mar": "continuous image",
+    "var": "scale image",
     "diffusion": "latent",
     "masked text": "text",
     "causal text": "text",
@@ -129,7 +130,7 @@ DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
     "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
     "generate_images": (
-        ("image", "masked image", "continuous image"),
+        ("image", "masked image", "continuous image", "scale image"),
         lambda model: paradec.generate_images(model, class_labels=1),
     ),
 }
@@ -293,7 +294,7 @@ def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
     assert model.unwrap() is module
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in ("continuous image", "latent")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in ("continuous image", "scale image", "latent")])
 def test_words_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
     """Embeddings of the whole vocabulary; the output matrix makes the logits of the hidden states."""
     model = given[name]

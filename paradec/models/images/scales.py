@@ -1,4 +1,4 @@
-"""What a sampler asks of a model that predicts whole scales, and what comes back. Data alone; it knows neither of them."""
+"""What a sampler asks of a model that predicts whole scales, and what comes back. Data alone; it knows neither."""
 
 from __future__ import annotations
 

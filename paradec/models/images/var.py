@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,9 @@ class VAR(nn.Module):
     def levels(self, begin: int, stop: int) -> Tensor:
         """[stop - begin] int64: the scale of each token."""
         device = self.pos_1LC.device
-        return torch.bucketize(torch.arange(begin, stop, device=device), torch.tensor(self.ends, device=device), right=True)
+        return torch.bucketize(
+            torch.arange(begin, stop, device=device), torch.tensor(self.ends, device=device), right=True
+        )
 
     def visible(self, first: int, last: int) -> Tensor | None:
         """[n, begin + n] bool: what the rows of these scales see: their own scale and all before; None is all."""
@@ -200,6 +202,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.zero_k_bias: Tensor
         self.register_buffer("zero_k_bias", torch.zeros(width))
         self.proj = nn.Linear(width, width)
         self.scale = 1.0 if l2_norm else 0.25 / math.sqrt(width // heads)
@@ -288,7 +291,9 @@ class VARModel(PictureModel, Adapter):
         if not isinstance(module, VAR):
             raise TypeError(f"module must be a paradec.models.images.var.VAR, not {type(module).__name__}")
         if not isinstance(vq, MultiScaleVQ):
-            raise TypeError(f"vq must be a MultiScaleVQ, not {type(vq).__name__}: codes of a scale are the next's input")
+            raise TypeError(
+                f"vq must be a MultiScaleVQ, not {type(vq).__name__}: codes of a scale are the next's input"
+            )
         super().__init__(module.eval())
         book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
         if book != (module.codebook_size, module.code_dim):
@@ -304,9 +309,14 @@ class VARModel(PictureModel, Adapter):
         self.defaults = DEFAULTS | dict(defaults or {})
 
     @property
+    def shared(self) -> dict[str, Any]:
+        """The autoencoder: a picture is in the codes of one."""
+        return {"vq": self.vq}
+
+    @property
     def codes(self) -> Tensor:
         """[V, C]: the codebook."""
-        return self.vq.codes
+        return self.vq.codes.detach()
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
         """As for all; and what the sampler's authors take in place of the model's."""
@@ -321,7 +331,7 @@ class VARModel(PictureModel, Adapter):
             inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
             wanted = query.wanted * len(query.labels)
             logits = self.module(labels, inputs, query.first, query.last, query.store, wanted)
-        return ScaleAnswer(logits, self.vq.codes, self.place)
+        return ScaleAnswer(logits, self.codes, self.place)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
         """An empty store for so many rows of a call (both branches' under guidance) and the first scales.
@@ -381,6 +391,11 @@ class VARModel(PictureModel, Adapter):
         with torch.no_grad():
             images = self.vq.decode(self.features(tokens))
         return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def stages(self, tokens: Tensor) -> Iterable[Tensor]:
+        """The pictures after each scale."""
+        for stop in self.module.ends:
+            yield self.decode(tokens[:, :stop])
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
@@ -471,7 +486,9 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     module.load_state_dict({**{key: needed[key] for key in buffers}, **weights})
 
 
-def sizes_of(weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None) -> dict[str, Any]:
+def sizes_of(
+    weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
+) -> dict[str, Any]:
     """The sizes of `VAR` that its weights tell, with scales and heads where they do not.
 
     Raises:
@@ -486,7 +503,7 @@ def sizes_of(weights: Mapping[str, Tensor], scales: Sequence[int] | None = None,
     levels = weights["lvl_embed.weight"].shape[0]
     if len(scales) != levels or ends_of(scales)[-1] != length:
         raise ValueError(
-            f"scales={shown(tuple(scales))} are {len(scales)} maps of {ends_of(scales)[-1]} tokens; the weights are for "
+            f"scales={shown(tuple(scales))} are {len(scales)} maps of {ends_of(scales)[-1]} tokens; the weights have "
             f"{levels} maps of {length}"
         )
     scale = weights.get("blocks.0.attn.scale_mul_1H11")

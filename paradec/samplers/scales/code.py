@@ -39,7 +39,7 @@ class CoDe(ScaleSampler):
         temperatures: as for `var`; None is 1.1 at the first 7 of 10 scales and 1 at the others, as published.
         guidance_schedule, top_ks, smooth: as for `var`. The public code has top_k=600 at all scales.
 
-    The public code draws tokens for the drafted scales a second time, from the small model's unguided logits, and throws
+    The public code draws tokens for the drafted scales once more, from the small model's unguided logits, and throws
     them away; that is left out. With one seed for both models the small one repeats the large one's numbers there; here
     each scale has its own.
     """
@@ -86,7 +86,9 @@ class CoDe(ScaleSampler):
     def check_pair(self, model: Any) -> None:
         """Raise ValueError unless the drafter and `model` can make one picture."""
         if self.drafter is None:
-            raise ValueError(f"sampler 'code' needs drafter=..., the larger model, whose scales {model.facts.name} ends")
+            raise ValueError(
+                f"sampler 'code' needs drafter=..., the larger model, whose scales {model.facts.name} ends"
+            )
         for name in ("scales", "classes", "vocab_size", "code_dim"):
             ours, other = getattr(model.facts, name), getattr(self.drafter.facts, name)
             if ours != other:

@@ -24,4 +24,4 @@ class VAR(ScaleSampler):
     paper = "VAR"
     arxiv = "2404.02905"
     summary = "a whole scale of the picture per forward, the coarsest first"
-    presets = {"demo": {}, "smooth": {"smooth": True}}
+    presets = {"smooth": {"smooth": True}}
