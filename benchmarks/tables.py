@@ -157,6 +157,27 @@ def digits_table(data: dict[str, Any], short: bool) -> str:
     return "\n".join(lines)
 
 
+def digits_scales_table(data: dict[str, Any]) -> str:
+    """All ways to make digits in few forwards, of benchmarks/digits_scales.py, by the distance."""
+    lines = [
+        "| method | model | chosen | forwards | positions | CPU, ms | right class, % | Frechet distance | p to the one "
+        "above |"
+    ]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for entry in data["methods"]:
+        right, distance = [100 * share for share in entry["accuracy"]], entry["distance"]
+        said = entry["settings"] | {name: value for name, value in entry["request"].items() if name != "steps"}
+        forwards = f"{entry['forwards'][0]:.1f}"
+        forwards += f" + {entry['draft_forwards']:.0f} large" if entry["draft_forwards"] else ""
+        p = entry.get("p_to_the_one_above")
+        cells = [f"`{entry['label']}`", f"`{entry['model']}`", setting({k: v for k, v in said.items() if v != 0})]
+        cells += [forwards, f"{entry['positions']:.0f}", f"{entry['milliseconds']:.1f}"]
+        cells += [f"{right[0]:.1f} ({right[1]:.1f}-{right[2]:.1f})"]
+        cells += [f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f})", "" if p is None else f"{p:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def jacobi_table(data: dict[str, Any]) -> str:
     """A step beside the model's forward, of benchmarks/jacobi.py."""
     lines = ["| setting | forward, ms | all else, ms | ratio | tokens per step |", "|---" * 5 + "|"]

@@ -343,3 +343,41 @@ def test_what_is_encoded_is_decoded() -> None:
         rest = rest - model.vq.smoothed(model.codes[nearest], index, SCALES)
     with pytest.raises(ValueError, match=r"expected \[batch, channels, 8, 8\]"):
         model.encode(torch.rand(1, 3, 9, 8))
+
+
+def test_tokens_have_places_of_their_own() -> None:
+    """With flat laws a picture's draws are as different as fair ones, in every scale and row."""
+    model = copy.deepcopy(tiny_var())
+    with torch.no_grad():
+        model.module.head.weight.zero_()
+        model.module.head.bias.zero_()
+    tokens = tokens_of(samplers.create("var"), model, [1] * 200)
+    counts = torch.bincount(tokens.flatten(), minlength=32).double()
+    expected = tokens.numel() / 32
+    assert ((counts - expected).square() / expected).sum() < 66.6  # 31 degrees of freedom, one in ten thousand
+    assert (tokens[:, 1:] == tokens[:, :-1]).double().mean() < 0.05
+    assert (tokens[1:] == tokens[:-1]).double().mean() < 0.05
+
+
+def test_command(tmp_path: Any) -> None:
+    """`paradec image` with single files, whose drafter shares the autoencoder."""
+    from safetensors.torch import save_file
+    from typer.testing import CliRunner
+
+    from paradec.cli import app
+
+    vq = tmp_path / "vq.safetensors"
+    small, large = tiny_var(), tiny_var(seed=5, width=12, depth=3)
+    save_file(small.vq.float().state_dict(), vq, metadata={"config": '{"norm_groups": 4}'})
+    for name, model in (("small", small), ("large", large)):
+        metadata = {"config": '{"scales": [1, 2, 3, 4], "heads": 2}'}
+        save_file(model.module.float().state_dict(), tmp_path / f"{name}.safetensors", metadata=metadata)
+    given = ["image", "--model", str(tmp_path / "small.safetensors"), "--vq", str(vq), "--class", "1,2", "--seed", "0"]
+    out = ["--out", str(tmp_path / "out.png")]
+    done = CliRunner().invoke(app, [*given, *out])
+    assert done.exit_code == 0 and "longest row 4" in done.output, done.output
+    code = ["--sampler", "code", "--set", "split=3", "--drafter", str(tmp_path / "large.safetensors")]
+    done = CliRunner().invoke(app, [*given, *code, *out])
+    assert done.exit_code == 0 and "longest row 1" in done.output, done.output
+    done = CliRunner().invoke(app, [*given, "--sampler", "code", *out])
+    assert done.exit_code != 0 and "--sampler code needs --drafter" in done.output

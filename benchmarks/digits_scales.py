@@ -1,0 +1,166 @@
+"""What next-scale models cost and keep on the packaged digits, beside all other ways to make them in few forwards.
+
+    python benchmarks/digits_scales.py              # writes results/digits_scales.json
+    python benchmarks/digits_scales.py --draw       # the pictures alone
+    python benchmarks/tables.py                     # afterwards: the table of docs/scales.md
+
+Every method has a few settings. Two hundred pictures of each choose one, by the Frechet distance; five hundred others,
+of other seeds, are reported. Class accuracy and distance are those of `benchmarks/digits.py`, with 95 % intervals
+(Wilson's; bootstrap). Methods are ranked by the distance; of neighbours in that order, a random split of both sets of
+pictures, class by class, says whether they can be told apart (a permutation test).
+
+The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked transformer, both over 49 codes of one VQ;
+`digits-var` and `digits-var-small` are VARs over 88 codes in five scales of another. A forward of one is no forward of
+the other, so that positions evaluated (both branches of guidance, both models) and CPU milliseconds a picture stand
+beside it: one core, batches of 100, without the VQ decoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from digit_quality import frechet_distance, load_classifier, moments
+from digits import BATCH, against, judged
+from provenance import write_result
+from tables import digits_scales_table
+
+import paradec
+from paradec.images import contact_sheet
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "digits_scales.json"
+FIGURE = ROOT / "docs" / "figures" / "digits_scales.png"
+CHOOSING, REPORTED = 10_000_000, 20_000_000
+"""Where seeds begin."""
+Setting = tuple[dict[str, Any], dict[str, Any]]
+"""Of the sampler, and of the request."""
+
+
+def over(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[Setting]:
+    """Every combination of values."""
+
+    def combined(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+
+    return [(settings, fields) for settings in combined(sampler) for fields in combined(request)]
+
+
+GUIDANCE: dict[str, list[Any]] = {"guidance_scale": [1.5, 2.0, 3.0]}
+MASKED = {**GUIDANCE, "steps": [8]}
+SCALES: dict[str, list[Any]] = {"guidance_scale": [1.0, 1.5, 2.0, 3.0], "temperature": [0.9, 1.0], "top_k": [0]}
+METHODS: list[tuple[str, str, str, list[Setting]]] = [
+    ("ar", "digits-ar", "sjd", over({"window": [1]}, GUIDANCE)),
+    ("sjd", "digits-ar", "sjd", over({}, GUIDANCE)),
+    ("maskgit, 8 steps", "digits-maskgit", "maskgit", over({"choice_temperature": [1.0, 2.0, 4.5]}, MASKED)),
+    ("halton, 8 steps", "digits-maskgit", "halton", over({}, MASKED)),
+    ("lpd, 8 steps", "digits-maskgit", "lpd", over({}, MASKED)),
+    ("var", "digits-var", "var", over({}, SCALES)),
+    ("var, small model", "digits-var-small", "var", over({}, SCALES)),
+    *((f"code, split {split}", "digits-var-small", "code", over({"split": [split]}, SCALES)) for split in range(1, 5)),
+]
+"""(label, model, sampler, settings to choose from)."""
+
+
+@torch.inference_mode()
+def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> dict[str, Any]:
+    """`images` pictures, all classes equally often."""
+    settings, request = setting
+    extra = {"drafter": paradec.load("digits-var")} if sampler == "code" else {}
+    model, method = paradec.load(name), paradec.samplers.create(sampler, **settings, **extra)
+    pictures, labels, forwards, drafted, positions, cpu = [], [], [], [], 0, 0.0
+    for start in range(0, images, BATCH):
+        wanted = [(start + index) % 10 for index in range(min(BATCH, images - start))]
+        begin = time.process_time()
+        out = paradec.generate_images(
+            model, class_labels=wanted, sampler=method, seed=seed + start, output_type="latent", **request
+        )
+        cpu += time.process_time() - begin
+        grid = model.grid()
+        pictures.append(model.decode(out.tokens, grid))
+        labels += wanted
+        forwards += out.row_nfe
+        drafted += out.draft_nfe
+        positions += out.forwarded_tokens
+    if sampler == "code":  # the output counts the small model's; the large one evaluates what comes before
+        split = settings["split"]
+        ends, branches = model.facts.ends, 1 if request["guidance_scale"] == 1 else 2
+        positions += images * branches * ends[split - 1]
+    return {
+        "pictures": torch.cat(pictures),
+        "labels": torch.tensor(labels),
+        "forwards": torch.tensor(forwards).numpy(),
+        "draft_forwards": sum(drafted) / images,
+        "positions": positions / images,
+        "milliseconds": 1000 * cpu / images,
+        "seconds": cpu,
+    }
+
+
+def chosen(label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any) -> Setting:
+    """The setting of the least distance."""
+    held_out = (judge.held_out_mean, judge.held_out_covariance)
+    found = []
+    for index, setting in enumerate(settings):
+        pictures = run(name, sampler, setting, images, CHOOSING + 100_000 * index)["pictures"]
+        distance = frechet_distance(moments(judge.features(pictures)), held_out)
+        print(f"  {label} {setting}: {distance:.1f}", flush=True)
+        found.append(distance)
+    return settings[min(range(len(found)), key=found.__getitem__)]
+
+
+def figure(results: list[dict[str, Any]]) -> None:
+    """A row of two pictures of every digit for each method, in the order of the table."""
+    rows: list[Any] = []
+    for entry in results:
+        settings, request = entry["settings"], entry["request"]
+        extra = {"drafter": paradec.load("digits-var")} if entry["sampler"] == "code" else {}
+        method = paradec.samplers.create(entry["sampler"], **settings, **extra)
+        labels = [label for label in range(10) for _ in range(2)]
+        model = paradec.load(entry["model"])
+        out = paradec.generate_images(model, class_labels=labels, sampler=method, seed=1, **request)
+        rows += [image.convert("RGB").resize((56, 56)) for image in out.images]
+    contact_sheet(rows, columns=20).save(FIGURE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=500, help="reported")
+    parser.add_argument("--choosing", type=int, default=200)
+    parser.add_argument("--draw", action="store_true", help="the pictures alone, of what was done")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for name in ("images", "choosing"):
+        if getattr(args, name) < 10 or getattr(args, name) % 10:
+            parser.error(f"--{name} {getattr(args, name)} must be a multiple of 10: all classes equally often")
+    torch.set_num_threads(1)
+    if args.draw:
+        figure(json.loads(args.out.read_text(encoding="utf-8"))["methods"])
+        return
+    judge = load_classifier()
+    found: list[dict[str, Any]] = []
+    for index, (label, name, sampler, settings) in enumerate(METHODS):
+        setting = chosen(label, name, sampler, settings, args.choosing, judge)
+        made = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
+        entry = {"label": label, "model": name, "sampler": sampler, "settings": setting[0], "request": setting[1]}
+        entry |= judged(made, judge) | {"choices": len(settings)}
+        entry |= {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")}
+        found.append(entry)
+        print(f"{label}: distance {entry['distance'][0]:.1f}, accuracy {entry['accuracy'][0]:.3f}", flush=True)
+    found.sort(key=lambda entry: entry["distance"][0])
+    for better, worse in pairwise(found):
+        worse["p_to_the_one_above"] = against(worse, better)["permutation_p"]
+    result = {"images": args.images, "choosing": args.choosing}
+    result["methods"] = [{k: v for k, v in entry.items() if k not in ("right", "features")} for entry in found]
+    write_result(args.out, result)
+    print(digits_scales_table(result))
+    figure(found)
+
+
+if __name__ == "__main__":
+    main()
