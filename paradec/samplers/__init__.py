@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.learn2pd import Learn2PD as Learn2PD
     from paradec.samplers.masked.localleap import LocalLeap as LocalLeap
     from paradec.samplers.masked.low_confidence import LowConfidence as LowConfidence
+    from paradec.samplers.masked.lpd import LPD as LPD
     from paradec.samplers.masked.mar import MAR as MAR
     from paradec.samplers.masked.margin import Margin as Margin
     from paradec.samplers.masked.maskgit import MaskGIT as MaskGIT
@@ -118,6 +119,7 @@ registry = SamplerRegistry(
         "maskgit": "paradec.samplers.masked.maskgit:MaskGIT",
         "halton": "paradec.samplers.masked.halton:Halton",
         "recap": "paradec.samplers.masked.recap:Recap",
+        "lpd": "paradec.samplers.masked.lpd:LPD",
         "diffusion_gemma": "paradec.samplers.canvas.diffusion_gemma:DiffusionGemma",
         "canvas": "paradec.samplers.canvas.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",
