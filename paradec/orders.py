@@ -250,6 +250,19 @@ class Order:
         """
         raise NotImplementedError
 
+    def planned(self, steps: int | None) -> Order:
+        """The same order in so many groups; None leaves them to the order.
+
+        Raises:
+            ValueError: an order that says itself how many there are.
+        """
+        if steps is None:
+            return self
+        name = "steps" if "steps" in self.settings() else "sizes"
+        if getattr(self, name, 0) is not None:
+            raise ValueError(f"steps={steps} has no meaning for {shown(self)}, which has its own groups: leave it out")
+        return self.but(**{name: steps})
+
     def but(self, **settings: Any) -> Order:
         """The same order with other settings.
 

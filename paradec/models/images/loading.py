@@ -23,6 +23,7 @@ FAMILIES = {
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
+    "lpd": ("paradec.models.images.lpd", "load_lpd", "LPDModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
@@ -38,7 +39,7 @@ def packaged_image(name: str) -> str:
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
-    """The `model_type` of a checkpoint that is one file: MAR's by the names of its tensors, else LlamaGen's."""
+    """The `model_type` of a checkpoint that is one file: MAR's and LPD's by the names of their tensors, else LlamaGen's."""
     import torch
     from safetensors import safe_open
 
@@ -52,6 +53,8 @@ def file_type(source: str | os.PathLike[str]) -> str:
             names = set(data.get("model_ema", data.get("model", data)))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
+    if {"fake_latent", "token_emb.weight", "pos_embed"} <= names:
+        return "lpd"
     return "mar" if "diffusion_pos_embed_learned" in names else "llamagen"
 
 
