@@ -15,7 +15,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "codes": ("a masked transformer of codes", "paradec.generate"),
     "image": ("an autoregressive image model", "paradec.generate_images"),
     "masked image": ("a masked image model", "paradec.generate_images"),
-    "grouped image": ("an image model that decodes groups of positions (LPD)", "paradec.generate_images"),
+    "grouped image": ("a model of groups of codes (LPD)", "paradec.generate_images"),
     "continuous image": ("a model of continuous image tokens (MAR)", "paradec.generate_images"),
     "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
     "drafts": ("an EAGLE drafter", "the setting drafter of a sampler"),

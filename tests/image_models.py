@@ -22,6 +22,7 @@ from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.uvit import UViT, UViTModel
@@ -190,3 +191,12 @@ def last_logits(model: object, row: int, tokens: list[int], branch: int = 0) -> 
     # the guidance branch is the second half of a call; the first is not looked at
     query = Query(rows=np.array([row]), tokens=ids.repeat(2, 1), positions=positions.repeat(2, 1), branches=2)
     return model(query)[1, -1]
+
+
+def tiny_lpd() -> LPDModel:
+    """4 x 4 cells of 32 codes, five classes."""
+    torch.manual_seed(0)
+    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return LPDModel(module.requires_grad_(False), tiny_vq())
