@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -617,9 +616,7 @@ def _nearness(known: np.ndarray) -> np.ndarray:
     return beside + across / math.sqrt(2)
 
 
-def _farthest(
-    place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: Draws
-) -> list[int]:
+def _farthest(place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: Draws) -> list[int]:
     """`count` cells of a pool [N], each the farthest from what is taken so far; the first of several."""
     if len(pool) <= count:
         return pool.tolist()

@@ -141,6 +141,15 @@ def tiny_mar() -> MARModel:
     return MARModel(module, KLDecoder(vae), name="tiny-mar")
 
 
+def tiny_lpd() -> LPDModel:
+    """4 x 4 cells of 32 codes, five classes."""
+    torch.manual_seed(0)
+    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return LPDModel(module.requires_grad_(False), tiny_vq())
+
+
 def tiny_diffusion() -> DiffusionModel:
     from diffusers import DiTTransformer2DModel
 
@@ -161,6 +170,7 @@ FAMILIES = {
     "uvit": tiny_uvit,
     "masked image": tiny_masked_image,
     "mar": tiny_mar,
+    "lpd": tiny_lpd,
     "diffusion": tiny_diffusion,
 }
 """Every adapter of a model that makes pictures."""
@@ -191,12 +201,3 @@ def last_logits(model: object, row: int, tokens: list[int], branch: int = 0) -> 
     # the guidance branch is the second half of a call; the first is not looked at
     query = Query(rows=np.array([row]), tokens=ids.repeat(2, 1), positions=positions.repeat(2, 1), branches=2)
     return model(query)[1, -1]
-
-
-def tiny_lpd() -> LPDModel:
-    """4 x 4 cells of 32 codes, five classes."""
-    torch.manual_seed(0)
-    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return LPDModel(module.requires_grad_(False), tiny_vq())

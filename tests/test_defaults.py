@@ -115,6 +115,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "derivative_dtype": None,
         "max_memory": None,
     },
+    "groups": {"order": "lpd", "guidance_schedule": "linear"},
     "mar": {
         "local_steps": 0,
         "full_groups": None,

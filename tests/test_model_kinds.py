@@ -64,6 +64,7 @@ OURS = {
     "uvit": "codes",
     "masked image": "masked image",
     "mar": "continuous image",
+    "lpd": "grouped image",
     "diffusion": "latent",
     "masked text": "text",
     "causal text": "text",
@@ -129,7 +130,7 @@ DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
     "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
     "generate_images": (
-        ("image", "masked image", "continuous image"),
+        ("image", "masked image", "grouped image", "continuous image"),
         lambda model: paradec.generate_images(model, class_labels=1),
     ),
 }

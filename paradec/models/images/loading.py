@@ -39,7 +39,7 @@ def packaged_image(name: str) -> str:
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
-    """The `model_type` of a checkpoint that is one file: MAR's and LPD's by the names of their tensors, else LlamaGen's."""
+    """The `model_type` of a checkpoint that is one file, by the names of its tensors: MAR's, LPD's, else LlamaGen's."""
     import torch
     from safetensors import safe_open
 

@@ -1,8 +1,9 @@
 """LPD: a transformer that writes the codes of a picture in any order, group by group.
 
-Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957. Neither
-transformers nor diffusers has it; parameter names are those of the published checkpoints. A row of its input is a token
-(or the class) or a mask that asks for one, with the position that it stands at; what it sees is the caller's decision.
+Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957.
+Neither transformers nor diffusers has it; parameter names are those of the published checkpoints. A row of its input is
+a token (or the class) or a mask that asks for one, with the position that it stands at; what it sees is the caller's
+decision.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paradec.models.images.grouped import GroupQuery
 from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import read_weights
 from paradec.orders import LPD as LPDOrder
-from paradec.orders import Order, group_sizes
+from paradec.orders import group_sizes
 from paradec.prompts import Prompts
 from paradec.protocol import Query
 from paradec.registry import unknown
@@ -124,9 +125,7 @@ class LPD(nn.Module):
         """
         codes, classes = self.config.vocab_size, self.config.num_classes
         label = (ids - codes - 1).unsqueeze(-1)
-        given = torch.where(
-            label == classes, self.fake_latent, self.class_emb(label.squeeze(-1).clamp(0, classes - 1))
-        )
+        given = torch.where(label == classes, self.fake_latent, self.class_emb(label.squeeze(-1).clamp(0, classes - 1)))
         x = self.token_emb(ids.clamp(max=codes - 1))
         x = torch.where(label < 0, torch.where(label == -1, self.mask_token, x), given)
         return x if positions is None else self.z_proj_ln(x + self.pos_embed[0][positions])
@@ -339,7 +338,7 @@ class LPDModel(ImageModel):
 
     def _over_store(self, query: Query, store: Any) -> Tensor:
         if not isinstance(query, GroupQuery) or query.sees is None:
-            return self._visible(query)
+            raise ValueError(f"{self.facts.name} is called with queries that say what each column sees")
         mask, slots = store.visible(query)
         seen = (slots.unsqueeze(1) < query.sees.unsqueeze(2)).unsqueeze(1)
         return seen if mask is None else seen & mask
@@ -387,9 +386,9 @@ def load_lpd(
     """Read an LPD.
 
     Args:
-        source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or a
-            folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the file of the VQ beside it;
-            "defaults" of requests) and `model.safetensors`.
+        source: a published `.pth` file, of which tensors alone are read; a `.safetensors` file with the same names; or
+            a folder with `config.json` (`n_head` and others of `LPDConfig`'s fields; "vq", the file of the VQ beside
+            it; "defaults" of requests) and `model.safetensors`.
         preset: a name of `PRESETS` that the weights must fit; None takes their own sizes.
         vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
         grid: codes along one side, where these are to be others than the file's: its positions are resized, that of the
@@ -414,7 +413,8 @@ def load_lpd(
         path = path / "model.safetensors"
     weights = read_weights(path)[0]
     config = _config(path, weights, preset, fields, n_head)
-    module = LPD(config)
+    with torch.device("meta"):  # its weights are the file's
+        module = LPD(config)
     needed = module.state_dict()
     wrong = {
         "missing": [key for key in needed if key not in weights],
@@ -429,8 +429,9 @@ def load_lpd(
         raise CheckpointError(f"the weights of {str(path)!r} do not fit {preset or 'an LPD'}: {listed(wrong)}")
     if grid is not None and grid != config.grid:
         weights = weights | {"pos_embed": resized(weights["pos_embed"], grid)}
-        module = LPD(replace(config, grid=grid))
-    module.load_state_dict(weights)
+        with torch.device("meta"):
+            module = LPD(replace(config, grid=grid))
+    module.load_state_dict(weights, assign=True)
     module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
     if not isinstance(vq, (VQModel, type(None))):
         vq = load_vq(vq)
@@ -463,7 +464,9 @@ def _config(
             "inner": weights["blocks.0.mlp.fc1.weight"].shape[0],
         }
     except (KeyError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{str(path)!r} does not hold an LPD's weights: {error} is missing or misshapen") from None
+        raise CheckpointError(
+            f"{str(path)!r} does not hold an LPD's weights: {error} is missing or misshapen"
+        ) from None
     sizes |= {} if preset is None else PRESETS[preset]
     published = next((known["n_head"] for known in PRESETS.values() if known["dim"] == sizes["dim"]), None)
     own = {key: value for key, value in fields.items() if key not in NOT_SIZES}

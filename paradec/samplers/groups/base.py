@@ -31,8 +31,10 @@ from paradec.trace import Trace
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
 
-SERVED = ("sampler", "steps", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback")
-SERVED += ("trace", "progress")
+SERVED = (
+    *("sampler", "steps", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
+    *("trace", "progress"),
+)
 """Fields of a request that have a meaning for the family."""
 
 
@@ -182,7 +184,7 @@ class GroupSampler(Sampler):
         if request.guidance_scale != 1:
             if negative_prompt is None:
                 raise ValueError(
-                    f"guidance_scale={request.guidance_scale} needs negative_prompt: what the unconditional branch reads"
+                    f"guidance_scale={request.guidance_scale} needs negative_prompt, for the unconditional branch"
                 )
             negative = _rows("negative_prompt", negative_prompt)
             model.check_prompts("negative_prompt", negative)

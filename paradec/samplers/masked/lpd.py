@@ -68,7 +68,7 @@ class LPD(InOrder):
         """The groups' sizes for so many masks of a row."""
         if isinstance(self.groups, tuple):
             return self.groups if sum(self.groups) == masks else scaled(self.groups, masks)
-        groups = self.groups
+        groups = self.groups if isinstance(self.groups, int) else None
         if groups is None and state.steps_per_block is not None:
             groups = int(state.steps_per_block[row])
         return group_sizes(masks, None if groups is None else min(groups, masks))
@@ -113,7 +113,7 @@ def lpd_ranks(
     key: tuple[int, int],
     decided: bytes,
 ) -> np.ndarray:
-    """[height * width] int64: the rank of each cell that is not `decided` (flags, one byte a cell); of these it is 0."""
+    """[height * width] int64: the rank of each cell that is not `decided` (flags, a byte each); of these it is 0."""
     there = np.frombuffer(decided, bool)
     order = lpd_order(height, width, sizes, KeyedDraws(key), repulsion, proximity, there)
     rank = np.zeros(height * width, np.int64)

@@ -21,8 +21,8 @@ from torch import Tensor
 import paradec
 from paradec import orders, samplers
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
 from paradec.models.images.loading import file_type
+from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
 from paradec.protocol import decode
 from paradec.samplers.causal.verification import draw
 from paradec.samplers.groups.groups import Groups
@@ -107,8 +107,17 @@ def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
 
 # ---- cached is whole ------------------------------------------------------------------------------------------------
 
-ORDERS: list[Any] = ["raster", "diagonal", "cosine", {"order": "random", "sizes": 5}, {"order": "halton", "sizes": 3}]
-ORDERS += [{"order": "zipar", "window": 2}, {"order": "lpd", "sizes": 1}, {"order": "raster", "sizes": [7, 1, 8]}, "lpd"]
+ORDERS: list[Any] = [
+    "lpd",
+    "raster",
+    "diagonal",
+    "cosine",
+    {"order": "random", "sizes": 5},
+    {"order": "halton", "sizes": 3},
+    {"order": "zipar", "window": 2},
+    {"order": "lpd", "sizes": 1},
+    {"order": "raster", "sizes": [7, 1, 8]},
+]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -176,9 +185,7 @@ def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
     assert (single.facts.name, folder.defaults["top_k"], single.defaults["top_k"]) == ("tiny", 9, None)
     made = [paradec.generate_images(m, class_labels=[1], seed=0, output_type="latent") for m in (single, folder)]
     assert not torch.equal(made[0].codes, made[1].codes)  # other defaults
-    again = paradec.generate_images(
-        single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9
-    )
+    again = paradec.generate_images(single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9)
     assert torch.equal(made[1].codes, again.codes)
     assert {parameter.dtype for parameter in paradec.load(tmp_path).module.parameters()} == {torch.float32}
 
@@ -267,7 +274,9 @@ def test_rows_are_their_own_business() -> None:
         assert torch.equal(alone.codes[0], both.codes[row])
     assert torch.equal(make(model, seed=[4, 5]).codes, both.codes)
     assert not torch.equal(make(model, seed=[4, 6]).codes[1], both.codes[1])
-    written = [[entry[1] - 1 for entry in step.commits if entry[0] == row] for step in both.trace.steps for row in (0, 1)]
+    written = [
+        [entry[1] - 1 for entry in step.commits if entry[0] == row] for step in both.trace.steps for row in (0, 1)
+    ]
     assert sorted(sum(written[::2], [])) == sorted(sum(written[1::2], [])) == list(range(16))
     assert written[::2] != written[1::2]  # each has an order of its own
 
@@ -313,6 +322,16 @@ def test_narrow_laws_take_the_likeliest(law: dict[str, Any]) -> None:
     # at 0.1 ten times the logits' distance is what separates them: rarely another
     found = make(model, **law, seed=0).codes
     assert (plain == found).float().mean() > (0.6 if law == {"temperature": 0.1} else 0.99)
+
+
+def test_the_nucleus_is_of_the_best() -> None:
+    """Of the k best, renormalised, as in the public code: not the k best of the nucleus of all."""
+    model = tiny_lpd()
+    sampler = samplers.create("groups")
+    state = sampler.start(model, [[33]], top_k=2, top_p=0.55)
+    logits = torch.tensor([0.3, 0.2, 0.18, 0.17, 0.15]).log().view(1, 1, 5)
+    # the nucleus of all holds three and more; of the two best the first has 0.6
+    assert sampler.law(state, logits).flatten().tolist() == [1, 0, 0, 0, 0]
 
 
 def test_guidance_grows_with_the_rank() -> None:
