@@ -266,8 +266,12 @@ class GroupSampler(Sampler):
             FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
         """
         state.check_current(proposal)
-        if not torch.isfinite(proposal.quantities["top_logit"]).all() or not torch.isfinite(proposal.scores).all():
-            raise FloatingPointError(f"the model returned NaN or infinite logits at step {state.index}")
+        sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
+        if not sound.all():
+            row = int(sound.int().argmin())
+            raise FloatingPointError(
+                f"the model returned NaN or infinite logits for row {row} at its step {state.index}"
+            )
         tokens, positions = state.both(proposal.values), state.both(proposal.positions)
         state.context = state.context.scatter(1, positions, tokens)
         state.accepted.append(np.full(state.batch, tokens.shape[1]))

@@ -16,7 +16,7 @@ import numpy as np
 from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.canvas import CanvasState
-from paradec.checks import check_number
+from paradec.checks import check_number, shown
 from paradec.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scaled
 from paradec.samplers.masked.ordered import InOrder, check_grid, pictures
 
@@ -62,7 +62,7 @@ class LPD(InOrder):
         super().check(facts, blocks, cache, longest)
         cells = longest if self.height is None or self.width is None else self.height * self.width
         if isinstance(self.groups, tuple) and sum(self.groups) != cells:
-            raise ValueError(f"groups add up to {sum(self.groups)}; the picture has {cells} cells")
+            raise ValueError(f"groups={shown(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells")
 
     def sizes(self, state: CanvasState, row: int, masks: int) -> tuple[int, ...]:
         """The groups' sizes for so many masks of a row."""
