@@ -57,7 +57,7 @@ SHARE = 0.9
 """Of the residues, masked."""
 UNIT = 4
 """Sequences filled together."""
-LEFT_OUT = ("adablock", "maskgit", "halton", "recap")
+LEFT_OUT = ("adablock", "maskgit", "halton", "recap", "lpd")
 SLOW = 3
 """Residues per forward; what does not reach it is measured under one seed."""
 SEQUENTIAL = "low_confidence"

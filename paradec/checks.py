@@ -15,6 +15,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "codes": ("a masked transformer of codes", "paradec.generate"),
     "image": ("an autoregressive image model", "paradec.generate_images"),
     "masked image": ("a masked image model", "paradec.generate_images"),
+    "grouped image": ("a model of groups of codes (LPD)", "paradec.generate_images"),
     "continuous image": ("a model of continuous image tokens (MAR)", "paradec.generate_images"),
     "scale image": ("a model of scales of codes (VAR)", "paradec.generate_images"),
     "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),

@@ -147,7 +147,7 @@ COMBINATIONS = (
 )  # fmt: skip
 REREADS = {"learn2pd", "editing", "saber", "wino"}
 """Samplers that read decided positions again, which caches of decided positions refuse."""
-PICKS = {"random", "halton"}
+PICKS = {"random", "halton", "lpd"}
 """Samplers that know what they commit before the forward."""
 
 
@@ -615,7 +615,7 @@ TEXT_SCHEDULERS = {
     "Combination": "", "FreeDave": "", "Wino": "",
 }  # fmt: skip
 WORDS = {"temperature": (0.0, 0.7, 1.0), "top_p": (0.9,), "top_k": (5,)}
-IMAGE_SCHEDULERS = {"MaskGIT": "maskgit", "Halton": "halton", "Recap": "recap"}
+IMAGE_SCHEDULERS = {"MaskGIT": "maskgit", "Halton": "halton", "LPD": "lpd", "Recap": "recap"}
 
 
 def schedulers(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
-from image_models import tiny_var
+from image_models import tiny_lpd, tiny_var
 from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
@@ -44,7 +44,7 @@ WRAPPED = [
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
-IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "var", "dit"]
+IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "lpd", "var", "dit"]
 CANVAS = "diffusion_gemma"
 EVERY = [*TEXT, CANVAS, *IMAGES]
 
@@ -70,6 +70,8 @@ def make(kind: str) -> Any:
         return MARModel(module, KLDecoder(VQConfig(**DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
     if kind == "var":
         return tiny_var()
+    if kind == "lpd":
+        return tiny_lpd()
     if kind == "dit":
         return DiffusionModel(tiny_dit(torch.float64))
     return wrapped(kind)
@@ -101,6 +103,9 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == "var":
         given = {"class_labels": [1, 2], "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).images
+    if kind == "lpd":
+        given = {"class_labels": [1, 2], "guidance_scale": 2.0, "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).tokens
     if kind == "digits-maskgit":
         given = {"class_labels": [1, 7], "steps": 4, "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).tokens
@@ -136,6 +141,9 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
         sampler = paradec.samplers.create("var")
         state = sampler.start(model, [1, 2], seed=0, guidance_scale=2.0, trace=True)
         return sampler, model, state, lambda state: state.tokens
+    if kind == "lpd":
+        sampler, laid = paradec.samplers.create("groups"), model.request([1, 2], model.grid())
+        return sampler, model, sampler.start(model, laid.prompts, seed=0, trace=True), lambda state: state.canvas
     if kind in IMAGE_MODELS:
         request = IMAGE_MODELS[kind][1]
         sampler = paradec.samplers.create("sjd", window=4)

@@ -22,6 +22,7 @@ from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
@@ -170,6 +171,15 @@ def tiny_var(
     return VARModel(module, vq, {"guidance_scale": 2.0}, name="tiny-var")
 
 
+def tiny_lpd() -> LPDModel:
+    """4 x 4 cells of 32 codes, five classes."""
+    torch.manual_seed(0)
+    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return LPDModel(module.requires_grad_(False), tiny_vq())
+
+
 def tiny_diffusion() -> DiffusionModel:
     from diffusers import DiTTransformer2DModel
 
@@ -191,6 +201,7 @@ FAMILIES = {
     "masked image": tiny_masked_image,
     "mar": tiny_mar,
     "var": tiny_var,
+    "lpd": tiny_lpd,
     "diffusion": tiny_diffusion,
 }
 """Every adapter of a model that makes pictures."""

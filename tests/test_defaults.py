@@ -86,6 +86,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "height": None,
         "width": None,
     },
+    "lpd": {"groups": None, "repulsion": None, "proximity": 1.0, "height": None, "width": None},
     "sjd": JACOBI | {"guess_distribution": "uniform"},
     "scd": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform"},
     "gsd": JACOBI | {"guess_distribution": "one_hot", "group_half_width": 7, "p_threshold": 0.15, "d_threshold": 0.5},
@@ -114,6 +115,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "derivative_dtype": None,
         "max_memory": None,
     },
+    "groups": {"order": "lpd", "guidance_schedule": "linear"},
     "mar": {
         "local_steps": 0,
         "full_groups": None,

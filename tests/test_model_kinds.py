@@ -65,6 +65,7 @@ OURS = {
     "masked image": "masked image",
     "mar": "continuous image",
     "var": "scale image",
+    "lpd": "grouped image",
     "diffusion": "latent",
     "masked text": "text",
     "causal text": "text",
@@ -130,7 +131,7 @@ DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
     "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
     "generate_images": (
-        ("image", "masked image", "continuous image", "scale image"),
+        ("image", "masked image", "grouped image", "continuous image", "scale image"),
         lambda model: paradec.generate_images(model, class_labels=1),
     ),
 }

@@ -243,7 +243,7 @@ def test_text_schedulers_take_extreme_logits(cls: type, filter_file: str) -> Non
     assert torch.equal(sample, best)
 
 
-@pytest.mark.parametrize("name", ["MaskGITScheduler", "HaltonScheduler", "RecapScheduler"])
+@pytest.mark.parametrize("name", ["MaskGITScheduler", "HaltonScheduler", "LPDScheduler", "RecapScheduler"])
 @pytest.mark.parametrize("temperature", [COLD, 0.05, 1.0])
 def test_image_schedulers_take_extreme_logits(name: str, temperature: float) -> None:
     scheduler = getattr(schedulers, name)(mask_token_id=50, temperature=temperature)

@@ -39,8 +39,8 @@ Classes = Annotated[
 Sampler = Annotated[
     str | None,
     typer.Option(
-        help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, recap, "
-        "...; MAR: mar, recap; VAR: var, code; diffusion pipelines: taylorseer."
+        help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, lpd, recap, "
+        "...; MAR: mar, recap; VAR: var, code; LPD: lpd, groups; diffusion pipelines: taylorseer."
     ),
 ]
 Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]

@@ -26,7 +26,7 @@ from paradec.models.images.adapter import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.traces.pictures import of_steps
 
-AMUSED = ("maskgit", "halton", "recap")
+AMUSED = ("maskgit", "halton", "lpd", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -177,7 +177,9 @@ class PipelineJob:
                 pipe.scheduler.register_to_config(**own)
         else:
             session = None
-            scheduler = {"maskgit": paradec.schedulers.MaskGITScheduler, "halton": paradec.schedulers.HaltonScheduler}
+            schedulers = paradec.schedulers
+            scheduler = {"maskgit": schedulers.MaskGITScheduler, "halton": schedulers.HaltonScheduler}
+            scheduler["lpd"] = schedulers.LPDScheduler
             settings = {name: getattr(self.method, name) for name in self.method.settings()}
             pipe.scheduler = scheduler[self.method.name].from_config(pipe.scheduler.config, **settings, **own)
         mask, seen = pipe.scheduler.config.mask_token_id, []

@@ -23,6 +23,7 @@ FAMILIES = {
     "draft_verify": "causal models: drafts that one forward verifies",
     "forecast": "diffusion transformers: which solver steps are forecast",
     "continuous": "models of continuous tokens (MAR)",
+    "groups": "models that are fed groups of positions (LPD)",
     "cache": "what is recomputed at a step, and what is kept",
 }
 """Headings of listings, by family. A family of another package stands under its own name."""

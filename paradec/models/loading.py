@@ -104,9 +104,10 @@ def load(
     tokenizer; where they disagree on the mask or the padding, the first one counts (and the logger "paradec" says so).
     End tokens are all that these files and the tokenizer's turn ends name.
 
-    Image models (`paradec.generate_images`): LlamaGen's and MAR's single files and folders, and Emu3, Chameleon's kin
-    and Janus in transformers' format; "digits-ar" is the small one inside the package, "digits-ar-drafter"
-    a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
+    Image models (`paradec.generate_images`): LlamaGen's, MAR's, VAR's, LPD's and kin's single files and folders
+    (docs/pictures.md has the table), and Emu3, Chameleon's kin and Janus in transformers' format; "digits-ar" is the
+    small one inside the package, "digits-ar-drafter" a smaller one that drafts for it, "digits-maskgit" a masked one,
+    and "digits-var" and "digits-var-small" write scales.
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.window import Jacobi as Jacobi
     from paradec.samplers.causal.zipar import ZipAR as ZipAR
     from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+    from paradec.samplers.groups.groups import Groups as Groups
     from paradec.samplers.masked.adablock import AdaBlock as AdaBlock
     from paradec.samplers.masked.ccd import CCD as CCD
     from paradec.samplers.masked.ccd_agree import CCDAgree as CCDAgree
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.learn2pd import Learn2PD as Learn2PD
     from paradec.samplers.masked.localleap import LocalLeap as LocalLeap
     from paradec.samplers.masked.low_confidence import LowConfidence as LowConfidence
+    from paradec.samplers.masked.lpd import LPD as LPD
     from paradec.samplers.masked.mar import MAR as MAR
     from paradec.samplers.masked.margin import Margin as Margin
     from paradec.samplers.masked.maskgit import MaskGIT as MaskGIT
@@ -120,6 +122,7 @@ registry = SamplerRegistry(
         "maskgit": "paradec.samplers.masked.maskgit:MaskGIT",
         "halton": "paradec.samplers.masked.halton:Halton",
         "recap": "paradec.samplers.masked.recap:Recap",
+        "lpd": "paradec.samplers.masked.lpd:LPD",
         "diffusion_gemma": "paradec.samplers.canvas.diffusion_gemma:DiffusionGemma",
         "canvas": "paradec.samplers.canvas.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",
@@ -134,6 +137,7 @@ registry = SamplerRegistry(
         "mar": "paradec.samplers.masked.mar:MAR",
         "var": "paradec.samplers.scales.var:VAR",
         "code": "paradec.samplers.scales.code:CoDe",
+        "groups": "paradec.samplers.groups.groups:Groups",
     },
 )
 

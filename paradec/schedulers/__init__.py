@@ -15,6 +15,7 @@ from paradec.schedulers.image import (
     HaltonScheduler,
     ImageScheduler,
     ImageSchedulerOutput,
+    LPDScheduler,
     MaskGITScheduler,
     RecapScheduler,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "ImageScheduler",
     "ImageSchedulerOutput",
     "KLASSScheduler",
+    "LPDScheduler",
     "Learn2PDScheduler",
     "LocalLeapScheduler",
     "LowConfidenceScheduler",

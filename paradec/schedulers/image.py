@@ -187,6 +187,10 @@ class HaltonScheduler(ImageScheduler, sampler="halton"):
     """Halton-MaskGIT: tokens in the order of a low-discrepancy sequence (arXiv 2503.17076)."""
 
 
+class LPDScheduler(ImageScheduler, sampler="lpd"):
+    """LPD's order: groups of tokens near what is decided and far from each other (arXiv 2507.01957)."""
+
+
 class RecapScheduler(ImageScheduler, sampler="recap"):
     """ReCAP: groups of steps whose tokens are chosen at once (arXiv 2505.19089).
 

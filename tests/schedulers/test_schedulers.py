@@ -42,7 +42,7 @@ TEXT = [
     for name in schedulers.__all__
     if issubclass(getattr(schedulers, name), schedulers.BlockScheduler) and name != "BlockScheduler"
 ]
-IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.RecapScheduler]
+IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.LPDScheduler, schedulers.RecapScheduler]
 DRAWS = {schedulers.RandomScheduler}
 """Choose positions by chance, from numbers that depend on the prompt, which a scheduler does not see."""
 BLOCK = 4

@@ -24,10 +24,15 @@ FAMILIES = {
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
     "var": ("paradec.models.images.var", "load_var", "VARModel"),
+    "lpd": ("paradec.models.images.lpd", "load_lpd", "LPDModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
-TELLING = {"diffusion_pos_embed_learned": "mar", "pos_1LC": "var"}
-"""The `model_type` of a single file, by the name of a tensor that no other has."""
+TELLING = {
+    "mar": {"diffusion_pos_embed_learned"},
+    "var": {"pos_1LC"},
+    "lpd": {"fake_latent", "token_emb.weight", "pos_embed"},
+}
+"""The tensors by which a single file of a `model_type` is known."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
 
@@ -55,7 +60,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
             names = set(data.get("model_ema", data.get("model", data)))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
-    return next((kind for name, kind in TELLING.items() if name in names), "llamagen")
+    return next((kind for kind, telling in TELLING.items() if telling <= names), "llamagen")
 
 
 def image_loader(model_type: Any) -> Callable[..., Any] | None:

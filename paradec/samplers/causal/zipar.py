@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
+from paradec import orders, rng
 from paradec.checks import check_int
 from paradec.models.images.grid import Grid
 from paradec.protocol import Commit, Proposal, Query
@@ -40,26 +40,22 @@ def schedule(grid: Grid, window: int) -> list[Step]:
     """The steps of a grid; the first one evaluates the prompt too."""
     first = [len(grid.head) + row * grid.stride for row in range(grid.height)]
     forced = grid.layout.tolist()
-    done = [0] * grid.height
     unfed: list[int] = []  # what a row that is full leaves to evaluate
     steps: list[Step] = []
-    while done[-1] < grid.width:
+    for (cells,) in orders.ZipAR(window).groups(grid.height, grid.width):
         fed: dict[int, int] = {at: at for at in unfed}
         chosen: dict[int, int] = {}
-        before, unfed = list(done), []
-        for row, start in enumerate(first):
-            if row > 0 and before[row - 1] < min(window, grid.width):
-                break
-            if before[row] == grid.width:
-                continue
-            at = start + before[row]  # the token to choose
+        before = dict(divmod(cell, grid.width) for cell in cells.tolist())  # cells that each open row has
+        unfed = []
+        for row, done in before.items():
+            at = first[row] + done  # the token to choose
             chosen[at - 1] = at
-            known = before[row] > 0 or row == 0 or forced[at - 1] >= 0 or before[row - 1] == grid.width
+            above = before.get(row - 1, grid.width)
+            known = done > 0 or row == 0 or forced[at - 1] >= 0 or above == grid.width
             # the end of the row above is not known: its last token so far takes the place
-            fed.setdefault(at - 1, at - 1 if known else first[row - 1] + before[row - 1] - 1)
-            done[row] += 1
-            if done[row] == grid.width:
-                unfed += range(at, start + grid.stride)
+            fed.setdefault(at - 1, at - 1 if known else first[row - 1] + above - 1)
+            if done == grid.width - 1:
+                unfed += range(at, first[row] + grid.stride)
         if not steps:  # all that comes before the first image token
             fed = {at: at for at in range(-1, first[0])} | fed
         order = sorted(fed)

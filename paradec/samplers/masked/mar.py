@@ -17,6 +17,7 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_bool, check_choice, check_int, check_number
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
+from paradec.orders import Cosine, keyed, left_after
 from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State
 from paradec.request import FIELDS, Request, request_for
 from paradec.trace import Trace
@@ -171,9 +172,8 @@ class MAR(Sampler):
         device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
         keys = torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device)
         if order is None:
-            at = torch.arange(size, device=device).expand(len(labels), size)
-            zero = torch.zeros(len(labels), dtype=torch.int64, device=device)
-            order = rng.uniform(keys, zero, at, 1, rng.POSITION_STREAM).squeeze(-1).argsort(-1)
+            groups = Cosine(steps).groups(module.side, module.side, keyed(keys))
+            order = torch.as_tensor(groups.order[:, ::-1].copy())
         order = torch.as_tensor(order, device=device)
         if order.shape != (len(labels), size) or not (order.sort(-1).values == torch.arange(size, device=device)).all():
             raise ValueError(f"order has shape {tuple(order.shape)}; it must permute {size} positions for each image")
@@ -296,12 +296,3 @@ class MAR(Sampler):
             state.kept = None  # the next step evaluates everything
         written = torch.ones_like(proposal.positions, dtype=torch.bool)
         return Commit(proposal.rows, proposal.values, proposal.positions, written, kind=proposal.kind)
-
-
-def left_after(size: int, steps: int) -> np.ndarray:
-    """[steps + 1] int64: positions that are undecided before each step, and 0 behind the last."""
-    left = [size]
-    for step in range(steps - 1):
-        planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
-        left.append(min(max(planned, steps - 1 - step), left[-1] - 1))
-    return np.array([*left, 0])

@@ -19,8 +19,9 @@ from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_int
 from paradec.protocol import MemorySpec, Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
-from paradec.samplers.masked.halton import check_grid, halton_ranks
+from paradec.samplers.masked.halton import halton_ranks
 from paradec.samplers.masked.maskgit import MaskGIT, ranking
+from paradec.samplers.masked.ordered import check_grid
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,290 @@
+"""Image models that are fed groups of positions in any order: the loop that their samplers share.
+
+A sampler of this family commits one group of an order (`paradec.orders`) per step, every token of it drawn on its own.
+What a step evaluates for that is the sampler's `query`; keys and values are stored by rank, so that a column sees what
+was decided up to some group, wherever it lies in the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.models.facts import ModelFacts
+from paradec.models.images.grid import Grid
+from paradec.models.images.grouped import GroupQuery
+from paradec.orders import Groups, Order, keyed
+from paradec.prompts import Prompts
+from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.samplers.causal.verification import draw, probability, token_distribution
+from paradec.samplers.statistics import filter_logits, guided
+from paradec.trace import Trace
+
+if TYPE_CHECKING:
+    from paradec.caches.store import KeyValueStore
+
+SERVED = (
+    *("sampler", "steps", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
+    *("trace", "progress"),
+)
+"""Fields of a request that have a meaning for the family."""
+
+
+@dataclass
+class GroupState(State):
+    """What changes while pictures are decoded group by group. `B` rows; prompts of `T` tokens, `S` cells after them."""
+
+    facts: ModelFacts
+    request: Request
+    context: Tensor
+    """[branches * B, T + S] int64 ids, conditional rows first; `blank` where nothing is decided."""
+    groups: Groups
+    """Of the cells."""
+    cells: Tensor
+    """[B, S] int64: the order, as positions in the sequence."""
+    prompt_length: np.ndarray
+    """[B] int64: T, the same in all rows."""
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    dtype: torch.dtype
+    """Of the model's parameters."""
+    blank: int
+    """What stands at undecided cells: the id that asks the model for a token."""
+    branches: int
+    store: KeyValueStore
+    """Its slots are ranks."""
+    index: int = 0
+    """The group that the next step commits."""
+    accepted: list[np.ndarray] = field(default_factory=list)
+    """[B] int64 per step: how many tokens each row made final."""
+
+    @property
+    def canvas(self) -> Tensor:
+        """[B, T + S] int64 ids."""
+        return self.context[: self.batch]
+
+    @property
+    def draft_nfe(self) -> np.ndarray:
+        """[B] int64: nothing drafts."""
+        return np.zeros(self.batch, np.int64)
+
+    @property
+    def prompt(self) -> int:
+        """T."""
+        return int(self.prompt_length[0])
+
+    @property
+    def done(self) -> bool:
+        return self.index == len(self.groups)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        left = self.groups.left
+        return int(left[0] - left[self.index]) * self.batch, int(left[0]) * self.batch
+
+    def end(self, group: int) -> int:
+        """The rank behind a group's last cell; behind the prompt for group -1."""
+        return self.prompt + (0 if group < 0 else int(self.groups.ends[group]))
+
+    def positions(self, group: int) -> Tensor:
+        """[B, n] int64: a group's positions in the sequence; the prompt's for group -1."""
+        if group < 0:
+            return torch.arange(self.prompt, device=self.cells.device).expand(self.batch, -1)
+        return self.cells[:, self.end(group - 1) - self.prompt : self.end(group) - self.prompt]
+
+    def ranks(self, group: int) -> Tensor:
+        """[n] int64: a group's slots; the prompt's for group -1."""
+        first = 0 if group < 0 else self.end(group - 1)
+        return torch.arange(first, self.end(group), device=self.cells.device)
+
+    def both(self, rows: Tensor) -> Tensor:
+        """[B, ...] -> [branches * B, ...]."""
+        return rows.repeat(self.branches, *[1] * (rows.ndim - 1))
+
+    @contextmanager
+    def freed_store(self) -> Iterator[None]:
+        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
+        try:
+            yield
+        finally:
+            self.store.release()
+
+
+@dataclass(frozen=True)
+class GroupSampler(Sampler):
+    """Base of the family. A subclass says in which order (`order_for`), what a step evaluates (`query`), and with which
+    guidance (`guidance`)."""
+
+    family: ClassVar[str] = "groups"
+    models: ClassVar[tuple[str, ...]] = ("grouped image",)
+    uses_steps: ClassVar[bool] = True
+    unserved: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+    request_defaults = {"temperature": 1.0}
+
+    # ---- the method's own decisions -------------------------------------------------------------------------------
+
+    def order_for(self, steps: int | None) -> Order:
+        """The order of a request. steps: groups that it asks for, or None.
+
+        Raises:
+            ValueError: an order whose groups cannot be so many.
+        """
+        raise NotImplementedError
+
+    def query(self, state: GroupState) -> list[GroupQuery]:
+        """The model call of this step; its wanted columns are the group's, in the order's order."""
+        raise NotImplementedError
+
+    def guidance(self, state: GroupState) -> float | Tensor:
+        """The guidance scale of this step's group, for requests with guidance: a number, or [1, n, 1]."""
+        return state.request.guidance_scale
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self,
+        model: Any,
+        prompt: Any,
+        request: Request | None = None,
+        *,
+        grid: Grid | None = None,
+        negative_prompt: Any = None,
+        **arguments: Any,
+    ) -> GroupState:
+        """Make the state of one request.
+
+        Args:
+            model: an image model that is fed groups.
+            prompt: rows of ids, all of one length, as `model.request` lays them out.
+            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning; `steps` is
+                the number of groups, for orders that say none; temperature is 1 by default.
+            grid: the raster; the model's own by default.
+            negative_prompt: the unconditional branch's prompts under guidance.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
+        """
+        self.check_model(model)
+        request = request_for(self, request, arguments)
+        facts, device = model.facts, model.device
+        grid = model.grid() if grid is None else grid
+        rows = _rows("prompt", prompt)
+        model.check_prompts("prompt", rows)
+        branches, contexts = 1, rows
+        if request.guidance_scale != 1:
+            if negative_prompt is None:
+                raise ValueError(
+                    f"guidance_scale={request.guidance_scale} needs negative_prompt, for the unconditional branch"
+                )
+            negative = _rows("negative_prompt", negative_prompt)
+            model.check_prompts("negative_prompt", negative)
+            if len(negative) != len(rows) or len(negative[0]) != len(rows[0]):
+                raise ValueError(f"negative_prompt has {len(negative)} rows of {len(negative[0])} ids; prompt others")
+            branches, contexts = 2, [*rows, *negative]
+        elif negative_prompt is not None:
+            raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
+        _, seeds = randomness(request, rows)
+        keys = torch.as_tensor(rng.row_keys(seeds, rows))
+        groups = self.order_for(request.steps).groups(grid.height, grid.width, keyed(keys))
+        length = len(rows[0])
+        context = torch.full((len(contexts), length + grid.length), model.blank_id, dtype=torch.int64)
+        context[:, :length] = torch.tensor(contexts)
+        cells = length + grid.cell_offsets[torch.as_tensor(groups.order.copy())]
+        state = GroupState(
+            batch=len(rows),
+            memory=Memory({}, len(rows), {}, device),
+            facts=facts,
+            request=request.without_objects(),
+            context=context.to(device),
+            groups=groups,
+            cells=cells.to(device),
+            prompt_length=np.full(len(rows), length),
+            keys=keys.to(device),
+            dtype=model.dtype,
+            blank=model.blank_id,
+            branches=branches,
+            store=model.make_store(len(contexts), length + grid.length),
+        )
+        if request.trace:
+            state.trace = Trace(
+                canvas=state.canvas.tolist(),
+                settings=self.to_dict() | request.sampling(),
+                family=self.family,
+                score="probability",
+                mask_id=model.blank_id,
+            )
+        return state
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def propose(self, state: GroupState, outputs: list[Tensor], queries: list[GroupQuery]) -> Proposal:
+        """A token for every position of the group. Quantities: "top_logit" [B, n]."""
+        (logits,), (query,) = outputs, queries
+        if state.branches == 2:
+            logits = guided(logits, self.guidance(state))
+        law = self.law(state, logits)
+        positions = state.positions(state.index)
+        tokens = self.draw(state, law, positions)
+        return Proposal(
+            rows=query.rows,
+            values=tokens,
+            cost=Cost([query], state.batch),
+            positions=positions,
+            scores=probability(law, tokens).double(),
+            available=torch.ones_like(tokens, dtype=torch.bool),
+            quantities={"top_logit": logits.amax(-1)},
+            made_at=state.commits,
+            kind=query.kind,
+        )
+
+    def law(self, state: GroupState, logits: Tensor) -> Tensor:
+        """What tokens are drawn from: logits [B, n, V], guided -> [B, n, V]. After the temperature the `top_k` best are
+        kept, then the nucleus of these."""
+        best = filter_logits(logits, None, state.request.top_k)
+        return token_distribution(best, replace(state.request, top_k=None))
+
+    def draw(self, state: GroupState, law: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [B, n] of positions [B, n]: the lowest id whose cumulated probability is above a uniform number."""
+        step = torch.full((state.batch,), state.index, device=positions.device)
+        uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
+        return draw(law, uniform.squeeze(-1))
+
+    def commit(self, state: GroupState, proposal: Proposal) -> Commit:
+        """Write the group.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+        """
+        state.check_current(proposal)
+        sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
+        if not sound.all():
+            row = int(sound.int().argmin())
+            raise FloatingPointError(
+                f"the model returned NaN or infinite logits for row {row} at its step {state.index}"
+            )
+        tokens, positions = state.both(proposal.values), state.both(proposal.positions)
+        state.context = state.context.scatter(1, positions, tokens)
+        state.accepted.append(np.full(state.batch, tokens.shape[1]))
+        state.count(proposal.cost)
+        state.commits += 1
+        state.index += 1
+        written = torch.ones_like(proposal.values, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, written, proposal.scores, proposal.kind)
+
+
+def _rows(name: str, given: Any) -> list[list[int]]:
+    """Rows of ids, at least one, all as long."""
+    rows = given.rows if isinstance(given, Prompts) else [list(row) for row in given]
+    if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
+        raise ValueError(f"{name} must be rows of ids, all of one length; it has {[len(row) for row in rows][:8]} ids")
+    return rows

@@ -1,0 +1,459 @@
+"""LPD: recorded runs of its public code, the cached decoding beside the teacher-forced one, files, and the doors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import tiny_lpd
+from next_image import FOLDER, assert_checksum, case, cases
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec import orders, samplers
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.loading import file_type
+from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
+from paradec.protocol import decode
+from paradec.samplers.causal.verification import draw
+from paradec.samplers.groups.groups import Groups
+from paradec.samplers.statistics import guided
+
+# ---- recorded runs --------------------------------------------------------------------------------------------------
+
+
+def recorded(name: str, dtype: torch.dtype) -> LPDModel:
+    """A recorded model."""
+    sizes = json.loads((FOLDER / "lpd" / f"{name}.config.json").read_text())
+    return load_lpd(FOLDER / "lpd" / f"{name}.safetensors", n_head=sizes["num_heads"], dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Replayed(Groups):
+    """`groups` with a case's draws."""
+
+    steps: Any = None
+    generator: Any = None
+
+    def draw(self, state: Any, law: Tensor, positions: Tensor) -> Tensor:
+        if self.generator is None:
+            return draw(law, torch.tensor(self.steps[state.index]["u"]).double())
+        return torch.multinomial(law.flatten(0, 1), 1, generator=self.generator).view(positions.shape)
+
+
+@pytest.mark.parametrize("name", cases("lpd", "lpd-"))
+def test_a_recorded_run(name: str) -> None:
+    said, arrays = case("lpd", name)
+    settings, steps = said["settings"], said["steps"]
+    seed = re.search(r"manual_seed\((\d+)\)", said["draws"])
+    # a margin this small is no matter of float32; torch draws other numbers in float64
+    dtype = torch.float32 if said["margin"] >= 1e-4 or seed is not None else torch.float64
+    model = recorded(said["model"], dtype)
+    order = orders.Given(cells=said["orders"], sizes=settings["group_sizes"])
+    generator = None if seed is None else torch.Generator().manual_seed(int(seed[1]))
+    sampler = Replayed(order, settings["cfg_schedule"], steps=steps, generator=generator)
+    none = model.module.config.num_classes
+    labels = [none] * settings["batch"] if settings["labels"] is None else settings["labels"]
+    first = model.blank_id + 1
+    guidance = {"guidance_scale": settings["cfg"]}
+    if settings["cfg"] != 1:
+        guidance["negative_prompt"] = [[first + none]] * len(labels)
+    law = {"temperature": settings["temperature"], "top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
+    state = sampler.start(model, [[first + label] for label in labels], **law, **guidance)
+    for index, step in enumerate(steps):
+        (query,) = sampler.query(state)
+        begin, end = step["order_rows"]
+        assert (int(query.slots.min()), int(query.slots.max()) + 1) == (begin, end)
+        assert_checksum(model._embed(query.tokens, query), step["input"])
+        logits = model(query, state.store)
+        proposal = sampler.propose(state, [logits], [query])
+        for layer, sums in enumerate(step["kv"]):
+            for kept, expected in zip((state.store.layer_keys, state.store.layer_values), sums, strict=True):
+                assert_checksum(kept[layer][:, :end].transpose(1, 2), expected)
+        if state.branches == 2:
+            logits = guided(logits, sampler.guidance(state))
+        assert_checksum(logits, step["guided_logits"])
+        if f"guided_logits.{index}" in arrays:
+            theirs = arrays[f"guided_logits.{index}"]
+            assert (logits.reshape(theirs.shape) - theirs).abs().max() < 1e-4
+        assert (proposal.positions - 1).tolist() == [step["positions"]] * len(labels) or (
+            proposal.positions - 1
+        ).tolist() == step["positions"]
+        assert proposal.values.tolist() == step["tokens"]
+        sampler.commit(state, proposal)
+    assert state.done and state.nfe.tolist() == [said["calls"]] * len(labels)
+    assert state.canvas[:, 1:].tolist() == said["codes"]
+
+
+@pytest.mark.parametrize("name", cases("lpd", "forward-"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
+    said, arrays = case("lpd", name)
+    model = recorded(said["model"], dtype)
+    given = (torch.tensor(said[key]) for key in ("codes", "labels", "orders"))
+    with torch.no_grad():
+        found = model.module(*given, said["group_sizes"])
+    assert (found - arrays["logits_in_order"]).abs().max() < 1e-4
+
+
+# ---- cached is whole ------------------------------------------------------------------------------------------------
+
+ORDERS: list[Any] = [
+    "lpd",
+    "raster",
+    "diagonal",
+    "cosine",
+    {"order": "random", "sizes": 5},
+    {"order": "halton", "sizes": 3},
+    {"order": "zipar", "window": 2},
+    {"order": "lpd", "sizes": 1},
+    {"order": "raster", "sizes": [7, 1, 8]},
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
+    """Every group's logits, step by step, are those of all groups at once with the codes that came of it."""
+    model, sampler = tiny_lpd(), samplers.create("groups", order=order)
+    rows = [[model.blank_id + 1 + label] for label in (3, 0, 4)]
+    state = sampler.start(model, rows, seed=[1, 2, 3])
+    seen = []
+    while not state.done:
+        queries = sampler.query(state)
+        logits = model(queries[0], state.store)
+        seen.append(logits)
+        sampler.commit(state, sampler.propose(state, [logits], queries))
+    codes, ranks = state.canvas[:, 1:], torch.as_tensor(state.groups.order.copy())
+    with torch.no_grad():
+        whole = model.module(codes, torch.tensor([3, 0, 4]), ranks, state.groups.sizes)
+    assert torch.allclose(torch.cat(seen, 1), whole, atol=1e-10, rtol=0)
+    assert len(seen) == len(state.groups) == state.nfe[0]
+
+
+def test_what_columns_see() -> None:
+    """The two rules, column by column, against attention written out: a change of what a column must not see leaves
+    its logits, one of what it sees does not."""
+    model, sampler = tiny_lpd(), samplers.create("groups", order={"order": "raster", "sizes": [1, 3, 4, 8]})
+    state = sampler.start(model, [[model.blank_id + 1]], seed=0)
+    for _ in range(2):
+        sampler.commit(state, sampler.step(model, state))
+    (query,) = sampler.query(state)
+    assert query.tokens[0, :3].tolist() == state.canvas[0, 2:5].tolist()  # the last group's tokens
+    assert (query.tokens[0, 3:] == model.blank_id).all()
+    assert query.sees[0].tolist() == [5] * 3 + [9] * 4
+    assert query.slots[0].tolist() == list(range(2, 9)) and query.reach == 9
+    query = replace(query, wanted=None)
+
+    def call(changed: Any) -> Tensor:
+        return model(changed, copy.deepcopy(state.store))[0]
+
+    plain = call(query)
+    another = query.positions.clone()
+    another[0, 4] = 16  # a mask at another place
+    moved = call(replace(query, positions=another))
+    same = (plain - moved).abs().amax(-1) < 1e-12
+    assert same.tolist() == [True] * 3 + [False] * 4
+    other = query.tokens.clone()
+    other[0, 2] = (other[0, 2] + 1) % model.facts.vocab_size
+    assert ((plain - call(replace(query, tokens=other))).abs().amax(-1) > 1e-9).all()
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
+    model = tiny_lpd()
+    weights = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
+    torch.save({"model": weights, "epoch": 3}, tmp_path / "tiny.pth")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "lpd", "n_head": 2, "defaults": {"guidance_scale": 2.0, "top_k": 9}})
+    )
+    assert file_type(tmp_path / "tiny.pth") == file_type(tmp_path / "model.safetensors") == "lpd"
+    single = paradec.load(tmp_path / "tiny.pth", n_head=2, dtype="float64")
+    folder = paradec.load(tmp_path, dtype="float64")
+    assert single.module.config == folder.module.config == replace(model.module.config, inner=64)
+    assert (single.facts.name, folder.defaults["top_k"], single.defaults["top_k"]) == ("tiny", 9, None)
+    made = [paradec.generate_images(m, class_labels=[1], seed=0, output_type="latent") for m in (single, folder)]
+    assert not torch.equal(made[0].codes, made[1].codes)  # other defaults
+    again = paradec.generate_images(single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9)
+    assert torch.equal(made[1].codes, again.codes)
+    assert {parameter.dtype for parameter in paradec.load(tmp_path).module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm.bias": None}, "missing weights: norm.bias$"),
+        ({"blocks.1.attn.qkv.weight": None}, "missing weights: blocks.1.attn.qkv.weight$"),
+        ({"blocks.0.ln.weight": torch.zeros(3)}, "unexpected weights: blocks.0.ln.weight$"),
+        ({"head.weight": torch.zeros(5, 16)}, r"mismatched weights: head.weight \[5, 16\] instead of \[32, 16\]"),
+        ({"class_emb.weight": None}, "'class_emb.weight' is missing"),
+        ({"pos_embed": torch.zeros(1, 18, 16)}, r"mismatched weights: pos_embed \[1, 18, 16\]"),
+    ],
+)
+def test_half_a_checkpoint_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    weights = {name: tensor.float() for name, tensor in tiny_lpd().module.state_dict().items()}
+    weights = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
+    save_file(weights, tmp_path / "half.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_lpd(tmp_path / "half.safetensors", n_head=2)
+
+
+def test_heads_that_no_file_tells(tmp_path: Path) -> None:
+    save_file(tiny_lpd().module.state_dict(), tmp_path / "tiny.safetensors")
+    with pytest.raises(CheckpointError, match="no published LPD is 16 wide; give n_head"):
+        load_lpd(tmp_path / "tiny.safetensors")
+    with pytest.raises(CheckpointError, match="do not fit lpd_l: missing weights: .*mismatched weights"):
+        load_lpd(tmp_path / "tiny.safetensors", "lpd_l")
+    with pytest.raises(ValueError, match="unknown preset: 'lpd_xs'"):
+        load_lpd(tmp_path / "tiny.safetensors", "lpd_xs")
+    with pytest.raises(CheckpointError, match="n_head=3 must divide dim=16"):
+        load_lpd(tmp_path / "tiny.safetensors", n_head=3)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("lpd_l", 337), ("lpd_xl", 752), ("lpd_xxl", 1400)])
+def test_presets_have_the_published_sizes(name: str, millions: int) -> None:
+    with torch.device("meta"):
+        module = LPD(LPDConfig(**PRESETS[name]))
+    count = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+    assert abs(count - millions) < 0.01 * millions
+
+
+def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(1, 17, 3)
+    assert torch.equal(resized(table, 4)[:, :1], table[:, :1])
+    assert (resized(table, 4) - table).abs().max() < 1e-6
+    larger = resized(table, 8)
+    assert larger.shape == (1, 65, 3) and torch.equal(larger[:, 0], table[:, 0])
+    # a plane stays a plane, inside
+    plane = torch.arange(4.0).view(1, 4, 1).expand(1, 4, 4).reshape(1, 16, 1)
+    grown = resized(torch.cat((torch.zeros(1, 1, 1), plane), 1), 8)[0, 1:].view(8, 8)
+    assert (grown[:, 0] == grown[:, 5]).all() and grown[4, 0] - grown[3, 0] == pytest.approx(0.5, abs=0.1)
+    save_file(tiny_lpd().module.state_dict(), tmp_path / "tiny.safetensors")
+    model = load_lpd(tmp_path / "tiny.safetensors", n_head=2, grid=6)
+    made = paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent")
+    assert made.codes.shape == (2, 6, 6)
+
+
+# ---- doors ----------------------------------------------------------------------------------------------------------
+
+
+def make(model: LPDModel, **request: Any) -> Any:
+    given = {"class_labels": [1, 2], "seed": 0, "guidance_scale": 2.0, "output_type": "latent"}
+    return paradec.generate_images(model, **(given | request))
+
+
+def test_pictures_come_of_codes() -> None:
+    model = tiny_lpd()
+    made = make(model, output_type="pt")
+    assert made.images.shape == (2, 3, 8, 8) and made.codes.shape == (2, 4, 4)
+    assert torch.equal(made.images, model.decode(made.tokens, made.grid))
+    assert made.accepted.sum(0).tolist() == [16, 16] and made.row_nfe == [5, 5]
+    # group sizes 1 2 4 4 5: two branches of the class and 1, then a group's tokens and the next one's masks
+    assert made.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
+    with pytest.raises(ValueError, match="has no VQ decoder"):
+        make(LPDModel(model.module), output_type="pt")
+
+
+def test_rows_are_their_own_business() -> None:
+    model = tiny_lpd()
+    both = make(model, seed=[4, 5], trace=True)
+    for row, label in enumerate((1, 2)):
+        alone = make(model, class_labels=label, seed=4 + row)
+        assert torch.equal(alone.codes[0], both.codes[row])
+    assert torch.equal(make(model, seed=[4, 5]).codes, both.codes)
+    assert not torch.equal(make(model, seed=[4, 6]).codes[1], both.codes[1])
+    written = [
+        [entry[1] - 1 for entry in step.commits if entry[0] == row] for step in both.trace.steps for row in (0, 1)
+    ]
+    assert sorted(sum(written[::2], [])) == sorted(sum(written[1::2], [])) == list(range(16))
+    assert written[::2] != written[1::2]  # each has an order of its own
+
+
+def test_a_step_changes_nothing() -> None:
+    model, sampler = tiny_lpd(), samplers.create("groups")
+    laid = model.request([1, 2], model.grid())
+    request = {"seed": 0, "guidance_scale": 3.0, "negative_prompt": laid.unconditional}
+    state = sampler.start(model, laid.prompts, **request)
+    old = None
+    while not state.done:
+        before = state.canvas.clone(), state.nfe, state.index
+        first, second = sampler.step(model, state), sampler.step(model, state)
+        assert torch.equal(first.values, second.values) and torch.equal(first.scores, second.scores)
+        assert torch.equal(before[0], state.canvas) and (before[1] == state.nfe).all() and before[2] == state.index
+        if old is not None:
+            with pytest.raises(ValueError, match="made from an earlier state"):
+                sampler.commit(state, old)
+        sampler.commit(state, second)
+        old = first
+    plain = decode(sampler, model, sampler.start(model, laid.prompts, **request))
+    assert torch.equal(plain.canvas, state.canvas)
+
+
+def test_copies_and_pickles_go_on() -> None:
+    model, sampler = tiny_lpd(), samplers.create("groups", order={"order": "lpd", "sizes": 4})
+    laid = model.request([1, 2], model.grid())
+    state = sampler.start(model, laid.prompts, seed=3)
+    for _ in range(2):
+        sampler.commit(state, sampler.step(model, state))
+    others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    decode(sampler, model, state)
+    for other in others:
+        method = samplers.registry.from_dict(json.loads(json.dumps(sampler.to_dict())))
+        assert method == sampler
+        assert torch.equal(decode(method, copy.deepcopy(model), other).canvas, state.canvas)
+
+
+@pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 0.1}, {"top_k": 1}, {"top_p": 1e-9}])
+def test_narrow_laws_take_the_likeliest(law: dict[str, Any]) -> None:
+    model = tiny_lpd()
+    plain = make(model, temperature=0, seed=0).codes
+    # at 0.1 ten times the logits' distance is what separates them: rarely another
+    found = make(model, **law, seed=0).codes
+    assert (plain == found).float().mean() > (0.6 if law == {"temperature": 0.1} else 0.99)
+
+
+def test_the_nucleus_is_of_the_best() -> None:
+    """Of the k best, renormalised, as in the public code: not the k best of the nucleus of all."""
+    model = tiny_lpd()
+    sampler = samplers.create("groups")
+    state = sampler.start(model, [[33]], top_k=2, top_p=0.55)
+    logits = torch.tensor([0.3, 0.2, 0.18, 0.17, 0.15]).log().view(1, 1, 5)
+    # the nucleus of all holds three and more; of the two best the first has 0.6
+    assert sampler.law(state, logits).flatten().tolist() == [1, 0, 0, 0, 0]
+
+
+def test_guidance_grows_with_the_rank() -> None:
+    model = tiny_lpd()
+    laid = model.request([1], model.grid())
+    sampler = samplers.create("groups", order={"order": "raster", "sizes": [1, 3, 12]})
+    request = {"seed": 0, "guidance_scale": 5.0, "negative_prompt": laid.unconditional}
+    state = sampler.start(model, laid.prompts, **request)
+    found = []
+    while not state.done:
+        found += sampler.guidance(state).flatten().tolist()
+        sampler.commit(state, sampler.step(model, state))
+    assert found == [1 + 4 * rank / 16 for rank in range(16)]
+    assert replace(sampler, guidance_schedule="constant").guidance(state) == 5.0
+    # off is one branch, and the same pictures
+    assert make(model, guidance_scale=1.0).row_forwards == 10 and make(model).row_forwards == 20
+
+
+def test_steps_are_groups() -> None:
+    model = tiny_lpd()
+    assert make(model, steps=3).nfe == 3 and make(model, steps=3, sampler="lpd").nfe == 3
+    assert make(model, steps=16).accepted.max() == 1
+    assert make(model, sampler=samplers.create("groups", order="cosine"), steps=6).nfe == 6
+    with pytest.raises(ValueError, match="steps=3 has no meaning for Diagonal.., which has its own groups"):
+        make(model, sampler=samplers.create("groups", order="diagonal"), steps=3)
+    with pytest.raises(ValueError, match="steps=3 has no meaning for Raster"):
+        make(model, sampler=samplers.create("groups", order={"order": "raster", "sizes": 4}), steps=3)
+    with pytest.raises(ValueError, match="sizes=17 must be an integer from 1 to 16"):
+        make(model, steps=17)
+    with pytest.raises(ValueError, match=r"sizes=\(1, 2\) add up to 3; the picture has 16 cells"):
+        make(model, sampler=samplers.create("groups", order={"order": "halton", "sizes": [1, 2]}))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"class_labels": [5]}, "class_labels=5 must be an integer from 0 to 4"),
+        ({"class_labels": []}, "class_labels is empty"),
+        ({"prompts": "a fox", "class_labels": None}, "does not take prompts"),
+        ({"negative_prompt": "a fox"}, "does not take negative_prompt"),
+        ({"cache": "dual"}, "cache='dual' has no meaning for sampler 'groups'"),
+        ({"height": 9}, "height=9 must be a multiple of 2"),
+        ({"height": 16}, "height=16 must be 8"),
+        ({"sampler": "sjd"}, "'sjd' is of family 'draft_verify'; LPD .* takes the 'groups' family: groups"),
+        ({"sampler": samplers.create("lpd")}, "the sampler 'lpd' with settings is of family 'masked'"),
+        ({"seed": [1, 2, 3]}, "seed has 3 entries for 2 rows"),
+    ],
+)
+def test_bad_input(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(tiny_lpd(), **request_)
+
+
+def test_bad_settings_and_prompts() -> None:
+    model, sampler = tiny_lpd(), samplers.create("groups")
+    with pytest.raises(TypeError, match="order=3 must be a name or made by paradec.orders.create"):
+        samplers.create("groups", order=3)
+    with pytest.raises(ValueError, match="unknown order: 'hilbert'"):
+        samplers.create("groups", order="hilbert")
+    with pytest.raises(ValueError, match="unknown guidance_schedule: 'cosine'"):
+        samplers.create("groups", guidance_schedule="cosine")
+    with pytest.raises(ValueError, match="prompt=40 must be an integer from 33 to 38"):
+        sampler.start(model, [[40]])
+    with pytest.raises(ValueError, match="prompt has 2 ids; .* reads one: 33 . a label"):
+        sampler.start(model, [[33, 34]])
+    with pytest.raises(ValueError, match="guidance_scale=2.0 needs negative_prompt"):
+        sampler.start(model, [[33]], guidance_scale=2.0)
+    with pytest.raises(ValueError, match="negative_prompt has no effect without guidance"):
+        sampler.start(model, [[33]], negative_prompt=[[34]])
+    with pytest.raises(TypeError, match="generate takes .*; LPD is a model of groups of codes"):
+        paradec.generate(model, [[33]])
+    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+        broken = tiny_lpd()
+        broken.module.head.weight.data[:] = torch.nan
+        make(broken)
+
+
+def test_ctrl_c_loses_nothing() -> None:
+    def stop(state: Any, commit: Any) -> None:
+        if state.index == 3:
+            raise KeyboardInterrupt
+
+    model = tiny_lpd()
+    with pytest.raises(paradec.Interrupted) as caught:
+        make(model, callback=stop)
+    found, whole = caught.value.output.tokens, make(model).tokens
+    assert ((found == whole) | (found == model.blank_id)).all()
+    assert (found != model.blank_id).sum(1).tolist() == [1 + 2 + 4] * 2
+
+
+def test_published_guidance_and_repulsion() -> None:
+    with torch.device("meta"):
+        large, largest = (LPD(LPDConfig(**PRESETS[name])) for name in ("lpd_l", "lpd_xxl"))
+    model = LPDModel(large)
+    assert model.defaults_with(samplers.create("groups"))["guidance_scale"] == 4.8
+    many = samplers.create("groups", order={"order": "lpd", "sizes": 32})
+    assert model.defaults_with(many)["guidance_scale"] == 5.4
+    assert GUIDANCE[1280][1024, 48] == 6.0
+
+    seen = []
+
+    @dataclass(frozen=True)
+    class Seen(Groups):
+        def start(self, *args: Any, **named: Any) -> Any:
+            seen.append(self.order.repulsion)
+
+    model = LPDModel(largest)
+    for order in ("lpd", {"order": "lpd", "sizes": 32}, {"order": "lpd", "repulsion": 1}):
+        model.begin(Seen(order), model.request([1], model.grid()), model.grid(), paradec.Request(sampler=Seen(order)))
+    assert seen == [3.0, None, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_decode(dtype: torch.dtype) -> None:
+    model = LPDModel(copy.deepcopy(tiny_lpd().module).to(dtype))
+    assert make(model).codes.shape == (2, 4, 4)
+
+
+def test_settings_are_data() -> None:
+    for name in orders.names():
+        made = orders.create(name, **({"cells": (1, 0)} if name == "given" else {}))
+        sampler = samplers.create("groups", order=made)
+        assert samplers.registry.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+    assert dataclasses.replace(sampler, order="lpd").order == orders.LPD()
+    assert load_file(FOLDER / "lpd" / "model-64.safetensors")  # the recorded weights stand beside the cases

@@ -1,0 +1,266 @@
+"""Orders: what each of them is, recorded runs of LPD's generator, and the masked sampler that decodes along one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import tiny_masked_image
+from next_image import case, cases
+
+import paradec
+from paradec import orders, rng, samplers
+from paradec.orders import PUBLISHED, Groups, group_sizes, halton_order, keyed, lpd_order, scaled
+
+KEYS = rng.row_keys([1, 1, 2], [[5], [6], [5]])
+GRIDS = [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)]
+MADE = [orders.create(name) for name in orders.names() if name != "given"]
+MADE += [orders.LPD(repulsion=0), orders.ZipAR(2), orders.ZipAR(1), orders.Cosine(1)]
+
+
+def groups_of(order: orders.Order, height: int, width: int) -> Groups:
+    return order.groups(height, width, keyed(torch.as_tensor(KEYS)))
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", MADE, ids=str)
+@pytest.mark.parametrize(("height", "width"), GRIDS)
+def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> None:
+    groups, size = groups_of(order, height, width), height * width
+    assert (np.sort(groups.order, 1) == np.arange(size)).all() and groups.order.shape == (3, size)
+    assert sum(groups.sizes) == size and min(groups.sizes) > 0
+    assert (np.concatenate(list(groups), 1) == groups.order).all()
+    assert [part.shape[1] for part in groups] == list(groups.sizes)
+    assert groups.left.tolist() == [size, *(size - groups.ends)]
+    assert (np.take_along_axis(groups.order, groups.rank, 1) == np.arange(size)).all()
+    again = groups_of(orders.Order.from_dict(json.loads(json.dumps(order.to_dict()))), height, width)
+    assert (again.order == groups.order).all() and again.sizes == groups.sizes
+    # a row's order is its own key's
+    alone = order.groups(height, width, keyed(torch.as_tensor(KEYS[1:2])))
+    assert (alone.order[0] == groups.order[1]).all()
+    same = (groups.order[0] == groups.order[1]).all()
+    assert same if not order.random or size == 1 else not same or size < 4
+
+
+def test_orders_by_hand() -> None:
+    def listed(order: orders.Order, height: int, width: int) -> list[list[int]]:
+        return [part[0].tolist() for part in order.groups(height, width)]
+
+    assert listed(orders.Raster(), 2, 2) == [[0], [1], [2], [3]]
+    assert listed(orders.Raster((3, 1)), 2, 2) == [[0, 1, 2], [3]]
+    assert listed(orders.Diagonal(), 2, 3) == [[0], [1, 3], [2, 4], [5]]
+    assert listed(orders.Diagonal(), 3, 2) == [[0], [1, 2], [3, 4], [5]]
+    assert listed(orders.ZipAR(2), 2, 4) == [[0], [1], [2, 4], [3, 5], [6], [7]]
+    assert listed(orders.ZipAR(9), 2, 3) == [[0], [1], [2], [3], [4], [5]]
+    assert listed(orders.Halton((2, 2)), 2, 2) == halton_order(2, 2).argsort().reshape(2, 2).tolist()
+    assert listed(orders.Given((2, 0, 1), (1, 2)), 1, 3) == [[2], [0, 1]]
+    two = orders.Given([[1, 0], [0, 1]], 1).groups(1, 2, keyed(torch.as_tensor(KEYS[:2])))
+    assert [part.tolist() for part in two] == [[[1, 0], [0, 1]]]
+
+
+def test_mar_s_order_is_the_one_it_drew() -> None:
+    at = torch.arange(12).unsqueeze(0)
+    draws = rng.uniform(torch.as_tensor(KEYS), torch.zeros(3, dtype=torch.int64), at.expand(3, -1), 1, 1).squeeze(-1)
+    expected = draws.argsort(1).flip(1).numpy()
+    assert (groups_of(orders.Random(), 3, 4).order == expected).all()
+    cosine = groups_of(orders.Cosine(4), 3, 4)
+    assert (cosine.order == expected).all() and cosine.left.tolist() == [12, 11, 8, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: orders.Raster(0), "sizes=0 must be an integer of at least 1"),
+        (lambda: orders.Raster((2, 0)), "sizes=0 must be an integer of at least 1"),
+        (lambda: orders.Raster("all"), "sizes='all' must be a number of groups, or the sizes"),
+        (lambda: orders.Raster(()), r"sizes=\(\) must be a number of groups"),
+        (lambda: orders.Raster(True), "sizes=True must be an integer"),
+        (lambda: orders.Raster((2, 3)).groups(2, 2), r"sizes=\(2, 3\) add up to 5; the picture has 4 cells"),
+        (lambda: orders.Halton(5).groups(2, 2), "sizes=5 must be an integer from 1 to 4"),
+        (lambda: orders.Cosine(5).groups(2, 2), "steps=5 must be an integer from 1 to 4"),
+        (lambda: orders.ZipAR(0), "window=0 must be an integer of at least 1"),
+        (lambda: orders.LPD(repulsion=-1), "repulsion=-1 must be a number"),
+        (lambda: orders.LPD(proximity="near"), "proximity='near' must be a number"),
+        (lambda: orders.Given(), r"cells=\(\) must list every cell once"),
+        (lambda: orders.Given([[0, 1], [0]]), "must list every cell once"),
+        (lambda: orders.Given((0, 0, 1, 2)).groups(2, 2), "must list each of 4 cells once"),
+        (lambda: orders.Given([[0, 1], [1, 0]]).groups(1, 2), "cells lists 2 orders for 1 rows"),
+        (lambda: orders.create("lpd", steps=3), "unknown setting of order 'lpd': 'steps'"),
+        (lambda: orders.create("rasta"), "unknown order: 'rasta' .did you mean 'raster'"),
+        (lambda: orders.Order.from_dict({"name": "raster"}), "data has no key 'order'"),
+        (lambda: orders.Diagonal().planned(3), "steps=3 has no meaning for Diagonal"),
+    ],
+)
+def test_bad_orders(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_published_sizes_add_up() -> None:
+    for cells, lists in PUBLISHED.items():
+        for count, sizes in lists.items():
+            assert len(sizes) == count and sum(sizes) == cells
+            assert group_sizes(cells, count) == sizes
+    assert len(group_sizes(256)) == 20 and len(group_sizes(1024)) == 48
+
+
+def test_other_sizes_grow_as_the_published() -> None:
+    for cells in (1, 2, 7, 36, 49, 256, 300):
+        for groups in {1, 2, min(5, cells), cells // 2 or 1, cells}:
+            if groups <= cells:
+                found = group_sizes(cells, groups)
+                assert len(found) == groups and sum(found) == cells and min(found) >= 1
+    assert scaled((1, 3, 4), 16) == (2, 6, 8) and scaled((2, 2), 8, 4) == (2, 2, 2, 2)
+    assert scaled((1, 99), 3, 3) == (1, 1, 1) and scaled((5, 5, 5), 2) == (1, 1)
+    half = group_sizes(64, 10)
+    assert half[0] == 1 and half[-1] > half[4] > half[0]
+
+
+# ---- LPD's generator ------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A case's draws."""
+
+    def __init__(self, said: dict[str, Any]):
+        self.first, self.lists, self.starts = said["first"], said["shuffled_candidates"], list(said["random_starts"])
+
+    def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+        found = np.array(self.lists[step - 1])
+        assert sorted(found) == sorted(cells)
+        return found
+
+    def one_of(self, step: int, cells: np.ndarray) -> int:
+        found = self.starts.pop(0) if step else self.first
+        assert found in cells
+        return found
+
+
+@pytest.mark.parametrize("name", cases("lpd", "order-"))
+def test_a_recorded_order(name: str) -> None:
+    said, settings = case("lpd", name)[0], case("lpd", name)[0]["settings"]
+    draws, side = Recorded(said), settings["grid"]
+    law = settings["repulsion_threshold"], settings["proximity_threshold"]
+    assert lpd_order(side, side, settings["group_sizes"], draws, *law).tolist() == said["order"]
+    assert not draws.starts
+
+
+def test_groups_are_near_and_apart() -> None:
+    """What the order is for: beside random ones, a group's cells are further apart and nearer to what is decided."""
+
+    def spread(groups: Groups) -> tuple[float, float]:
+        apart, near = [], []
+        place = np.stack(np.divmod(np.arange(256), 16), 1)
+        for row in groups.order:
+            for index, end in enumerate(groups.ends[:12]):
+                cells, before = place[row[end - groups.sizes[index] : end]], place[row[: end - groups.sizes[index]]]
+                if index > 2:
+                    gaps = np.linalg.norm(cells[:, None] - cells[None], axis=-1) + 1e9 * np.eye(len(cells))
+                    apart.append(gaps.min(1).mean())
+                    near.append(np.linalg.norm(cells[:, None] - before[None], axis=-1).min(1).mean())
+        return float(np.mean(apart)), float(np.mean(near))
+
+    ours, random = spread(groups_of(orders.LPD(), 16, 16)), spread(groups_of(orders.Random(20), 16, 16))
+    assert ours[0] > 1.3 * random[0] and ours[1] < random[1]
+
+
+def test_what_is_decided_draws_the_first_group() -> None:
+    there = np.zeros(64, bool)
+    there[:8] = True
+    order = lpd_order(8, 8, group_sizes(56, 6), keyed(torch.as_tensor(KEYS))[0], decided=there)
+    assert sorted(order) == list(range(8, 64))
+    assert order[0] // 8 == 1  # beside what is there
+
+
+# ---- the masked sampler ---------------------------------------------------------------------------------------------
+
+
+def made(sampler: Any, **request: Any) -> Any:
+    given = {"class_labels": [1, 2], "seed": 4, "output_type": "latent"}
+    return paradec.generate_images(tiny_masked_image(), sampler=sampler, **(given | request))
+
+
+def written(out: Any, row: int) -> list[list[int]]:
+    return [[at - 1 for r, at, _, _ in step.commits if r == row] for step in out.trace.steps]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "sizes"),
+    [
+        ({}, None, group_sizes(16)),
+        ({}, 7, group_sizes(16, 7)),
+        ({}, 1, (16,)),
+        ({"groups": 3}, None, group_sizes(16, 3)),
+        ({"groups": [1, 5, 10]}, None, (1, 5, 10)),
+        ({"height": 4, "width": 4, "groups": [1, 5, 10], "repulsion": 1, "proximity": 2.0}, None, (1, 5, 10)),
+    ],
+)
+def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None, sizes: tuple[int, ...]) -> None:
+    model = tiny_masked_image()
+    sampler = samplers.create("lpd", **settings)
+    request = {"seed": 4, "temperature": 1.0, "trace": True, "max_new_tokens": 16}
+    request |= {} if steps is None else {"steps": steps}
+    prompts = [[model.class_token(label)] for label in (1, 2)]
+    out = paradec.generate(model, prompts, sampler=sampler, **request)
+    law = {name: value for name, value in settings.items() if name in ("repulsion", "proximity")}
+    groups = orders.LPD(sizes, **law).groups(4, 4, keyed(torch.as_tensor(rng.row_keys([4, 4], prompts))))
+    for row in (0, 1):
+        assert written(out, row) == [sorted(part[row].tolist()) for part in groups]
+
+
+def test_a_given_part_is_decided_from_the_start() -> None:
+    model = tiny_masked_image()
+    mask = model.facts.mask_token_id
+    row = [model.class_token(2), *[3] * 8, *[mask] * 8]
+    sampler = samplers.create("lpd", groups=[1, 5, 10], height=4, width=4)
+    out = paradec.generate(model, [row], sampler=sampler, seed=4, trace=True)
+    there = np.arange(16) < 8
+    sizes = scaled((1, 5, 10), 8)
+    key = keyed(torch.as_tensor(rng.row_keys([4], [row])))[0]
+    order = lpd_order(4, 4, sizes, key, decided=there)
+    assert written(out, 0) == [sorted(part.tolist()) for part in np.split(order, np.cumsum(sizes)[:-1])]
+    assert order[0] // 4 == 2
+
+
+def test_rows_are_their_own_business() -> None:
+    both = made("lpd", steps=5, seed=[4, 5], temperature=1.0)
+    for row, label in enumerate((1, 2)):
+        alone = made("lpd", steps=5, seed=4 + row, class_labels=label, temperature=1.0)
+        assert torch.equal(alone.codes[0], both.codes[row])
+
+
+def test_caches_are_told_what_is_committed() -> None:
+    sampler = samplers.create("lpd", groups=4)
+    model = tiny_masked_image()
+    state = sampler.start(model, [[model.class_token(1)]], max_new_tokens=16, temperature=1.0)
+    while not state.done:
+        said = sampler.announce(state)
+        commit = sampler.commit(state, sampler.step(model, state))
+        assert sorted(said[0].tolist()) == [position for _, position, _, _ in commit.to_list()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": 0}, "groups=0 must be an integer of at least 1"),
+        ({"groups": "few"}, "groups='few' must be a number of groups"),
+        ({"repulsion": -2}, "repulsion=-2 must be a number"),
+        ({"height": 4}, "height=4 and width=None go together"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samplers.create("lpd", **settings)
+
+
+def test_lists_that_do_not_add_up() -> None:
+    with pytest.raises(ValueError, match=r"groups=\(1, 2\) add up to 3; the picture has 16 cells"):
+        made(samplers.create("lpd", groups=[1, 2]))
