@@ -24,6 +24,7 @@ from paradec.models.images.kl import KLDecoder
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.masked import MaskedImageModel
+from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.uvit import UViT, UViTModel
 from paradec.models.images.vq import VQConfig, VQModel
 from paradec.protocol import Query
@@ -69,6 +70,19 @@ def tiny_llamagen(condition: str = "c2i", vq: bool = True, grid: int = 4, seed: 
         if parameter.ndim > 1:
             parameter.data.normal_(std=0.3)
     return LlamaGenModel(network, tiny_vq() if vq else None)
+
+
+def tiny_nar(condition: str = "c2i", grid: int = 4) -> NARModel:
+    torch.manual_seed(0)
+    config = NARConfig(
+        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, condition=condition,
+        num_classes=10, caption_dim=16, caption_length=6,
+    )  # fmt: skip
+    network = NAR(config).double()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.3)
+    return NARModel(network, tiny_vq())
 
 
 def tiny_emu3() -> Emu3Model:
@@ -154,6 +168,7 @@ def tiny_diffusion() -> DiffusionModel:
 FAMILIES = {
     "llamagen": tiny_llamagen,
     "llamagen of captions": lambda: tiny_llamagen("t2i"),
+    "nar": tiny_nar,
     "emu3": tiny_emu3,
     "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)),
     "janus": tiny_janus,

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ NESTED = ("model", "module", "state_dict")
 """Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
 
 
-def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_weights(
+    source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle).
 
     A pickle is read with `weights_only=True`: code in it is not run.
@@ -27,6 +30,7 @@ def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> t
     Args:
         source: the file.
         unused: pattern of the names of what is no weight of the caller's: their dtype may be any.
+        nested: where in a pickle the weights may lie, the first that is there.
 
     Raises:
         CheckpointError: no such file, one of another kind, corrupt, one that holds other objects than tensors, or
@@ -48,7 +52,7 @@ def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> t
         raise CheckpointError(
             f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
         ) from error
-    for key in NESTED:
+    for key in nested:
         if isinstance(data, dict) and isinstance(data.get(key), dict):
             data = data[key]
             break

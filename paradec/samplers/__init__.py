@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.window import Jacobi as Jacobi
     from paradec.samplers.causal.zipar import ZipAR as ZipAR
     from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
+    from paradec.samplers.groups.nar import NAR as NAR
     from paradec.samplers.masked.adablock import AdaBlock as AdaBlock
     from paradec.samplers.masked.ccd import CCD as CCD
     from paradec.samplers.masked.ccd_agree import CCDAgree as CCDAgree
@@ -130,6 +131,7 @@ registry = SamplerRegistry(
         "zipar": "paradec.samplers.causal.zipar:ZipAR",
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
         "mar": "paradec.samplers.masked.mar:MAR",
+        "nar": "paradec.samplers.groups.nar:NAR",
     },
 )
 

@@ -22,6 +22,7 @@ FAMILIES = {
     "chameleon": ("paradec.models.images.chameleon", "load_chameleon", "ChameleonModel"),
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
+    "nar": ("paradec.models.images.nar", "load_nar", "NARModel"),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
@@ -38,7 +39,7 @@ def packaged_image(name: str) -> str:
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
-    """The `model_type` of a checkpoint that is one file: MAR's by the names of its tensors, else LlamaGen's."""
+    """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's where these say none."""
     import torch
     from safetensors import safe_open
 
@@ -49,9 +50,12 @@ def file_type(source: str | os.PathLike[str]) -> str:
         else:  # mapped: nothing but names is read
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-            names = set(data.get("model_ema", data.get("model", data)))
+            nested = ("model_ema", "model", "module", "state_dict")
+            names = set(next((data[key] for key in nested if isinstance(data.get(key), dict)), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
+    if any(name.startswith("medusa_") for name in names):
+        return "nar"
     return "mar" if "diffusion_pos_embed_learned" in names else "llamagen"
 
 

@@ -1,0 +1,1 @@
+"""Image models that decide a group of cells per forward, in a given order."""
