@@ -1,42 +1,45 @@
-"""Golden cases of the next-image systems: what the public reference implementations do on tiny models, as data."""
+"""Recorded cases of next-scale, neighbour, grouped, distilled and two-model image samplers.
+
+A folder holds one file a case. Tests take what they find there, and every setting from the file itself, so that other
+cases of the same form can take their place: PARADEC_NEXT_IMAGE names another folder of them.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from places import GOLDEN
 from safetensors.torch import load_file
 from torch import Tensor
 
-FOLDER = Path(os.environ.get("PARADEC_NEXT_IMAGE", Path(__file__).parent / "golden" / "next-image"))
+FOLDER = Path(os.environ.get("PARADEC_NEXT_IMAGE", GOLDEN / "next-image"))
 
 
 def cases(system: str, prefix: str) -> list[str]:
-    """Names of a system's cases, in order."""
-    return sorted(path.stem for path in (FOLDER / system).glob(f"{prefix}-*.json"))
+    """Names of a system's cases that begin with `prefix`."""
+    return sorted(path.stem for path in (FOLDER / system).glob(f"{prefix}*.json") if ".config" not in path.name)
 
 
-def read(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A case, or a model's configuration ("vae.config"), and the arrays beside it."""
-    path = FOLDER / system / f"{name}.json"
-    arrays = path.with_name(f"{name.removesuffix('.config')}.safetensors")
-    return json.loads(path.read_text()), load_file(arrays) if arrays.exists() else {}
+def case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A case, and its arrays."""
+    arrays = FOLDER / system / f"{name}.safetensors"
+    return json.loads((FOLDER / system / f"{name}.json").read_text()), load_file(arrays) if arrays.exists() else {}
 
 
 def checksum(tensor: Tensor) -> list[float]:
-    """[n, mean, rms, p] in float64."""
-    flat = tensor.detach().double().flatten()
-    wave = (flat * torch.arange(len(flat)).double().cos()).sum() / math.sqrt(len(flat))
-    return [len(flat), float(flat.mean()), float(flat.square().mean().sqrt()), float(wave)]
+    """[n, mean, root of the mean square, sum x_i cos(i) / sqrt(n)], in float64."""
+    x = tensor.detach().double().flatten()
+    wave = torch.arange(len(x), dtype=torch.float64).cos()
+    return [float(len(x)), float(x.mean()), float(x.square().mean().sqrt()), float((x * wave).sum() / len(x) ** 0.5)]
 
 
-def close(tensor: Tensor, expected: list[float], tolerance: float = 2e-5) -> bool:
-    """Whether the checksum is that of the reference: `tolerance` of max(1, |value|)."""
+def assert_checksum(tensor: Tensor, expected: list[float], tolerance: float = 2e-5) -> None:
+    """Within `tolerance` of max(1, |value|)."""
     found = checksum(tensor)
-    return found[0] == expected[0] and all(
-        abs(a - b) <= tolerance * max(1.0, abs(b)) for a, b in zip(found[1:], expected[1:], strict=True)
-    )
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        assert abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)), (found, expected)

@@ -26,6 +26,8 @@ FAMILIES = {
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
+TELLING = {"medusa_norm.weight": "nar", "medusa_output.weight": "nar", "diffusion_pos_embed_learned": "mar"}
+"""The `model_type` of a single file, by the name of a tensor that no other has."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
 
@@ -54,9 +56,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
             names = set(next((data[key] for key in nested if isinstance(data.get(key), dict)), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
-    if any(name.startswith("medusa_") for name in names):
-        return "nar"
-    return "mar" if "diffusion_pos_embed_learned" in names else "llamagen"
+    return next((kind for name, kind in TELLING.items() if name in names), "llamagen")
 
 
 def image_loader(model_type: Any) -> Callable[..., Any] | None:

@@ -21,7 +21,7 @@ from paradec.prompts import encode
 from paradec.protocol import Commit, Cost, Memory, Proposal, Query, Sampler, State
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
-from paradec.samplers.statistics import argmax, filter_logits, guided, tempered
+from paradec.samplers.statistics import guided, token_law
 from paradec.trace import Trace
 
 if TYPE_CHECKING:
@@ -232,7 +232,8 @@ class NAR(Sampler):
         cells = torch.as_tensor(diagonal(state.grid, state.index), device=heads.device)
         averaged = neighbours(heads, state.grid, state.index)  # [R, W, V]
         logits = guided(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
-        p = token_law(logits, state.request)
+        request = state.request
+        p = token_law(logits, request.temperature, request.top_k, request.top_p)
         tokens = draw(p, state.uniform(cells))
         return Proposal(
             rows=query.rows,
@@ -290,15 +291,3 @@ def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:
 
     (left, has_left), (upper, has_upper) = said(row, column > 0, 0), said(row - 1, row > 0, 1)
     return torch.where(has_left & has_upper, (left + upper) / 2, torch.where(has_left, left, upper))
-
-
-def token_law(logits: Tensor, request: Request) -> Tensor:
-    """What a token is drawn from: logits [..., V] -> [..., V], float32 at least; one-hot at temperature 0. Unlike in
-    `paradec.samplers.causal`, top-p is taken of what top-k has left. NaN where there is no finite logit."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if request.temperature == 0:
-        best = argmax(logits).unsqueeze(-1)
-        one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
-        return one_hot.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
-    kept = filter_logits(tempered(logits, request.temperature), None, request.top_k)
-    return filter_logits(kept, request.top_p, None).softmax(-1)
