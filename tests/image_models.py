@@ -17,6 +17,11 @@ from transformers import (
 from paradec.models.images.adapter import ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel
+from paradec.models.images.distilled_llamagen import (
+    DistilledLlamaGen,
+    DistilledLlamaGenConfig,
+    DistilledLlamaGenModel,
+)
 from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
@@ -83,6 +88,18 @@ def tiny_nar(condition: str = "c2i", grid: int = 4) -> NARModel:
         if parameter.ndim > 1:
             parameter.data.normal_(std=0.3)
     return NARModel(network, tiny_vq())
+
+
+def tiny_student(grid: int = 4, **stages: int) -> DistilledLlamaGenModel:
+    torch.manual_seed(0)
+    config = DistilledLlamaGenConfig(
+        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, num_classes=10, codebook_dim=4, **stages
+    )
+    network = DistilledLlamaGen(config).double()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.3)
+    return DistilledLlamaGenModel(network, tiny_vq())
 
 
 def tiny_emu3() -> Emu3Model:
@@ -169,6 +186,7 @@ FAMILIES = {
     "llamagen": tiny_llamagen,
     "llamagen of captions": lambda: tiny_llamagen("t2i"),
     "nar": tiny_nar,
+    "distilled llamagen": tiny_student,
     "emu3": tiny_emu3,
     "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)),
     "janus": tiny_janus,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.speculative import Speculative as Speculative
     from paradec.samplers.causal.window import Jacobi as Jacobi
     from paradec.samplers.causal.zipar import ZipAR as ZipAR
+    from paradec.samplers.distilled.distilled import Distilled as Distilled
     from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
     from paradec.samplers.groups.nar import NAR as NAR
     from paradec.samplers.masked.adablock import AdaBlock as AdaBlock
@@ -132,6 +133,7 @@ registry = SamplerRegistry(
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
         "mar": "paradec.samplers.masked.mar:MAR",
         "nar": "paradec.samplers.groups.nar:NAR",
+        "distilled": "paradec.samplers.distilled.distilled:Distilled",
     },
 )
 

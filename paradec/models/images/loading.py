@@ -23,10 +23,20 @@ FAMILIES = {
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
     "nar": ("paradec.models.images.nar", "load_nar", "NARModel"),
+    "distilled_llamagen": (
+        "paradec.models.images.distilled_llamagen",
+        "load_distilled_llamagen",
+        "DistilledLlamaGenModel",
+    ),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
-TELLING = {"medusa_norm.weight": "nar", "medusa_output.weight": "nar", "diffusion_pos_embed_learned": "mar"}
+TELLING = {
+    "medusa_norm.weight": "nar",
+    "medusa_output.weight": "nar",
+    "tok_embeddings.bias": "distilled_llamagen",
+    "diffusion_pos_embed_learned": "mar",
+}
 """The `model_type` of a single file, by the name of a tensor that no other has."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
@@ -52,7 +62,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
         else:  # mapped: nothing but names is read
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-            nested = ("model_ema", "model", "module", "state_dict")
+            nested = ("model_ema", "ema", "model", "module", "state_dict")
             names = set(next((data[key] for key in nested if isinstance(data.get(key), dict)), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"

@@ -1,0 +1,101 @@
+"""The teachers of Distilled Decoding: they draw tokens of a picture over those that stand before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.models.images.distilled import Stages
+from paradec.protocol import Query
+from paradec.request import Request
+from paradec.samplers.statistics import guided
+
+
+class Teaching(Protocol):
+    """A teacher in one request, and what it has read of the picture. `B` rows."""
+
+    def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> Any:
+        """The call that says what stands at cell or scale `at`; ids [B, N] int64 and codes [V, C] say what is before."""
+        ...
+
+    def answer(self, query: Any) -> Tensor:
+        """Logits [branches * B, W, V], or of fewer branches where the others have no weight."""
+        ...
+
+    def guided(self, logits: Tensor, at: int) -> Tensor:
+        """[B, W, V]."""
+        ...
+
+    def span(self, at: int) -> tuple[int, int]:
+        """The first token of `at`, and the one after its last."""
+        ...
+
+    def read_up_to(self, at: int) -> None:
+        """What `query` asked for is decided."""
+        ...
+
+    def release(self) -> None:
+        """Give the store's memory back."""
+        ...
+
+
+class CellTeaching:
+    """A LlamaGen, which draws a cell at a time over a key/value store. At guidance 1 its second branch is not evaluated
+    (the public code reads no prefix then, and stops with an error)."""
+
+    def __init__(self, teacher: Any, labels: Sequence[int], count: int, scale: float):
+        laid = teacher.request(list(labels), teacher.grid())
+        rows = laid.prompts.rows + (laid.unconditional.rows if scale != 1 else [])
+        self.model, self.scale, self.batch = laid.model, scale, len(labels)
+        self.branches = len(rows) // self.batch
+        self.prompts = torch.tensor(rows, device=teacher.device)
+        """[branches * B, 1] int64."""
+        self.store = self.model.make_store(len(rows), 1 + count)
+        self.stored = 0
+        """Tokens that the store holds, the class among them."""
+
+    def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> Query:
+        context = torch.cat((self.prompts, ids[:, :at].repeat(self.branches, 1).to(self.prompts.device)), 1)
+        index = np.arange(len(context))
+        column = torch.arange(self.stored, at + 1, device=context.device)
+        positions = column.expand(len(context), -1)
+        return Query(
+            rows=np.arange(self.batch),
+            tokens=context[:, self.stored :],
+            positions=positions,
+            wanted=torch.full_like(positions[:, :1], at - self.stored),
+            store_rows=torch.as_tensor(index, device=context.device),
+            store_index=index,
+            slots=positions,
+            reach=at + 1,
+            step=step,
+            branches=self.branches,
+            forwarded=np.full(self.batch, len(column)),
+            kind="full" if self.stored == 0 else "window",
+        )
+
+    def answer(self, query: Query) -> Tensor:
+        return self.model(query, self.store)
+
+    def guided(self, logits: Tensor, at: int) -> Tensor:
+        return guided(logits, self.scale) if self.branches == 2 else logits
+
+    def span(self, at: int) -> tuple[int, int]:
+        return at, at + 1
+
+    def read_up_to(self, at: int) -> None:
+        self.stored = at + 1
+
+    def release(self) -> None:
+        self.store.release()
+
+
+def teaching_of(
+    teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool
+) -> Teaching:
+    """A teacher of a student with these stages."""
+    return CellTeaching(teacher, labels, stages.kept[-1], request.guidance_scale)
