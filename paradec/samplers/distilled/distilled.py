@@ -364,7 +364,10 @@ class Distilled(Sampler):
             state.tokens = state.codes[state.ids]
         if kind == "teacher" and state.teaching is not None:
             state.teaching.read_up_to(at)
-        before, state.final = state.final, state.tokens.shape[1] if following is None else state.stages.kept[following[1]]
+        before, state.final = (
+            state.final,
+            state.tokens.shape[1] if following is None else state.stages.kept[following[1]],
+        )
         state.accepted.append(np.full(state.batch, state.final - before, np.int64))
         fresh = torch.arange(before, state.final, device=state.tokens.device).expand(state.batch, -1)
         values, written = state.tokens[:, before : state.final], torch.ones_like(fresh, dtype=torch.bool)
@@ -386,4 +389,6 @@ def normal(keys: Tensor, shape: tuple[int, int, int]) -> Tensor:
 def nearest(vectors: Tensor, codes: Tensor) -> Tensor:
     """Ids [B, N] int64 of the codes [V, C] that are closest to vectors [B, N, C], row by row."""
     # one row at a time: distances by products depend on how many there are
-    return torch.stack([torch.cdist(row, codes, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1) for row in vectors])
+    return torch.stack(
+        [torch.cdist(row, codes, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1) for row in vectors]
+    )

@@ -94,8 +94,6 @@ class CellTeaching:
         self.store.release()
 
 
-def teaching_of(
-    teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool
-) -> Teaching:
+def teaching_of(teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool) -> Teaching:
     """A teacher of a student with these stages."""
     return CellTeaching(teacher, labels, stages.kept[-1], request.guidance_scale)
