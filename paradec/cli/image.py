@@ -40,7 +40,7 @@ Sampler = Annotated[
     str | None,
     typer.Option(
         help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, recap, "
-        "...; MAR: mar, recap; diffusion pipelines: taylorseer."
+        "...; MAR: mar, recap; NAR: nar; students: distilled; diffusion pipelines: taylorseer."
     ),
 ]
 Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]

@@ -34,7 +34,7 @@ class Stages:
     second: int
     """The stage of the second of two calls."""
     split: int
-    """K(split) tokens are replaced by their codes at every call, those behind stay as the continuous head gives them."""
+    """K(split) tokens become codes at every call; those behind stay as the continuous head gives them."""
     scales: bool = False
     """Whether a stage is a scale of VAR, or else a cell of the raster."""
 

@@ -51,7 +51,7 @@ def packaged_image(name: str) -> str:
 
 
 def file_type(source: str | os.PathLike[str]) -> str:
-    """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's where these say none."""
+    """The `model_type` of a checkpoint that is one file, by the names of its tensors; LlamaGen's where none tells."""
     import torch
     from safetensors import safe_open
 

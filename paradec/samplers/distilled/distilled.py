@@ -114,7 +114,7 @@ class Distilled(Sampler):
 
     A student is not guided, and its noise is all that is random. With a `teacher`, that one draws the tokens from stage
     `teacher_start` up to the second stage itself, over the nearest codes of what the first call gave (which is left out
-    where the teacher starts at 0); `guidance_scale`, `temperature`, `top_k` and `top_p` of the request are the teacher's.
+    where the teacher starts at 0); `guidance_scale`, `temperature`, `top_k` and `top_p` of the request are its own.
 
     Args:
         t_list: the stages, ascending from 0; None is (0,) or (0, t) for a request of one or two `steps`, with the

@@ -19,7 +19,7 @@ class Teaching(Protocol):
     """A teacher in one request, and what it has read of the picture. `B` rows."""
 
     def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> Any:
-        """The call that says what stands at cell or scale `at`; ids [B, N] int64 and codes [V, C] say what is before."""
+        """The call for cell or scale `at`; ids [B, N] int64 and codes [V, C] say what stands before it."""
         ...
 
     def answer(self, query: Any) -> Tensor:
