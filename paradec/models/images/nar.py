@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.models.calls import Evaluation, take_columns
 from paradec.models.images.llamagen import (
     PRESETS,
     Block,
@@ -96,14 +95,16 @@ class NARModel(LlamaGenModel):
         published = {"top_k": None} if module.config.condition == "t2i" else {}
         super().__init__(module, vq, text_encoder, name, published | dict(defaults or {}))
 
-    def __call__(self, query: Query, store: Any = None) -> Tensor:
-        """Evaluate one query: logits [R, W, 2, V] of the wanted columns ([R, Q, 2, V] when none are named)."""
-        with torch.no_grad(), Evaluation(self.module):
-            cache = None if store is None else store.bind(query)
-            mask = self._visible(query) if store is None else self._over_store(query, store)
-            hidden = self._backbone(self._embed(query.tokens, query), query, mask, cache).flatten(2)
-            wanted = hidden if query.wanted is None else take_columns(hidden, query.wanted)
-            return self._head(wanted.unflatten(2, (2, -1)))
+    @property
+    def hidden_size(self) -> int:
+        """Of both heads: the hidden states of the right one, then those of the lower."""
+        return 2 * self.module.config.dim
+
+    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+        return super()._backbone(embeddings, query, mask, cache).flatten(-2)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.head(hidden.unflatten(-1, (2, -1)))
 
     def _visible(self, query: Query, store: Any = None) -> Tensor:
         """[R, 1, Q, Q] bool: which of the call's own columns each column sees."""
