@@ -23,7 +23,7 @@ from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_she
 from paradec.progress import bar
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.request import Preset, Request, check_names, request_for, takes_arguments
-from paradec.traces.pictures import of_images
+from paradec.traces.pictures import of_images, of_stage
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 
@@ -146,6 +146,8 @@ def generate_images(
             output.images = to_pil(images) if output_type == "pil" else images
             if state.trace is not None and request.trace:
                 state.trace.images = of_images(output.images)
+                for step, stage in zip(state.trace.steps, model.stages(output.tokens), strict=False):
+                    step.pictures = of_stage(stage)
     return output
 
 

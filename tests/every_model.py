@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
-from image_models import tiny_llamagen, tiny_nar, tiny_student
+from image_models import tiny_llamagen, tiny_nar, tiny_student, tiny_var
 from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
@@ -44,7 +44,7 @@ WRAPPED = [
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
-IMAGES = [*IMAGE_MODELS, "nar", "distilled", "digits-maskgit", "mar", "dit"]
+IMAGES = [*IMAGE_MODELS, "nar", "distilled", "digits-maskgit", "mar", "var", "dit"]
 CANVAS = "diffusion_gemma"
 EVERY = [*TEXT, CANVAS, *IMAGES]
 
@@ -72,6 +72,8 @@ def make(kind: str) -> Any:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         return MARModel(module, KLDecoder(VQConfig(**DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
+    if kind == "var":
+        return tiny_var()
     if kind == "dit":
         return DiffusionModel(tiny_dit(torch.float64))
     return wrapped(kind)
@@ -99,6 +101,9 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == "mar":
         sampler = paradec.samplers.create("mar", head_steps=3)
         given = {"class_labels": [1, 2], "sampler": sampler, "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).images
+    if kind == "var":
+        given = {"class_labels": [1, 2], "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).images
     if kind == "nar":
         given = {"class_labels": [3, 9], "temperature": 0.8, "output_type": "latent"}
@@ -137,6 +142,10 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
     if kind == "mar":
         sampler = paradec.samplers.create("mar", head_steps=3)
         return sampler, model, sampler.start(model, [1, 2], steps=5, seed=0, trace=True), lambda state: state.tokens
+    if kind == "var":
+        sampler = paradec.samplers.create("var")
+        state = sampler.start(model, [1, 2], seed=0, guidance_scale=2.0, trace=True)
+        return sampler, model, state, lambda state: state.tokens
     if kind == "nar":
         sampler, laid = paradec.samplers.create("nar"), model.request([3, 9], model.grid())
         given = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}

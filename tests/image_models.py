@@ -30,7 +30,9 @@ from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenMod
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.nar import NAR, NARConfig, NARModel
+from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
 from paradec.models.images.uvit import UViT, UViTModel
+from paradec.models.images.var import VAR, VARModel
 from paradec.models.images.vq import VQConfig, VQModel
 from paradec.protocol import Query
 
@@ -171,6 +173,34 @@ def tiny_mar() -> MARModel:
     return MARModel(module, KLDecoder(vae), name="tiny-mar")
 
 
+SCALES = (1, 2, 3, 4)
+
+
+def tiny_var(
+    seed: int = 0,
+    width: int = 8,
+    depth: int = 2,
+    heads: int = 2,
+    scales: tuple[int, ...] = SCALES,
+    classes: int = 5,
+    vq: MultiScaleVQ | None = None,
+    vq_seed: int = 0,
+    shared_adaln: bool = False,
+    l2_norm: bool = True,
+) -> VARModel:
+    """Pictures of 8 x 8 pixels out of 32 codes."""
+    if vq is None:
+        torch.manual_seed(vq_seed)
+        sizes = {"channels": 8, "channel_mult": (1, 2), "res_blocks": 1, "attention": False, "norm_groups": 4}
+        vq = MultiScaleVQ(MultiScaleVQConfig(codebook_size=32, codebook_embed_dim=4, z_channels=4, **sizes)).double()
+    torch.manual_seed(seed)
+    book = {"codebook_size": 32, "code_dim": 4}
+    module = VAR(scales, depth, width, heads, classes, **book, shared_adaln=shared_adaln, l2_norm=l2_norm).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return VARModel(module, vq, {"guidance_scale": 2.0}, name="tiny-var")
+
+
 def tiny_diffusion() -> DiffusionModel:
     from diffusers import DiTTransformer2DModel
 
@@ -193,6 +223,7 @@ FAMILIES = {
     "uvit": tiny_uvit,
     "masked image": tiny_masked_image,
     "mar": tiny_mar,
+    "var": tiny_var,
     "diffusion": tiny_diffusion,
 }
 """Every adapter of a model that makes pictures."""

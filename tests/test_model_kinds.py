@@ -66,6 +66,7 @@ OURS = {
     "uvit": "codes",
     "masked image": "masked image",
     "mar": "continuous image",
+    "var": "scale image",
     "diffusion": "latent",
     "masked text": "text",
     "causal text": "text",
@@ -131,7 +132,7 @@ DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
     "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
     "generate_images": (
-        ("image", "masked image", "continuous image", "neighbour image", "distilled image"),
+        ("image", "masked image", "continuous image", "scale image", "neighbour image", "distilled image"),
         lambda model: paradec.generate_images(model, class_labels=1),
     ),
 }
@@ -295,7 +296,7 @@ def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
     assert model.unwrap() is module
 
 
-WITHOUT_WORDS = ("continuous image", "distilled image", "latent")
+WITHOUT_WORDS = ("continuous image", "distilled image", "scale image", "latent")
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_WORDS])

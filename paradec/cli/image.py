@@ -40,7 +40,7 @@ Sampler = Annotated[
     str | None,
     typer.Option(
         help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, recap, "
-        "...; MAR: mar, recap; NAR: nar; students: distilled; diffusion pipelines: taylorseer."
+        "...; MAR: mar, recap; VAR: var, code; NAR: nar; students: distilled; diffusion pipelines: taylorseer."
     ),
 ]
 Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]
@@ -61,7 +61,10 @@ Enlarge = Annotated[
 ]
 Drafter = Annotated[
     str | None,
-    typer.Option(help="Of speculative and lantern: a smaller model of the family, digits-ar-drafter say, or EAGLE's."),
+    typer.Option(
+        help="Of speculative and lantern: a smaller model of the family, digits-ar-drafter say, or EAGLE's; of code: "
+        "the larger VAR."
+    ),
 ]
 VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
 VAE = Annotated[str | None, typer.Option(help="The file of MAR's VAE, kl16.ckpt.")]
@@ -299,8 +302,10 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
     """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
     if drafter is None and sampler.name == "speculative":
         raise ValueError("--sampler speculative needs --drafter: a smaller model of the family, or an EAGLE drafter")
+    if drafter is None and sampler.name == "code":
+        raise ValueError("--sampler code needs --drafter: a larger VAR with the same VQ, which makes the first scales")
     if drafter is not None and "drafter" not in sampler.settings():
-        raise ValueError(f"--drafter is for speculative, lantern and lantern++; {sampler.name} takes none")
+        raise ValueError(f"--drafter is for speculative, lantern, lantern++ and code; {sampler.name} takes none")
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
@@ -310,6 +315,7 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     from paradec.models.images.loading import FAMILIES, PACKAGED
     from paradec.models.loading import load
 
+    options |= base.shared
     if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):
         return load(source, **options)
     if read_json(source, "config.json", None).get("model_type") in FAMILIES:

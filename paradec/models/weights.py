@@ -20,6 +20,13 @@ NESTED = ("model", "module", "state_dict")
 """Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
 
 
+def inside(data: Any, path: str) -> dict[str, Any] | None:
+    """The dict that lies in a dict under names joined by points, or None."""
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else None
+
+
 def read_weights(
     source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -30,7 +37,7 @@ def read_weights(
     Args:
         source: the file.
         unused: pattern of the names of what is no weight of the caller's: their dtype may be any.
-        nested: where in a pickle the weights may lie, the first that is there.
+        nested: where in a pickle the weights may lie, the first that is there ("trainer.ema" is one in the other).
 
     Raises:
         CheckpointError: no such file, one of another kind, corrupt, one that holds other objects than tensors, or
@@ -52,10 +59,7 @@ def read_weights(
         raise CheckpointError(
             f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
         ) from error
-    for key in nested:
-        if isinstance(data, dict) and isinstance(data.get(key), dict):
-            data = data[key]
-            break
+    data = next((found for key in nested if (found := inside(data, key)) is not None), data)
     if not isinstance(data, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(data).__name__}, not weights by name")
     weights = {name: tensor for name, tensor in data.items() if isinstance(tensor, Tensor)}

@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.threshold import Threshold as Threshold
     from paradec.samplers.masked.topk_margin import TopKMargin as TopKMargin
     from paradec.samplers.masked.wino import Wino as Wino
+    from paradec.samplers.scales.code import CoDe as CoDe
+    from paradec.samplers.scales.var import VAR as VAR
 
 JOINING = "+&>("
 """Signs of a combination written as text."""
@@ -134,6 +136,8 @@ registry = SamplerRegistry(
         "mar": "paradec.samplers.masked.mar:MAR",
         "nar": "paradec.samplers.groups.nar:NAR",
         "distilled": "paradec.samplers.distilled.distilled:Distilled",
+        "var": "paradec.samplers.scales.var:VAR",
+        "code": "paradec.samplers.scales.code:CoDe",
     },
 )
 

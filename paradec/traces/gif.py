@@ -176,6 +176,8 @@ class _Panel:
 
 
 def _panel(library: Any, trace: Trace, *rest: Any) -> _Panel:
+    if any(step.pictures for step in trace.steps):
+        return _Latent(library, trace, *rest)
     if trace.grid is not None and trace.cells is not None:
         return _Pictures(library, trace, *rest)
     return _Text(library, trace, *rest) if trace.canvas else _Latent(library, trace, *rest)
@@ -311,7 +313,8 @@ class _Pictures(_Panel):
 
 
 class _Latent(_Panel):
-    """What a latent looks like after each step, where that was recorded, and in the end the picture."""
+    """What a latent, or the picture of a model of scales, looks like after each step, where that was recorded, and in
+    the end the picture."""
 
     def lay(self) -> int:
         self.rows = min(self.trace.batch, MOST_PICTURES)

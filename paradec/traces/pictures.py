@@ -15,8 +15,10 @@ SIDE = 512
 """Pixels along the longer side of a final picture, at most."""
 LATENT_SIDE = 64
 """The same of a latent's, after each step."""
+STAGE_SIDE = 128
+"""The same of a picture's, after each step."""
 MOST_ROWS = 8
-"""Rows of a latent that are drawn after each step."""
+"""Rows of a latent or picture that are drawn after each step."""
 MOST_STEPS = 200
 """Steps of a latent that are drawn: the first ones."""
 MOST_PIXELS = 2**16
@@ -67,6 +69,13 @@ def of_steps(steps: Any, images: Any, sampler: Any) -> Trace:
         counts = np.bincount([row for row, *_ in made], minlength=rows).tolist()
         trace.add(made, counts, "full", Notes([1] * rows))
     return trace
+
+
+def of_stage(images: Tensor) -> list[str]:
+    """Of the first rows of pictures [B, C, H, W] in [0, 1] as they stand after a step."""
+    from paradec.pictures import to_pil
+
+    return [as_uri(image, STAGE_SIDE) for image in to_pil(images[:MOST_ROWS])]
 
 
 def of_latent(latent: Tensor, step: int) -> list[str] | None:

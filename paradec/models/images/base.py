@@ -4,7 +4,7 @@ request becomes rows, and how a state becomes pictures. The door knows no kinds;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,6 +63,11 @@ class PictureModel:
     """What the model's authors sample with: fields of `paradec.Request`."""
     facts: Any
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Options that a model which drafts for this one is loaded with."""
+        return {}
+
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
         """The fields of a request that names no more than its sampler."""
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
@@ -101,6 +106,11 @@ class PictureModel:
     def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
         raise NotImplementedError
+
+    def stages(self, tokens: Tensor) -> Iterable[Tensor]:
+        """The pictures as they stand after each step, [B, C, H, W] in [0, 1], for traces: nothing, unless every step
+        changes the whole of them."""
+        return ()
 
     def no_negative_prompt(self, negative_prompt: Any) -> None:
         """Raise ValueError where one is given."""

@@ -28,14 +28,18 @@ FAMILIES = {
         "load_distilled_llamagen",
         "DistilledLlamaGenModel",
     ),
+    "distilled_var": ("paradec.models.images.distilled_var", "load_distilled_var", "DistilledVARModel"),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
+    "var": ("paradec.models.images.var", "load_var", "VARModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
 TELLING = {
     "medusa_norm.weight": "nar",
     "medusa_output.weight": "nar",
     "tok_embeddings.bias": "distilled_llamagen",
+    "layerwise_n_d_embed.0.weight": "distilled_var",
     "diffusion_pos_embed_learned": "mar",
+    "pos_1LC": "var",
 }
 """The `model_type` of a single file, by the name of a tensor that no other has."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
@@ -55,6 +59,8 @@ def file_type(source: str | os.PathLike[str]) -> str:
     import torch
     from safetensors import safe_open
 
+    from paradec.models.weights import inside
+
     try:
         if str(source).endswith(".safetensors"):
             with safe_open(source, framework="pt") as file:
@@ -62,8 +68,8 @@ def file_type(source: str | os.PathLike[str]) -> str:
         else:  # mapped: nothing but names is read
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-            nested = ("model_ema", "ema", "model", "module", "state_dict")
-            names = set(next((data[key] for key in nested if isinstance(data.get(key), dict)), data))
+            nested = ("model_ema", "ema", "trainer.ema_parameters", "model", "module", "state_dict")
+            names = set(next((found for key in nested if (found := inside(data, key)) is not None), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
     return next((kind for name, kind in TELLING.items() if name in names), "llamagen")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_models import tiny_llamagen, tiny_mar, tiny_masked_image
+from image_models import tiny_llamagen, tiny_mar, tiny_masked_image, tiny_var
 from PIL import Image
 from torch import Tensor
 
@@ -245,6 +245,7 @@ def test_unknown_arguments_say_what_was_meant(name: str, message: str) -> None:
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "image": (tiny_llamagen, {"sampler": samplers.create("sjd", window=4), "temperature": 0.7, "top_k": 9}),
     "masked image": (tiny_masked_image, {"sampler": "recap", "steps": 4, "temperature": 0.8, "top_p": 0.9}),
+    "scale image": (tiny_var, {"sampler": samplers.create("var", smooth=True), "temperature": 0.8, "top_k": 9}),
     "continuous image": (
         tiny_mar,
         {"sampler": samplers.create("mar", preset="recap", head_steps=3), "steps": 4, "temperature": 0.5},

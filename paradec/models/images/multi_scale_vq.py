@@ -1,0 +1,269 @@
+"""The multi-scale VQ autoencoder: a picture as a pyramid of code maps, each of which adds what the coarser ones left.
+
+Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905,
+section 3.2 (algorithms 1 and 2), and its public code. One autoencoder serves any list of scales.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, mse_loss
+
+from paradec.checks import check_int, shown
+from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, from_taming
+from paradec.models.weights import read_weights
+
+CONVOLUTIONS = 4
+"""Convolutions that smooth the upsampled codes; neighbouring scales share one."""
+PUBLISHED_SCALES = {
+    256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+    512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
+}
+"""Sides of the code maps of the published models, by the side of their pictures in pixels."""
+UNUSED = re.compile(r"^quantize\.ema_vocab_hit_SV$|^loss\.")
+"""The training's own counts in published files."""
+
+
+@dataclass(frozen=True)
+class MultiScaleVQConfig(VQConfig):
+    """Sizes; the defaults are those of the published file (`vae_ch160v4096z32.pth`)."""
+
+    codebook_size: int = 4096
+    codebook_embed_dim: int = 32
+    l2_norm: bool = False
+    channels: int = 160
+    z_channels: int = 32
+    encoder: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.z_channels != self.codebook_embed_dim:
+            raise ValueError(
+                f"z_channels={self.z_channels} must be codebook_embed_dim={self.codebook_embed_dim}: nothing projects "
+                "the codes"
+            )
+
+
+class Smoothing(nn.Module):
+    """phi of the paper: half of an upsampled code map, and half of its convolution."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.qresi_ls = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(CONVOLUTIONS))
+
+    def forward(self, codes: Tensor, place: float) -> Tensor:
+        """codes [B, C, h, w] of the scale at `place` of the way, from 0 (the coarsest) to 1."""
+        ticks = np.linspace(1 / 3 / CONVOLUTIONS, 1 - 1 / 3 / CONVOLUTIONS, CONVOLUTIONS)
+        nearest = int(np.abs(ticks - place).argmin())
+        return codes * 0.5 + self.qresi_ls[nearest](codes) * 0.5
+
+
+class MultiScaleCodebook(Codebook):
+    """The codes, which all scales share, and what smooths them."""
+
+    def __init__(self, size: int, dim: int):
+        super().__init__(size, dim, l2_norm=False)
+        self.quant_resi = Smoothing(dim)
+
+
+class MultiScaleVQ(nn.Module):
+    """The autoencoder, or its decoding half (`config.encoder=False`).
+
+    A feature map f [B, C, s, s] is the sum over scales of smoothed, upsampled code maps. Scales are the sides of these
+    maps, ascending; the last is s.
+    """
+
+    def __init__(self, config: MultiScaleVQConfig):
+        super().__init__()
+        self.config = config
+        self.quantize = MultiScaleCodebook(config.codebook_size, config.codebook_embed_dim)
+        self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 3, padding=1)
+        self.decoder = Decoder(config)
+        if config.encoder:
+            self.encoder = Encoder(config)
+            self.quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 3, padding=1)
+
+    @property
+    def codes(self) -> Tensor:
+        """[V, C]."""
+        return self.quantize.codes
+
+    def add(self, features: Tensor, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
+        """Features [B, C, s, s] with what scale `index` adds: codes [B, n * n, C], row by row."""
+        return features + self.smoothed(codes, index, scales)
+
+    def smoothed(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
+        """What codes [B, n * n, C] of scale `index` add, [B, C, s, s]."""
+        side, full = scales[index], scales[-1]
+        grid = rearrange(codes, "b (h w) c -> b c h w", h=side)
+        if index < len(scales) - 1:
+            grid = interpolate(grid, size=(full, full), mode="bicubic")
+        return self.quantize.quant_resi(grid, index / max(len(scales) - 1, 1))
+
+    def reduced(self, features: Tensor, side: int) -> Tensor:
+        """Features [B, C, s, s] averaged over areas, as the input of a scale: [B, side * side, C]."""
+        return rearrange(interpolate(features, size=(side, side), mode="area"), "b c h w -> b (h w) c")
+
+    def features(self, images: Tensor) -> Tensor:
+        """Images [B, channels, H, W] in [-1, 1] -> the features [B, C, s, s] that scales are taken from.
+
+        Raises:
+            ValueError: this autoencoder was made without an encoder.
+        """
+        if not self.config.encoder:
+            raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
+        return self.quant_conv(self.encoder(images))
+
+    def quantised(self, features: Tensor, scales: Sequence[int]) -> list[Tensor]:
+        """Features [B, C, s, s] -> ids [B, n * n] int64 of every scale, the coarsest first."""
+        check_scales(scales)
+        if features.shape[-1] != scales[-1] or features.shape[-2] != scales[-1]:
+            raise ValueError(
+                f"the last of scales={shown(tuple(scales))} must be the side of the features, {features.shape[-1]}"
+            )
+        found = []
+        for index, side in enumerate(scales):
+            ids = self.quantize.nearest(self.reduced(features, side))
+            features = features - self.smoothed(self.codes[ids], index, scales)
+            found.append(ids)
+        return found
+
+    def encode(self, images: Tensor, scales: Sequence[int]) -> list[Tensor]:
+        """Images [B, channels, H, W] in [-1, 1] -> ids [B, n * n] int64 of every scale, the coarsest first."""
+        return self.quantised(self.features(images), scales)
+
+    def inputs(self, codes: Tensor, scales: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales but the first
+        [B, L - 1, C] (less the last ones where codes end earlier), and the features [B, C, s, s]."""
+        features = codes.new_zeros(len(codes), codes.shape[-1], scales[-1], scales[-1])
+        found, begin = [], 0
+        for index, side in enumerate(scales):
+            if begin == codes.shape[1]:
+                break
+            features = self.add(features, codes[:, begin : begin + side**2], index, scales)
+            begin += side**2
+            if index < len(scales) - 1:
+                found.append(self.reduced(features, scales[index + 1]))
+        return torch.cat(found, 1) if found else codes[:, :0], features
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Features [B, C, s, s] -> images [B, channels, H, W], about [-1, 1]."""
+        return self.decoder(self.post_quant_conv(features))
+
+    def forward(
+        self, images: Tensor, scales: Sequence[int], commitment: float = 0.25
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """For training: (reconstructions, codebook loss, ids of every scale); gradients pass straight through."""
+        features = self.features(images)
+        rest, total = features.detach(), torch.zeros_like(features)
+        loss, found = features.new_zeros(()), []
+        for index, side in enumerate(scales):
+            ids = self.quantize.nearest(self.reduced(rest, side))
+            total = self.add(total, self.codes[ids], index, scales)
+            rest = (features - total).detach()
+            loss = loss + mse_loss(total, features.detach()) + commitment * mse_loss(features, total.detach())
+            found.append(ids)
+        return self.decode(features + (total - features).detach()), loss / len(scales), found
+
+
+def check_scales(scales: Sequence[int]) -> None:
+    """Raise ValueError unless scales are sides of maps, ascending."""
+    if not isinstance(scales, (tuple, list)) or not scales:
+        raise ValueError(f"scales={shown(scales)} must be a list of the sides of code maps")
+    for side in scales:
+        check_int("scales", side, low=1, high=2**12)
+    if any(a >= b for a, b in zip(scales, scales[1:], strict=False)):
+        raise ValueError(f"scales={shown(tuple(scales))} must ascend")
+
+
+def load_multi_scale_vq(
+    source: str | os.PathLike[str], config: MultiScaleVQConfig | None = None, norm_groups: int | None = None
+) -> MultiScaleVQ:
+    """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names.
+
+    Args:
+        source: the file.
+        config: sizes; None takes those that the weights tell.
+        norm_groups: of the group norms, which the weights do not tell; None is what a safetensors file's metadata
+            says, or else 32.
+
+    Raises:
+        CheckpointError: no such file, or weights that do not fit.
+    """
+    state, metadata = read_weights(source, UNUSED.pattern)
+    state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
+    if config is None:
+        said = metadata.get("config", {})
+        groups = norm_groups or said.get("norm_groups") or said.get("group_norm_groups") or 32
+        try:
+            config = sizes_of(state, groups)
+        except (KeyError, IndexError) as error:
+            raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error} is missing") from error
+        except ValueError as error:
+            raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error}") from error
+    module = MultiScaleVQ(config)
+    needed = module.state_dict()
+    wrong = {
+        "missing": [name for name in needed if name not in state],
+        "unexpected": [
+            name
+            for name in state
+            if name not in needed and not (not config.encoder and name.startswith(("encoder.", "quant_conv.")))
+        ],
+        "mismatched": [
+            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
+            for name, tensor in state.items()
+            if name in needed and tensor.shape != needed[name].shape
+        ],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the weights of {os.fspath(source)!r} do not fit: {listed(wrong)}")
+    module.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
+    return module.eval().requires_grad_(False)
+
+
+def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Published names as those of `MultiScaleVQ`: levels as in `from_taming`, and attention's one matrix in three."""
+    renamed = {}
+    for name, tensor in from_taming(state).items():
+        if ".qkv." in name:
+            for part, third in zip("qkv", tensor.chunk(3), strict=True):
+                renamed[name.replace(".qkv.", f".{part}.")] = third
+        else:
+            renamed[name] = tensor
+    return renamed
+
+
+def sizes_of(state: Mapping[str, Tensor], norm_groups: int = 32) -> MultiScaleVQConfig:
+    """The sizes that weights (in the names of `MultiScaleVQ`) tell.
+
+    Raises:
+        KeyError: a tensor that every autoencoder has is missing. ValueError: sizes out of their range.
+    """
+    size, dim = state["quantize.embedding.weight"].shape
+    levels = 1 + max(
+        (int(m[1]) for m in (re.match(r"decoder\.conv_blocks\.(\d+)\.", name) for name in state) if m), default=-1
+    )
+    widths = [state[f"decoder.conv_blocks.{i}.res.0.conv2.weight"].shape[0] for i in range(levels)][::-1]
+    blocks = [name for name in state if re.match(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight", name)]
+    return MultiScaleVQConfig(
+        codebook_size=size,
+        codebook_embed_dim=dim,
+        channels=widths[0],
+        channel_mult=tuple(width // widths[0] for width in widths),
+        res_blocks=len(blocks) - 1,
+        attention="decoder.conv_blocks.0.attn.0.norm.weight" in state,
+        z_channels=state["decoder.conv_in.weight"].shape[1],
+        image_channels=state["decoder.conv_out.weight"].shape[0],
+        norm_groups=norm_groups,
+        encoder="encoder.conv_in.weight" in state,
+    )

@@ -1,0 +1,535 @@
+"""VAR: a transformer that predicts a picture scale by scale, all tokens of a scale at once.
+
+Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905.
+Neither transformers nor diffusers has it; parameter names are those of the published checkpoints (`var_d16.pth` to
+`var_d36.pth`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_product_attention
+
+from paradec.checks import check_bool, check_int, shown
+from paradec.models.adapter import Adapter
+from paradec.models.calls import Evaluation
+from paradec.models.checkpoint import CheckpointError, listed, read_json
+from paradec.models.images.adapter import labels_of, pixels_to_codes
+from paradec.models.images.base import ImageRequest, PictureModel, Reading
+from paradec.models.images.grid import Grid
+from paradec.models.images.multi_scale_vq import (
+    PUBLISHED_SCALES,
+    MultiScaleVQ,
+    check_scales,
+    load_multi_scale_vq,
+)
+from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
+from paradec.models.weights import read_weights
+from paradec.registry import unknown
+
+HEAD = 64
+"""Width of a head of the published models."""
+BUFFERS = ("lvl_1L", "attn_bias_for_masking")
+"""What published files hold besides: both follow from the scales."""
+LARGEST_SCALE = math.log(100)
+"""Of the logarithm that queries are multiplied with."""
+DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
+PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
+"""What the authors' figures are sampled with; their scale is written 1.5 there, which is this scale less one."""
+
+
+class VAR(nn.Module):
+    """The network.
+
+    Args:
+        scales: sides of the code maps, ascending.
+        depth, width, heads: of the blocks.
+        classes: the label `classes` is no class (the unconditional branch of guidance).
+        codebook_size, code_dim: of the VQ autoencoder.
+        mlp_ratio: width of the feed-forward layers over `width`.
+        shared_adaln: whether one layer modulates all blocks (the 512-pixel model), or each has its own.
+        l2_norm: whether queries and keys are normalised (all published models).
+        eps: of the norms.
+
+    Raises:
+        ValueError: a size out of its range.
+    """
+
+    def __init__(
+        self,
+        scales: Sequence[int] = PUBLISHED_SCALES[256],
+        depth: int = 16,
+        width: int = 1024,
+        heads: int = 16,
+        classes: int = 1000,
+        codebook_size: int = 4096,
+        code_dim: int = 32,
+        mlp_ratio: float = 4.0,
+        shared_adaln: bool = False,
+        l2_norm: bool = True,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        check_scales(scales)
+        sizes = {"width": width, "heads": heads, "classes": classes, "code_dim": code_dim}
+        for name, value in {**sizes, "depth": depth, "codebook_size": codebook_size}.items():
+            check_int(name, value, low=1)
+        check_bool("shared_adaln", shared_adaln)
+        check_bool("l2_norm", l2_norm)
+        if width % heads:
+            raise ValueError(f"heads={heads} must divide width={width}")
+        self.scales, self.width, self.heads, self.classes = tuple(scales), width, heads, classes
+        self.codebook_size, self.code_dim, self.eps, self.shared_adaln = codebook_size, code_dim, eps, shared_adaln
+        self.ends = ends_of(self.scales)
+        self.word_embed = nn.Linear(code_dim, width)
+        self.class_emb = nn.Embedding(classes + 1, width)
+        self.pos_start = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_1LC = nn.Parameter(torch.zeros(1, self.ends[-1], width))
+        self.lvl_embed = nn.Embedding(len(self.scales), width)
+        if shared_adaln:
+            self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+        hidden = round(width * mlp_ratio)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden, shared_adaln, l2_norm, eps) for _ in range(depth))
+        self.head_nm = HeadNorm(width, eps)
+        self.head = nn.Linear(width, codebook_size)
+
+    def begin(self, scale: int) -> int:
+        """Tokens before a scale."""
+        return self.ends[scale - 1] if scale else 0
+
+    def embed(self, condition: Tensor, inputs: Tensor, first: int, last: int) -> Tensor:
+        """The rows of scales `first` to `last`, [R, n, width]: condition [R, width] is that of the class, inputs
+        [R, n', code_dim] those of all these scales but scale 0."""
+        begin, stop = self.begin(first), self.ends[last]
+        x = self.word_embed(inputs)
+        if first == 0:
+            x = torch.cat((condition.unsqueeze(1) + self.pos_start, x), 1)
+        level = self.lvl_embed(self.levels(begin, stop))
+        return x + level + self.pos_1LC[:, begin:stop]
+
+    def levels(self, begin: int, stop: int) -> Tensor:
+        """[stop - begin] int64: the scale of each token."""
+        device = self.pos_1LC.device
+        return torch.bucketize(
+            torch.arange(begin, stop, device=device), torch.tensor(self.ends, device=device), right=True
+        )
+
+    def visible(self, first: int, last: int) -> Tensor | None:
+        """[n, begin + n] bool: what the rows of these scales see: their own scale and all before; None is all."""
+        if first == last:
+            return None
+        levels = self.levels(0, self.ends[last])
+        return levels[self.begin(first) :].unsqueeze(1) >= levels
+
+    def forward(
+        self,
+        labels: Tensor,
+        inputs: Tensor,
+        first: int = 0,
+        last: int | None = None,
+        store: ScaleStore | None = None,
+        wanted: int | None = None,
+        masked: bool = True,
+    ) -> Tensor:
+        """Evaluate scales `first` to `last`.
+
+        Args:
+            labels: [R] int64; `classes` is no class.
+            inputs: [R, n', code_dim], of these scales but scale 0.
+            first, last: scales; by default all of them.
+            store: holds the scales before `first`; what is evaluated is written down.
+            wanted: logits of the last scale alone, for so many rows; None gives all.
+            masked: whether scales do not see finer ones of the call, as in training.
+
+        Returns:
+            Logits [R, n, V]; with `wanted` [wanted, side * side, V].
+        """
+        last = len(self.scales) - 1 if last is None else last
+        condition = self.class_emb(labels)
+        x = self.embed(condition, inputs, first, last)
+        begin, mask = self.begin(first), self.visible(first, last) if masked else None
+        shared = self.shared_ada_lin(condition).unflatten(-1, (1, 6, -1)) if self.shared_adaln else None
+        for layer, block in enumerate(self.blocks):
+            x = block(x, condition if shared is None else shared, mask, store, layer, begin)
+        if wanted is not None:
+            x, condition = x[:wanted, -(self.scales[last] ** 2) :], condition[:wanted]
+        return self.head(self.head_nm(x, condition))
+
+
+class Block(nn.Module):
+    """A pre-norm block, both of whose branches are scaled, shifted and gated by the class."""
+
+    def __init__(self, width: int, heads: int, hidden: int, shared_adaln: bool, l2_norm: bool, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.attn = Attention(width, heads, l2_norm)
+        self.ffn = FeedForward(width, hidden)
+        if shared_adaln:
+            self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, width))
+        else:
+            self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(
+        self,
+        x: Tensor,
+        condition: Tensor,
+        mask: Tensor | None,
+        store: ScaleStore | None,
+        layer: int,
+        begin: int,
+        between: Tensor | None = None,
+    ) -> Tensor:
+        """x [R, n, width]; condition [R, width], or where all blocks share it [R, 1, 6, width]; between [n, width]: what
+        is added to the rows after attention, if anything."""
+        if hasattr(self, "ada_gss"):
+            modulation = self.ada_gss + condition
+        else:
+            modulation = self.ada_lin(condition).unflatten(-1, (1, 6, -1))
+        gate_attn, gate_ffn, scale_attn, scale_ffn, shift_attn, shift_ffn = modulation.unbind(2)  # [R, 1, width] each
+        size = (x.shape[-1],)
+        attended = self.attn(
+            torch.addcmul(shift_attn, layer_norm(x, size, eps=self.eps), scale_attn + 1), mask, store, layer, begin
+        )
+        x = torch.addcmul(x, gate_attn, attended)
+        x = x if between is None else x + between
+        return torch.addcmul(
+            x, gate_ffn, self.ffn(torch.addcmul(shift_ffn, layer_norm(x, size, eps=self.eps), scale_ffn + 1))
+        )
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, l2_norm: bool):
+        super().__init__()
+        self.heads = heads
+        self.mat_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.zero_k_bias: Tensor
+        self.register_buffer("zero_k_bias", torch.zeros(width))
+        self.proj = nn.Linear(width, width)
+        self.scale = 1.0 if l2_norm else 0.25 / math.sqrt(width // heads)
+        if l2_norm:
+            self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4.0)))
+
+    def forward(self, x: Tensor, mask: Tensor | None, store: ScaleStore | None, layer: int, begin: int) -> Tensor:
+        """x [R, n, width]; mask [n, begin + n] bool."""
+        bias = torch.cat((self.q_bias, self.zero_k_bias, self.v_bias))
+        qkv = linear(x, self.mat_qkv.weight, bias)
+        query, key, value = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, heads, n, head] each
+        if hasattr(self, "scale_mul_1H11"):
+            query = normalize(query, dim=-1) * self.scale_mul_1H11.clamp(max=LARGEST_SCALE).exp()
+            key = normalize(key, dim=-1)
+        if store is not None:
+            key, value = store.extended(layer, begin, key, value)
+        found = scaled_dot_product_attention(query.to(value.dtype), key, value, mask, scale=self.scale)
+        return self.proj(found.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x), approximate="tanh"))
+
+
+class HeadNorm(nn.Module):
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.ada_lin(condition).unflatten(-1, (1, 2, -1)).unbind(2)
+        return torch.addcmul(shift, layer_norm(x, x.shape[-1:], eps=self.eps), scale + 1)
+
+
+# ---- the adapter ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScaleFacts:
+    """What samplers and messages know of the model."""
+
+    name: str
+    scales: tuple[int, ...]
+    classes: int
+    vocab_size: int
+    code_dim: int
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of all scales up to each."""
+        return ends_of(self.scales)
+
+
+class VARModel(PictureModel, Adapter):
+    """The adapter of a `VAR`.
+
+    Args:
+        module: the network; it is put into evaluation mode.
+        vq: its multi-scale VQ autoencoder, which sampling needs: the codes of a scale are the next one's input.
+        defaults: what requests are given that do not say otherwise: `guidance_scale`, `temperature`, `top_k`, `top_p`.
+        name: what messages call it.
+
+    Raises:
+        TypeError: another kind of module. ValueError: another codebook than the network's, an unknown default.
+    """
+
+    makes = "scale image"
+    family = "scales"
+    default_sampler = "var"
+    module: VAR
+
+    def __init__(
+        self,
+        module: VAR,
+        vq: MultiScaleVQ,
+        defaults: Mapping[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        if not isinstance(module, VAR):
+            raise TypeError(f"module must be a paradec.models.images.var.VAR, not {type(module).__name__}")
+        if not isinstance(vq, MultiScaleVQ):
+            raise TypeError(
+                f"vq must be a MultiScaleVQ, not {type(vq).__name__}: codes of a scale are the next's input"
+            )
+        super().__init__(module.eval())
+        book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
+        if book != (module.codebook_size, module.code_dim):
+            raise ValueError(
+                f"vq has {book[0]} codes of {book[1]} numbers; {name or 'VAR'} writes {module.codebook_size} of "
+                f"{module.code_dim}"
+            )
+        for key in defaults or ():
+            if key not in DEFAULTS:
+                raise ValueError(unknown("default of requests", key, DEFAULTS))
+        self.vq = vq.eval()
+        self.facts = ScaleFacts(name or "VAR", module.scales, module.classes, module.codebook_size, module.code_dim)
+        self.defaults = DEFAULTS | dict(defaults or {})
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The autoencoder: a picture is in the codes of one."""
+        return {"vq": self.vq}
+
+    @property
+    def codes(self) -> Tensor:
+        """[V, C]: the codebook."""
+        return self.vq.codes.detach()
+
+    def defaults_with(self, sampler: Any) -> dict[str, Any]:
+        """As for all; and what the sampler's authors take in place of the model's."""
+        return super().defaults_with(sampler) | dict(sampler.request_defaults)
+
+    def __call__(self, query: ScaleQuery, store: Any = None) -> ScaleAnswer:
+        """Evaluate one query."""
+        with torch.no_grad(), Evaluation(self.module):
+            labels = query.labels
+            if query.branches == 2:
+                labels = torch.cat((labels, torch.full_like(labels, self.module.classes)))
+            inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
+            wanted = query.wanted * len(query.labels)
+            logits = self.module(labels, inputs, query.first, query.last, query.store, wanted, query.masked)
+        return ScaleAnswer(logits, self.codes, self.place)
+
+    def store(self, rows: int, scales: int) -> ScaleStore:
+        """An empty store for so many rows of a call (both branches' under guidance) and the first scales.
+
+        Under autocast keys come in its type, and are rounded to the parameters' when they are written down.
+        """
+        module = self.module
+        length = module.begin(scales)
+        return ScaleStore(
+            len(module.blocks), rows, module.heads, length, module.width // module.heads, self.dtype, self.device
+        )
+
+    @torch.no_grad()
+    def place(self, features: Tensor, codes: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
+        """See `ScaleAnswer.place`."""
+        scales = self.module.scales
+        features = self.vq.add(features, codes.to(features.dtype), index, scales)
+        last = index == len(scales) - 1
+        return features, None if last else self.vq.reduced(features, scales[index + 1])
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: class labels, an int or several."""
+        self.no_negative_prompt(negative_prompt)
+        return ImageRequest(self, [label for label in labels_of(given, self.module.classes) for _ in range(num_images)])
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        sides = self.module.scales[: state.index]
+        accepted = np.array([[side**2] * state.batch for side in sides], np.int64).reshape(-1, state.batch)
+        tokens = state.tokens if state.codes is None else state.codes
+        before = [self.module.begin(len(self.module.scales) - 1)] * state.batch
+        return Reading(tokens.cpu(), state.done, accepted, before, state.draft_nfe.tolist())
+
+    def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
+        return self.features(tokens).cpu()
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, L] int64 of all scales, or their code vectors [B, L, C] float -> features [B, C, s, s]."""
+        codes = tokens.to(self.device)
+        codes = codes.to(self.vq.codes.dtype) if codes.is_floating_point() else self.vq.codes[codes]
+        return self.vq.inputs(codes, self.module.scales)[1]
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture: the last scale.
+
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        side, scale = self.module.scales[-1], self.vq.config.scale
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels_to_codes(name, pixels, side, scale) != side:
+                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
+        return Grid(side, side, range(self.module.codebook_size))
+
+    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+        """Tokens as `features` takes them -> images [B, channels, H, W] float32 in [0, 1]."""
+        with torch.no_grad():
+            images = self.vq.decode(self.features(tokens))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def stages(self, tokens: Tensor) -> Iterable[Tensor]:
+        """The pictures after each scale."""
+        for stop in self.module.ends:
+            yield self.decode(tokens[:, :stop])
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, channels, H, W] in [0, 1] -> tokens [B, L] int64 of all scales.
+
+        Raises:
+            ValueError: pictures of another size, or no encoder.
+        """
+        side = self.module.scales[-1] * self.vq.config.scale
+        if images.ndim != 4 or images.shape[-2:] != (side, side):
+            raise ValueError(f"images have shape {tuple(images.shape)}; expected [batch, channels, {side}, {side}]")
+        images = images.to(self.device, self.vq.codes.dtype) * 2 - 1
+        return torch.cat(self.vq.encode(images, self.module.scales), 1)
+
+
+def load_var(
+    source: str | os.PathLike[str],
+    *,
+    vq: str | os.PathLike[str] | MultiScaleVQ | None = None,
+    scales: Sequence[int] | None = None,
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> VARModel:
+    """Read a published checkpoint (`var_d16.pth` and its kin), or a folder.
+
+    Args:
+        source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, if there is such
+            `vq`, the file of the autoencoder beside it, and `defaults` of requests.
+        vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
+        scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
+        heads: which the weights do not tell without normalised queries; by default one for 64 numbers.
+        dtype: of the network's parameters; float32 by default.
+
+    Raises:
+        CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
+        ValueError: a size out of its range.
+    """
+    path, fields = Path(source), {}
+    name = path.stem
+    if path.is_dir():
+        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
+        named = path / str(fields.get("vq", "vq.safetensors"))
+        vq = named if vq is None and named.is_file() else vq
+        path = path / "model.safetensors"
+    if vq is None:
+        raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
+    weights, metadata = read_weights(path, "|".join(BUFFERS))
+    weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
+    said = fields or metadata.get("config", {})
+    scales = scales or said.get("scales") or said.get("patch_nums")
+    published = scales is None
+    try:
+        sizes = sizes_of(weights, scales, heads or said.get("heads") or said.get("num_heads"))
+        module = VAR(**sizes)
+    except (KeyError, IndexError) as error:
+        raise CheckpointError(f"{str(path)!r} does not hold the weights of a VAR: {error} is missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} does not hold the weights of a VAR: {error}") from error
+    fill(module, weights, str(path))
+    module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
+    vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
+    # codes are float32 at least, whatever the network's type
+    vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
+    defaults = PUBLISHED_DEFAULTS if published else {}
+    return VARModel(module, vq, defaults | fields.get("defaults", {}), name)
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load weights into a module whose buffers of zeros a file may leave out.
+
+    Raises:
+        CheckpointError: missing, unexpected or misshapen weights; the message names some.
+    """
+    needed = module.state_dict()
+    buffers = {key for key, _ in module.named_buffers()}
+    wrong = {
+        "missing": [key for key in needed if key not in weights and key not in buffers],
+        "unexpected": [key for key in weights if key not in needed],
+        "mismatched": [
+            f"{key} {list(tensor.shape)} instead of {list(needed[key].shape)}"
+            for key, tensor in weights.items()
+            if key in needed and tensor.shape != needed[key].shape
+        ],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the weights of {source!r} do not fit: {listed(wrong)}")
+    module.load_state_dict({**{key: needed[key] for key in buffers}, **weights})
+
+
+def sizes_of(
+    weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
+) -> dict[str, Any]:
+    """The sizes of `VAR` that its weights tell, with scales and heads where they do not.
+
+    Raises:
+        KeyError: a tensor that every VAR has is missing. ValueError: scales that do not fit.
+    """
+    length, width = weights["pos_1LC"].shape[1:]
+    if scales is None:
+        scales = next((known for known in PUBLISHED_SCALES.values() if ends_of(known)[-1] == length), None)
+        if scales is None:
+            raise ValueError(f"its pictures have {length} tokens, as no published model's; give scales=...")
+    check_scales(scales)
+    levels = weights["lvl_embed.weight"].shape[0]
+    if len(scales) != levels or ends_of(scales)[-1] != length:
+        raise ValueError(
+            f"scales={shown(tuple(scales))} are {len(scales)} maps of {ends_of(scales)[-1]} tokens; the weights have "
+            f"{levels} maps of {length}"
+        )
+    scale = weights.get("blocks.0.attn.scale_mul_1H11")
+    if heads is None:
+        heads = width // HEAD if scale is None else scale.shape[1]
+    found = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
+    return {
+        "scales": tuple(scales),
+        "depth": 1 + max((int(match[1]) for match in found if match), default=-1),
+        "width": width,
+        "heads": heads,
+        "classes": weights["class_emb.weight"].shape[0] - 1,
+        "codebook_size": weights["head.weight"].shape[0],
+        "code_dim": weights["word_embed.weight"].shape[1],
+        "mlp_ratio": weights["blocks.0.ffn.fc1.weight"].shape[0] / width,
+        "shared_adaln": "shared_ada_lin.1.weight" in weights,
+        "l2_norm": scale is not None,
+    }

@@ -1,0 +1,346 @@
+"""The base of the samplers that predict pictures scale by scale: a step evaluates one scale and commits all its tokens.
+
+Tian et al., "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction", arXiv 2404.02905.
+Rows are in step by construction and independent of each other. What a subclass decides is which model makes a scale,
+how its logits become a law, and how codes come of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
+from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.samplers.statistics import argmax, filter_logits, tempered
+from paradec.trace import Trace
+
+SERVED = (
+    "sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback", "trace", "progress",
+)  # fmt: skip
+"""Fields of a request that have a meaning for the family."""
+SMOOTH_STREAM = 2
+"""Of `paradec.rng`: noise of the blended codes, apart from the draws of tokens."""
+
+
+@dataclass
+class ScaleState(State):
+    """What changes while pictures are decoded. `B` rows, `L` tokens of all scales, `C` numbers in a code."""
+
+    scales: tuple[int, ...]
+    """Sides of the code maps."""
+    tokens: Tensor
+    """[B, L] int64: the scales one after the other, each row by row; -1 where nothing is decided."""
+    features: Tensor
+    """[B, C, s, s]: the sum of what is decided."""
+    inputs: Tensor
+    """[B, L - 1, C]: inputs of all scales but the first; zeros where nothing is decided."""
+    labels: Tensor
+    """[B] int64."""
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    request: Request
+    index: int = 0
+    """The scale that comes next."""
+    codes: Tensor | None = None
+    """[B, L, C]: what was added for every token, where that is not its code (`smooth`)."""
+    store: ScaleStore | None = None
+    """Keys and values of the model that makes the next scale."""
+    stored: int = 0
+    """Scales that the store holds."""
+    after: ScaleStore | None = None
+    """The store of a second model, which makes the scales after those of the first."""
+    draft_counts: np.ndarray = field(init=False)
+    """[4, B] int64: as `counts`, of the model that drafts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.draft_counts = np.zeros((4, self.batch), np.int64)
+
+    @property
+    def draft_nfe(self) -> np.ndarray:
+        """[B] int64: forwards of the model that drafts."""
+        return self.draft_counts[0]
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of all scales up to each."""
+        return ends_of(self.scales)
+
+    @property
+    def done(self) -> bool:
+        return self.index == len(self.scales)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.begin(self.index) * self.batch, self.ends[-1] * self.batch
+
+    def begin(self, scale: int) -> int:
+        """Tokens before a scale."""
+        return self.ends[scale - 1] if scale else 0
+
+    @property
+    def branches(self) -> int:
+        """2 under guidance."""
+        return 1 if self.request.guidance_scale == 1 else 2
+
+
+@dataclass
+class ScaleProposal(Proposal):
+    """The tokens of a scale, and what they add to the features. `n` tokens."""
+
+    features: Tensor | None = None
+    """[B, C, s, s]: with this scale."""
+    following: Tensor | None = None
+    """[B, n', C]: the next scale's input; None after the last."""
+    codes: Tensor | None = None
+    """[B, n, C]: what was added for every token."""
+    last: ScaleQuery | None = None
+    """The call that was read."""
+
+
+@dataclass(frozen=True)
+class ScaleSampler(Sampler):
+    """Base of the methods that commit a scale at a step.
+
+    Guidance grows with the scale: that of scale i of n is 1 + (s - 1) i / (n - 1) for the request's `guidance_scale` s
+    (the public code's cfg is s - 1). Then come `top_k` (of equal logits all stay), `top_p` of what is left, and the
+    temperature, which divides what the filters left, as CoDe's public code has it; every token is drawn on its own.
+
+    Args:
+        guidance_schedule: "linear", the paper's, or "constant".
+        top_ks: one for each scale, 0 is all; None takes the request's `top_k` at all scales.
+        temperatures: one for each scale, which multiply the request's; None is 1.
+        smooth: codes are blended by the law with fresh noise, the sharper the finer the scale, in place of the drawn
+            tokens' (the public code's `more_smooth`: for looks, never for measures). Tokens are drawn all the same.
+    """
+
+    guidance_schedule: str = "linear"
+    top_ks: tuple[int, ...] | None = None
+    temperatures: tuple[float, ...] | None = None
+    smooth: bool = False
+
+    family: ClassVar[str] = "scales"
+    models: ClassVar[tuple[str, ...]] = ("scale image",)
+    request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
+    unserved: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+
+    def __post_init__(self) -> None:
+        check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
+        check_bool("smooth", self.smooth)
+        for name in ("top_ks", "temperatures"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if not isinstance(given, (tuple, list)) or not given:
+                raise ValueError(f"{name}={shown(given)} must be a list with one entry for each scale")
+            object.__setattr__(self, name, tuple(given))
+            for entry in given:
+                if name == "top_ks":
+                    check_int(name, entry, low=0)
+                else:
+                    check_number(name, entry, low=0, high=1e6)
+
+    def check_lists(self, scales: int) -> None:
+        """Raise ValueError where a list has not one entry for each of `scales`."""
+        for name in ("top_ks", "temperatures"):
+            given = getattr(self, name)
+            if given is not None and len(given) != scales:
+                raise ValueError(f"{name} has {len(given)} entries; the model has {scales} scales")
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self, model: Any, prompt: Sequence[int] | int, request: Request | None = None, /, **arguments: Any
+    ) -> ScaleState:
+        """Make the state of one request.
+
+        Args:
+            model: a `paradec.models.images.var.VARModel`.
+            prompt: class labels, one per picture; the number of classes itself is no class.
+            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
+        """
+        self.check_model(model)
+        request = request_for(self, request, arguments)
+        facts = model.facts
+        self.check_lists(len(facts.scales))
+        labels = [prompt] if isinstance(prompt, int) else list(prompt)
+        if not labels:
+            raise ValueError("prompt is empty; give one class label at least")
+        for label in labels:
+            check_int("label", label, low=0, high=facts.classes)
+        _, seeds = randomness(request, [[label] for label in labels])
+        device, length, side = model.device, facts.ends[-1], facts.scales[-1]
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        state = ScaleState(
+            batch=len(labels),
+            memory=Memory({}, len(labels), {}, device),
+            scales=facts.scales,
+            tokens=torch.full((len(labels), length), -1, device=device),
+            features=torch.zeros(len(labels), facts.code_dim, side, side, dtype=dtype, device=device),
+            inputs=torch.zeros(len(labels), length - 1, facts.code_dim, dtype=dtype, device=device),
+            labels=torch.tensor(labels, device=device),
+            keys=torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device),
+            request=request,
+            codes=torch.zeros(len(labels), length, facts.code_dim, dtype=dtype, device=device) if self.smooth else None,
+        )
+        state.store = model.store(state.branches * state.batch, len(facts.scales) - 1)
+        if request.trace:
+            asked = {"labels": labels, "guidance_scale": request.guidance_scale, "seed": seeds}
+            empty: list[list[Any]] = [[None] * length for _ in labels]
+            state.trace = Trace(empty, self.to_dict() | asked, family=self.family)
+        return state
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: ScaleState) -> list[ScaleQuery]:
+        """The call for the next scale, over a store that holds some of the scales before."""
+        first, store = state.stored, state.store
+        assert store is not None  # until the state is done
+        begin, stop = state.begin(first), state.ends[state.index]
+        positions = torch.arange(begin, stop, device=state.tokens.device).expand(state.batch, -1)
+        query = ScaleQuery(
+            rows=np.arange(state.batch),
+            inputs=state.inputs[:, max(begin - 1, 0) : stop - 1],
+            labels=state.labels,
+            first=first,
+            last=state.index,
+            store=store,
+            branches=state.branches,
+            # the unconditional half of a scale that it has no weight in is there for its keys and values alone
+            wanted=state.branches if self.guidance(state) != 1 else 1,
+            forwarded=np.full(state.batch, stop - begin),
+            kind="full" if first == 0 else "window",
+            positions=positions,
+        )
+        return [query]
+
+    def guidance(self, state: ScaleState) -> float:
+        """The guidance scale of the next scale."""
+        return guidance_at(self.guidance_schedule, state.request.guidance_scale, state.index, len(state.scales))
+
+    def propose(self, state: ScaleState, outputs: list[ScaleAnswer], queries: list[ScaleQuery]) -> ScaleProposal:
+        answer, query = outputs[-1], queries[-1]
+        guided = self.guided(state, answer.logits)
+        filtered = self.filtered(state, guided)
+        logits = self.cooled(state, filtered)  # None at temperature 0
+        tokens = argmax(filtered) if logits is None else self.draw(state, logits)
+        law = (guided if logits is None else logits).softmax(-1)
+        scores = law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
+        codes = answer.codes[tokens] if not self.smooth else self.blended(state, filtered, answer.codes)
+        features, following = answer.place(state.features, codes, state.index)
+        return ScaleProposal(
+            rows=query.rows,
+            values=tokens,
+            cost=Cost(queries, state.batch),
+            positions=torch.arange(state.begin(state.index), state.ends[state.index], device=tokens.device).expand(
+                state.batch, -1
+            ),
+            scores=scores,
+            available=torch.ones_like(tokens, dtype=torch.bool),
+            made_at=state.commits,
+            kind=query.kind,
+            features=features,
+            following=following,
+            codes=codes if self.smooth else None,
+            last=query,
+        )
+
+    def guided(self, state: ScaleState, logits: Tensor) -> Tensor:
+        """Logits [wanted * B, n, V] -> [B, n, V], float32 at least."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scale = self.guidance(state)
+        if scale == 1:
+            return logits[: state.batch]
+        conditional, unconditional = logits.chunk(2)
+        return scale * conditional - (scale - 1) * unconditional
+
+    def filtered(self, state: ScaleState, logits: Tensor) -> Tensor:
+        """[B, n, V]: -inf for what the filters exclude."""
+        top_k = state.request.top_k if self.top_ks is None else self.top_ks[state.index] or None
+        return filter_logits(filter_logits(logits, None, top_k), state.request.top_p, None)
+
+    def cooled(self, state: ScaleState, logits: Tensor) -> Tensor | None:
+        """Logits over this scale's temperature [B, n, V]; None where that is 0."""
+        temperature = self.temperature(state)
+        return None if temperature == 0 else tempered(logits, temperature)
+
+    def temperature(self, state: ScaleState) -> float:
+        """The temperature of the next scale."""
+        return state.request.temperature * (1.0 if self.temperatures is None else self.temperatures[state.index])
+
+    def draw(self, state: ScaleState, logits: Tensor) -> Tensor:
+        """Tokens [B, n] of the laws softmax(logits) [B, n, V], by the inverse of their distribution function."""
+        count = logits.shape[1]
+        at = state.begin(state.index) + torch.arange(count, device=logits.device).expand(len(logits), -1)
+        step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return inverse(logits, rng.uniform(state.keys, step, at, 1, rng.TOKEN_STREAM))
+
+    def blended(self, state: ScaleState, logits: Tensor, codes: Tensor) -> Tensor:
+        """Codes [B, n, C], blended by filtered logits [B, n, V] (`smooth`)."""
+        ratio = state.index / max(len(state.scales) - 1, 1)
+        tau = max(0.27 * (1 - 0.95 * ratio), 0.005)
+        noisy = logits * (1 + ratio) + self.noise(state, logits)
+        return (noisy / tau).softmax(-1).to(codes.dtype) @ codes
+
+    def noise(self, state: ScaleState, logits: Tensor) -> Tensor:
+        """Gumbel noise of the blended codes, as the logits [B, n, V]."""
+        at = state.begin(state.index) + torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
+        step = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return rng.gumbel(rng.uniform(state.keys, step, at, logits.shape[-1], SMOOTH_STREAM)).to(logits.dtype)
+
+    def commit(self, state: ScaleState, proposal: ScaleProposal) -> Commit:
+        """Write the scale.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+        """
+        state.check_current(proposal)
+        assert proposal.features is not None and proposal.last is not None
+        if not (torch.isfinite(proposal.scores).all() and torch.isfinite(proposal.features).all()):
+            raise FloatingPointError(f"the model returned NaN or infinite logits at scale {state.index}")
+        begin, stop = state.begin(state.index), state.ends[state.index]
+        state.tokens = torch.cat((state.tokens[:, :begin], proposal.values, state.tokens[:, stop:]), 1)
+        state.features = proposal.features
+        if proposal.following is not None:
+            after = stop + proposal.following.shape[1] - 1
+            state.inputs = torch.cat((state.inputs[:, : stop - 1], proposal.following, state.inputs[:, after:]), 1)
+        if state.codes is not None and proposal.codes is not None:
+            state.codes = torch.cat((state.codes[:, :begin], proposal.codes, state.codes[:, stop:]), 1)
+        self.count(state, proposal.cost)
+        state.commits += 1
+        state.index += 1
+        state.stored = proposal.last.last + 1
+        if state.done:
+            state.store = None
+        selected = torch.ones_like(proposal.values, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, selected, proposal.scores, proposal.kind)
+
+    def count(self, state: ScaleState, cost: Cost) -> None:
+        """Add what a step spent to the state's counts."""
+        state.count(cost)
+
+
+def guidance_at(schedule: str, scale: float, index: int, scales: int) -> float:
+    """The guidance scale at scale `index` of `scales`."""
+    if schedule == "constant":
+        return scale
+    return 1 + (scale - 1) * index / max(scales - 1, 1)
+
+
+def inverse(logits: Tensor, uniform: Tensor) -> Tensor:
+    """The least token [B, n] whose share of softmax(logits) [B, n, V], summed from token 0 on, is above uniform
+    [B, n, 1]; never one of no share."""
+    total = logits.softmax(-1, dtype=torch.float64).cumsum(-1)
+    return torch.searchsorted(total, uniform * total[..., -1:], right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)

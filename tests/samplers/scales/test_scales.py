@@ -1,0 +1,345 @@
+"""What holds of all samplers that commit scales, with models of their own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from image_models import SCALES, tiny_var
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig, load_multi_scale_vq
+from paradec.models.images.var import VARModel, load_var
+from paradec.protocol import decode
+from paradec.samplers.scales.base import inverse
+
+LABELS = [1, 3, 1]
+NAMES = [name for name in samplers.names() if samplers.get(name).family == "scales"]
+
+
+def sampler_of(name: str, model: VARModel, **settings: Any) -> Any:
+    drafter = {"drafter": tiny_var(seed=5, width=12, depth=3, vq=model.vq)} if name == "code" else {}
+    return samplers.create(name, **drafter, **settings)
+
+
+def tokens_of(sampler: Any, model: VARModel, labels: Any = LABELS, **request: Any) -> Tensor:
+    request = {"seed": 0, "guidance_scale": 2.0} | request
+    return decode(sampler, model, sampler.start(model, labels, **request)).tokens
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_adaln", [False, True])
+@pytest.mark.parametrize("l2_norm", [False, True])
+def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool) -> None:
+    """Scale by scale over the store, all at once with a mask, and in two calls: the same logits, keys and values."""
+    model = tiny_var(shared_adaln=shared_adaln, l2_norm=l2_norm)
+    module, labels = model.module, torch.tensor([1, 4, 2])
+    ends, last = module.ends, len(SCALES) - 1
+    codes = torch.randint(model.facts.vocab_size, (3, ends[-1]), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        inputs, _ = model.vq.inputs(model.codes[codes], SCALES)
+        whole = module(labels, inputs)
+        store = model.store(3, last)
+        for scale, stop in enumerate(ends):
+            begin = module.begin(scale)
+            part = module(labels, inputs[:, max(begin - 1, 0) : stop - 1], scale, scale, store)
+            torch.testing.assert_close(part, whole[:, begin:stop], atol=1e-10, rtol=0)
+        other = model.store(3, last)
+        module(labels, inputs[:, : ends[1] - 1], 0, 1, other)
+        part = module(labels, inputs[:, ends[1] - 1 :], 2, last, other, wanted=2)
+    torch.testing.assert_close(part, whole[:2, ends[-2] :], atol=1e-10, rtol=0)
+    assert store.data is not None and other.data is not None
+    assert store.nbytes == store.data.nbytes == 2 * 2 * 3 * module.width * ends[-2] * 8
+    stop = ends[1]
+    torch.testing.assert_close(store.data[..., :stop, :], other.data[..., :stop, :], atol=1e-12, rtol=0)
+
+
+def test_by_hand() -> None:
+    """Greedy VAR without a store, a sampler or guidance in common with ours."""
+    model = tiny_var()
+    module, vq = model.module, model.vq
+    scale, total = 2.5, torch.zeros(1, 4, SCALES[-1], SCALES[-1], dtype=torch.float64)
+    inputs, tokens = torch.zeros(1, 0, 4, dtype=torch.float64), []
+    with torch.no_grad():
+        for index, side in enumerate(SCALES):
+            both = torch.tensor([3, module.classes])
+            found = module(both, inputs.expand(2, -1, -1), 0, index)[:, -(side**2) :]
+            weight = (scale - 1) * index / (len(SCALES) - 1)
+            best = ((1 + weight) * found[0] - weight * found[1]).argmax(-1)
+            tokens += best.tolist()
+            grid = vq.codes[best].T.reshape(1, 4, side, side)
+            if index < len(SCALES) - 1:
+                grid = torch.nn.functional.interpolate(grid, size=(SCALES[-1],) * 2, mode="bicubic")
+            total = total + vq.quantize.quant_resi(grid, index / (len(SCALES) - 1))
+            if index < len(SCALES) - 1:
+                small = torch.nn.functional.interpolate(total, size=(SCALES[index + 1],) * 2, mode="area")
+                inputs = torch.cat((inputs, small.flatten(2).mT), 1)
+    ours = tokens_of(samplers.create("var"), model, [3], guidance_scale=scale, temperature=0)
+    assert ours[0].tolist() == tokens
+    torch.testing.assert_close(model.features(ours), total)
+
+
+# ---- the samplers ---------------------------------------------------------------------------------------------------
+
+
+def test_splits_at_the_ends() -> None:
+    """CoDe with the split at the end is the large model alone, at 0 the small one."""
+    model = tiny_var()
+    large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
+    plain = samplers.create("var", temperatures=(1.1, 1.1, 1.1, 1.0))
+    for split, alone in ((0, model), (len(SCALES), large)):
+        code = samplers.create("code", drafter=large, split=split)
+        state = decode(code, model, code.start(model, LABELS, seed=0, guidance_scale=2.0))
+        assert torch.equal(state.tokens, tokens_of(plain, alone, top_k=600))
+        calls = len(SCALES)
+        assert (state.nfe[0], state.draft_nfe[0]) == ((calls, 0) if split == 0 else (0, calls))
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_any_split_by_hand(split: int) -> None:
+    """The large model's greedy scales, then the small one's over all of them, each scale evaluated anew."""
+    model = tiny_var()
+    large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
+    tokens = torch.zeros(1, 0, dtype=torch.int64)
+    with torch.no_grad():
+        for index in range(len(SCALES)):
+            module = (large if index < split else model).module
+            inputs = model.vq.inputs(model.codes[tokens], SCALES)[0]
+            best = module(torch.tensor([2]), inputs, 0, index)[:, module.begin(index) :].argmax(-1)
+            tokens = torch.cat((tokens, best), 1)
+    code = samplers.create("code", drafter=large, split=split)
+    state = code.start(model, [2], temperature=0)
+    assert state.after is not None and state.after.data is None
+    assert torch.equal(decode(code, model, state).tokens, tokens)
+    assert (state.nfe[0], state.draft_nfe[0]) == (len(SCALES) - split, split)
+    assert state.store is None and state.after is None
+    # the first call of the small model reads everything before; nothing else is evaluated twice
+    ends = model.module.ends
+    assert state.forwarded_tokens[0] == ends[-1] and state.draft_counts[2, 0] == ends[split - 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_repeated_changes_nothing(name: str) -> None:
+    model = tiny_var()
+    sampler = sampler_of(name, model, smooth=True)
+    state = sampler.start(model, LABELS, seed=3, guidance_scale=2.0, top_k=20, top_p=0.9)
+    while not state.done:
+        before = copy.deepcopy(state)
+        first, second = sampler.step(model, state), sampler.step(model, state)
+        assert torch.equal(first.values, second.values) and torch.equal(first.features, second.features)
+        for field in ("tokens", "features", "inputs", "codes", "index", "stored"):
+            ours, theirs = getattr(state, field), getattr(before, field)
+            assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
+        commit = sampler.commit(state, first)
+        assert (before.tokens.gather(1, commit.positions) == -1).all()  # undecided positions alone
+        assert (state.tokens[:, : state.begin(state.index)] >= 0).all()
+        with pytest.raises(ValueError, match="earlier state"):
+            sampler.commit(state, second)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_rows_are_alone(name: str, smooth: bool) -> None:
+    """A row's tokens and codes do not depend on its neighbours; rows that are equal draw differently."""
+    model = tiny_var()
+    sampler = sampler_of(name, model, smooth=smooth)
+    request = {"seed": [7, 8, 7], "guidance_scale": 3.0, "temperature": 0.7}
+    together = decode(sampler, model, sampler.start(model, LABELS, **request))
+    for row in (0, 1):
+        alone = decode(
+            sampler, model, sampler.start(model, [LABELS[row]], **(request | {"seed": request["seed"][row]}))
+        )
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        torch.testing.assert_close(alone.features[0], together.features[row], atol=1e-10, rtol=0)
+    assert not torch.equal(together.tokens[0], together.tokens[2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_and_samplers_are_copied(name: str) -> None:
+    model = tiny_var()
+    sampler = sampler_of(name, model)
+    expected = tokens_of(sampler, model)
+    state = sampler.start(model, LABELS, seed=0, guidance_scale=2.0)
+    for _ in range(2):
+        sampler.commit(state, sampler.step(model, state))
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        again = pickle.loads(pickle.dumps((sampler, model)))
+        assert torch.equal(decode(*again, twin).tokens, expected)
+    assert torch.equal(decode(sampler, model, state).tokens, expected)
+    if name == "var":
+        assert samplers.registry.from_dict(sampler.to_dict()) == sampler
+
+
+def test_guidance_of_one_is_off() -> None:
+    """One branch, whose logits are used as they are; and the schedule's constant form is another."""
+    model = tiny_var()
+    sampler = samplers.create("var")
+    state = sampler.start(model, LABELS, seed=0)
+    (query,) = sampler.query(state)
+    assert query.branches == 1 and state.store.shape[2] == len(LABELS)
+    decode(sampler, model, state)
+    assert state.row_forwards[0] == len(SCALES)
+    constant = samplers.create("var", guidance_schedule="constant")
+    assert not torch.equal(tokens_of(sampler, model, temperature=0), tokens_of(constant, model, temperature=0))
+
+
+def test_draws_have_their_law() -> None:
+    """The frequency of 20,000 draws, and words of no share."""
+    logits = torch.tensor([[1.0, -torch.inf, 0.0, 2.0, -torch.inf]], dtype=torch.float64).expand(20_000, -1)
+    u = torch.rand(20_000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = inverse(logits.unsqueeze(1), u).squeeze(1)
+    law = logits[0].softmax(-1)
+    found = torch.bincount(tokens, minlength=5) / len(tokens)
+    kept = law > 0
+    assert found[~kept].sum() == 0
+    chi = len(tokens) * ((found - law)[kept].square() / law[kept]).sum()
+    assert chi < 18.4  # two degrees of freedom, one in ten thousand
+    ends = inverse(logits[:2].unsqueeze(1), torch.tensor([[[0.0]], [[1.0 - 2**-53]]], dtype=torch.float64))
+    assert ends.flatten().tolist() == [0, 3]
+
+
+def test_filters_and_temperatures() -> None:
+    """top_k=1 is temperature 0; the temperature divides what the filters left."""
+    model = tiny_var()
+    var = samplers.create("var")
+    assert torch.equal(tokens_of(var, model, top_k=1), tokens_of(var, model, temperature=0))
+    assert torch.equal(tokens_of(samplers.create("var", top_ks=(1, 1, 1, 1)), model), tokens_of(var, model, top_k=1))
+    state = var.start(model, LABELS, seed=0, top_p=0.8, top_k=16, temperature=2.0)
+    logits = torch.randn(3, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    kept = var.filtered(state, logits).isfinite()
+    cooler = dataclasses.replace(state.request, temperature=0.1)
+    state.request = cooler
+    assert torch.equal(var.cooled(state, var.filtered(state, logits)).isfinite(), kept)
+    for row, mask in zip(logits[:, 0], kept[:, 0], strict=True):
+        best = row.sort(descending=True).values[:16]
+        share = best.softmax(-1)
+        count = int((share.cumsum(-1) - share < 0.8).sum())
+        assert torch.equal(mask, row >= best[count - 1])
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_bad_input() -> None:
+    model = tiny_var()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"sampler": samplers.create("var", top_ks=(1, 2))}, "top_ks has 2 entries; the model has 4 scales"),
+        ({"sampler": "code"}, "sampler 'code' needs drafter"),
+        ({"sampler": samplers.create("code", drafter=model, split=5)}, "split=5 must be an integer from 0 to 4"),
+        ({"class_labels": 6}, "class_labels=6 must be an integer from 0 to 4"),
+        ({"steps": 3}, "steps=3 has no meaning"),
+        ({"height": 20}, "height=20 must be 8"),
+        ({"seed": [1, 2]}, "seed has 2 entries for 1 rows"),
+    ]
+    for given, words in cases:
+        with pytest.raises(ValueError, match=words):
+            paradec.generate_images(model, **({"class_labels": 1} | given))
+    others = {
+        "scales": tiny_var(scales=(1, 2, 3), vq=model.vq),
+        "classes": tiny_var(classes=6, vq=model.vq),
+        "another codebook": tiny_var(vq_seed=9),
+    }
+    for words, drafter in others.items():
+        with pytest.raises(ValueError, match=words):
+            samplers.create("code", drafter=drafter, split=2).start(model, [1])
+    with pytest.raises(ValueError, match="top_ks=-1 must be"):
+        samplers.create("var", top_ks=(-1,))
+    with pytest.raises(ValueError, match="label=9 must be an integer from 0 to 5"):
+        samplers.create("var").start(model, [9])
+
+
+def test_broken_weights_are_named_before_anything_is_written() -> None:
+    model = copy.deepcopy(tiny_var())
+    sampler = samplers.create("var")
+    state = sampler.start(model, LABELS, seed=0)
+    sampler.commit(state, sampler.step(model, state))
+    before = state.tokens.clone()
+    with torch.no_grad():
+        model.module.head.bias[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="scale 1"):
+        decode(sampler, model, state)
+    assert torch.equal(state.tokens, before) and state.index == 1
+
+
+def test_an_interrupt_loses_nothing() -> None:
+    model = tiny_var()
+
+    def stop(state: Any, commit: Any) -> bool:
+        if state.index == 2:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(paradec.Interrupted) as raised:
+        paradec.generate_images(model, class_labels=LABELS, seed=0, callback=stop)
+    output = raised.value.output
+    assert output.images is None and (output.tokens[:, :5] >= 0).all() and (output.tokens[:, 5:] == -1).all()
+    whole = paradec.generate_images(model, class_labels=LABELS, seed=0, output_type="pt")
+    assert torch.equal(output.tokens[:, :5], whole.tokens[:, :5])
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_files(tmp_path: Any) -> None:
+    """Single files, of both kinds, and what is wrong with others, in one line each."""
+    from safetensors.torch import save_file
+
+    model = tiny_var()
+    weights, vq = model.module.state_dict(), model.vq.state_dict()
+    save_file(vq, tmp_path / "vq.safetensors", metadata={"config": '{"norm_groups": 4}'})
+    buffers = {"lvl_1L": torch.zeros(1, 30), "attn_bias_for_masking": torch.zeros(1, 1, 30, 30)}
+    torch.save(weights | buffers, tmp_path / "var_tiny.pth")
+    read = load_var(tmp_path / "var_tiny.pth", vq=tmp_path / "vq.safetensors", scales=SCALES, heads=2)
+    again = VARModel(read.module.double(), read.vq.double())
+    assert torch.equal(tokens_of(samplers.create("var"), again, temperature=0), tokens_of(
+        samplers.create("var"), model, temperature=0
+    ))  # fmt: skip
+    half = {name: value for name, value in weights.items() if "blocks.1.ffn" not in name}
+    cases: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
+        (weights, {}, "30 tokens, as no published model's; give scales"),
+        (weights, {"scales": (1, 2, 3, 5)}, "are 4 maps of 39 tokens; the weights have 4 maps of 30"),
+        (half, {"scales": SCALES}, "missing weights: blocks.1.ffn"),
+        (weights | {"extra": torch.zeros(2)}, {"scales": SCALES}, "unexpected weights: extra"),
+        (weights, {"scales": (2, 1)}, "must ascend"),
+        ({"pos_1LC": torch.zeros(1, 30, 8)}, {"scales": SCALES}, "is missing"),
+    ]
+    for index, (content, options, words) in enumerate(cases):
+        save_file(content, tmp_path / f"{index}.safetensors")
+        with pytest.raises(ValueError, match=words) as raised:
+            load_var(tmp_path / f"{index}.safetensors", vq=model.vq, **options)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="needs its multi-scale VQ"):
+        load_var(tmp_path / "var_tiny.pth")
+    other = MultiScaleVQ(dataclasses.replace(model.vq.config, codebook_size=31))
+    with pytest.raises(ValueError, match="vq has 31 codes of 4 numbers; var_tiny writes 32 of 4"):
+        load_var(tmp_path / "var_tiny.pth", vq=other, scales=SCALES)
+    save_file({k: v for k, v in vq.items() if "quant_resi" not in k}, tmp_path / "part.safetensors")
+    with pytest.raises(ValueError, match="missing weights: quantize.quant_resi"):
+        load_multi_scale_vq(tmp_path / "part.safetensors", norm_groups=4)
+    with pytest.raises(ValueError, match="z_channels=8 must be codebook_embed_dim=4"):
+        MultiScaleVQConfig(codebook_embed_dim=4, z_channels=8)
+
+
+def test_what_is_encoded_is_decoded() -> None:
+    """Tokens of a decoded map are not those it came from; encoding what codes say exactly is."""
+    model = tiny_var()
+    images = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+    tokens = model.encode(images)
+    assert tokens.shape == (2, model.facts.ends[-1])
+    rest = model.vq.features(images * 2 - 1)
+    for index, side in enumerate(SCALES):
+        reduced = torch.nn.functional.adaptive_avg_pool2d(rest, side).flatten(2).mT
+        nearest = (reduced.unsqueeze(2) - model.codes).square().sum(-1).argmin(-1)
+        begin = model.module.begin(index)
+        assert torch.equal(tokens[:, begin : begin + side**2], nearest)
+        rest = rest - model.vq.smoothed(model.codes[nearest], index, SCALES)
+    with pytest.raises(ValueError, match=r"expected \[batch, channels, 8, 8\]"):
+        model.encode(torch.rand(1, 3, 9, 8))
