@@ -22,6 +22,7 @@ from paradec.models.images.distilled_llamagen import (
     DistilledLlamaGenConfig,
     DistilledLlamaGenModel,
 )
+from paradec.models.images.distilled_var import DistilledVAR, DistilledVARModel
 from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
@@ -201,6 +202,17 @@ def tiny_var(
     return VARModel(module, vq, {"guidance_scale": 2.0}, name="tiny-var")
 
 
+def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> DistilledVARModel:
+    """A student of `tiny_var`."""
+    teacher = tiny_var() if teacher is None else teacher
+    torch.manual_seed(1)
+    sizes = {"codebook_size": 32, "code_dim": 4, "depth": 2, "width": 8, "heads": 2}
+    module = DistilledVAR(teacher.module.scales, classes=teacher.module.classes, **sizes).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return DistilledVARModel(module, teacher.vq, "tiny-var-student", **stages)
+
+
 def tiny_diffusion() -> DiffusionModel:
     from diffusers import DiTTransformer2DModel
 
@@ -224,6 +236,7 @@ FAMILIES = {
     "masked image": tiny_masked_image,
     "mar": tiny_mar,
     "var": tiny_var,
+    "distilled var": tiny_var_student,
     "diffusion": tiny_diffusion,
 }
 """Every adapter of a model that makes pictures."""

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from paradec.models.images.distilled import Stages
+from paradec.models.images.scales import ScaleQuery
 from paradec.protocol import Query
 from paradec.request import Request
+from paradec.samplers.scales.base import guidance_at
 from paradec.samplers.statistics import guided
 
 
@@ -94,6 +96,65 @@ class CellTeaching:
         self.store.release()
 
 
-def teaching_of(teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool) -> Teaching:
+class ScaleTeaching:
+    """A VAR, which draws a scale at a time over a store of keys and values; it reads all scales before its first in one
+    call. The public code has no mask there, so that coarse scales see finer ones; `masked` puts that of the training
+    in."""
+
+    def __init__(self, teacher: Any, labels: Sequence[int], request: Request, masked: bool):
+        self.model, self.masked, self.scale = teacher, masked, request.guidance_scale
+        self.scales, self.ends = teacher.facts.scales, (0, *teacher.facts.ends)
+        self.labels = torch.tensor(labels, device=teacher.device)
+        self.branches = 1 if self.scale == 1 else 2
+        self.store = teacher.store(self.branches * len(labels), len(self.scales) - 1)
+        self.stored = 0
+        """Scales that the store holds."""
+
+    def query(self, ids: Tensor, codes: Tensor, at: int, step: int) -> ScaleQuery:
+        device = self.labels.device
+        known = codes[ids[:, : self.ends[at]]].to(device, self.model.codes.dtype)
+        with torch.no_grad():
+            inputs = self.model.vq.inputs(known, self.scales)[0]
+        first, stop = self.ends[self.stored], self.ends[at + 1]
+        return ScaleQuery(
+            rows=np.arange(len(self.labels)),
+            inputs=inputs[:, max(first - 1, 0) : stop - 1],
+            labels=self.labels,
+            first=self.stored,
+            last=at,
+            store=self.store,
+            branches=self.branches,
+            # the unconditional half of a scale that it has no weight in is there for its keys and values alone
+            wanted=self.branches if self._weight(at) != 1 else 1,
+            masked=self.masked,
+            forwarded=np.full(len(self.labels), stop - first),
+            kind="full" if first == 0 else "window",
+            positions=torch.arange(first, stop, device=device).expand(len(self.labels), -1),
+        )
+
+    def _weight(self, at: int) -> float:
+        return guidance_at("linear", self.scale, at, len(self.scales))
+
+    def answer(self, query: ScaleQuery) -> Tensor:
+        return self.model(query).logits
+
+    def guided(self, logits: Tensor, at: int) -> Tensor:
+        return logits if self._weight(at) == 1 else guided(logits, self._weight(at))
+
+    def span(self, at: int) -> tuple[int, int]:
+        return self.ends[at], self.ends[at + 1]
+
+    def read_up_to(self, at: int) -> None:
+        self.stored = at + 1
+
+    def release(self) -> None:
+        self.store.data = None
+
+
+def teaching_of(
+    teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool
+) -> Teaching:
     """A teacher of a student with these stages."""
+    if stages.scales:
+        return ScaleTeaching(teacher, labels, request, masked_prefix)
     return CellTeaching(teacher, labels, stages.kept[-1], request.guidance_scale)
