@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
-from image_models import tiny_llamagen, tiny_nar, tiny_student, tiny_var
+from image_models import tiny_llamagen, tiny_nar, tiny_student, tiny_var, tiny_var_student
 from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
@@ -44,7 +44,7 @@ WRAPPED = [
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
-IMAGES = [*IMAGE_MODELS, "nar", "distilled", "digits-maskgit", "mar", "var", "dit"]
+IMAGES = [*IMAGE_MODELS, "nar", "distilled", "distilled var", "digits-maskgit", "mar", "var", "dit"]
 CANVAS = "diffusion_gemma"
 EVERY = [*TEXT, CANVAS, *IMAGES]
 
@@ -64,8 +64,8 @@ def make(kind: str) -> Any:
         return paradec.load(kind, dtype="float64")
     if kind == "nar":
         return tiny_nar()
-    if kind == "distilled":
-        return tiny_student()
+    if kind.startswith("distilled"):
+        return tiny_student() if kind == "distilled" else tiny_var_student()
     if kind == "mar":
         torch.manual_seed(0)
         module = MAR(**SIZES).double()
@@ -108,8 +108,8 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == "nar":
         given = {"class_labels": [3, 9], "temperature": 0.8, "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).tokens
-    if kind == "distilled":
-        given = {"class_labels": [3, 9], "output_type": "latent"}
+    if kind.startswith("distilled"):
+        given = {"class_labels": [3, 1], "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).images
     if kind == "digits-maskgit":
         given = {"class_labels": [1, 7], "steps": 4, "output_type": "latent"}
@@ -150,9 +150,10 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
         sampler, laid = paradec.samplers.create("nar"), model.request([3, 9], model.grid())
         given = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
         return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas
-    if kind == "distilled":
-        sampler = paradec.samplers.create("distilled", teacher=tiny_llamagen(), teacher_start=3)
-        state = sampler.start(model, [3, 9], seed=0, guidance_scale=2.0, trace=True)
+    if kind.startswith("distilled"):
+        teacher, first = (tiny_llamagen(), 3) if kind == "distilled" else (tiny_var(), 1)
+        sampler = paradec.samplers.create("distilled", teacher=teacher, teacher_start=first)
+        state = sampler.start(model, [3, 1], seed=0, guidance_scale=2.0, trace=True)
         return sampler, model, state, lambda state: state.tokens
     if kind in IMAGE_MODELS:
         request = IMAGE_MODELS[kind][1]

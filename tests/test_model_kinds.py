@@ -60,6 +60,7 @@ OURS = {
     "llamagen of captions": "image",
     "nar": "neighbour image",
     "distilled llamagen": "distilled image",
+    "distilled var": "distilled image",
     "emu3": "image",
     "chameleon": "image",
     "janus": "image",

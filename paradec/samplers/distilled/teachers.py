@@ -151,9 +151,7 @@ class ScaleTeaching:
         self.store.data = None
 
 
-def teaching_of(
-    teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool
-) -> Teaching:
+def teaching_of(teacher: Any, labels: Sequence[int], stages: Stages, request: Request, masked_prefix: bool) -> Teaching:
     """A teacher of a student with these stages."""
     if stages.scales:
         return ScaleTeaching(teacher, labels, request, masked_prefix)
