@@ -30,8 +30,8 @@ from paradec.models.images.kl import KLDecoder
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.masked import MaskedImageModel
-from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
+from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.uvit import UViT, UViTModel
 from paradec.models.images.var import VAR, VARModel
 from paradec.models.images.vq import VQConfig, VQModel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from image_models import tiny_llamagen, tiny_var, tiny_var_student
 from next_image import FOLDER, assert_checksum, case, cases
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec

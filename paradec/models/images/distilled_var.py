@@ -172,9 +172,9 @@ def load_distilled_var(
     """Read a student of VAR.
 
     Args:
-        source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file with
-            the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and if there are
-            such `second`, `split`, `vq`, the file of the autoencoder beside it, and `defaults` of requests.
+        source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file
+            with the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and if there
+            are such `second`, `split`, `vq`, the file of the autoencoder beside it, and `defaults` of requests.
         vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
         scales, heads, dtype, device: as in `paradec.models.images.var.load_var`.
         second, split: see `DistilledVARModel`.
@@ -207,8 +207,9 @@ def load_distilled_var(
         raise CheckpointError(f"{str(path)!r} holds no student of VAR: {error} is missing") from error
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} holds no student of VAR: {error}") from error
+    module = module.to(dtype or torch.float32)  # before the weights come, which it would round
     fill(module, weights, str(path))
-    module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
+    module = module.to(device).requires_grad_(False)
     vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
     # codes are float32 at least, whatever the network's type
     vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))

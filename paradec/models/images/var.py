@@ -189,8 +189,8 @@ class Block(nn.Module):
         begin: int,
         between: Tensor | None = None,
     ) -> Tensor:
-        """x [R, n, width]; condition [R, width], or where all blocks share it [R, 1, 6, width]; between [n, width]: what
-        is added to the rows after attention, if anything."""
+        """x [R, n, width]; condition [R, width], or where all blocks share it [R, 1, 6, width]; between [n, width] is
+        added to the rows after attention."""
         if hasattr(self, "ada_gss"):
             modulation = self.ada_gss + condition
         else:

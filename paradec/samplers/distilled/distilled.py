@@ -108,9 +108,10 @@ class DistilledProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class Distilled(Sampler):
-    """Per stage t of `t_list`, one call of the student: tokens behind the first K(t) become the initial noise again, and
-    the student says for all at once which code and which vector they are. The first K(split) become codes, the others
-    stay vectors; they are decoded as they are. K(t) is t tokens of a student of LlamaGen, t scales of one of VAR.
+    """Per stage t of `t_list`, one call of the student: tokens behind the first K(t) become the initial noise again,
+    and the student says for all at once which code and which vector they are. The first K(split) become codes, the
+    others stay vectors; they are decoded as they are. K(t) is t tokens of a student of LlamaGen, t scales of one of
+    VAR.
 
     A student is not guided, and its noise is all that is random. With a `teacher`, that one draws the tokens from stage
     `teacher_start` up to the second stage itself, over the nearest codes of what the first call gave (which is left out
@@ -123,7 +124,7 @@ class Distilled(Sampler):
         teacher: the model that the student was distilled from; `to_dict` names it only.
         teacher_start: its first stage.
         masked_prefix: whether a teacher of scales (VAR) reads its prefix as in its training, every scale without those
-            that are finer; the public code has no mask there. Without effect where the prefix is one scale, or LlamaGen's.
+            that are finer; the public code has no mask there. Without effect where there is no prefix, and on LlamaGen.
 
     Random numbers are counter-based: a picture depends on its seed and class, not on its neighbours.
 

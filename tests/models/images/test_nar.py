@@ -141,7 +141,7 @@ def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> Non
         query = Query(
             np.array([row]),
             torch.cat((tokens, pad)).unsqueeze(0),
-            torch.cat((positions, pad + count - 1)).unsqueeze(0),
+            torch.cat((positions, pad)).unsqueeze(0),  # where all would see it
             valid=(torch.arange(count + 2) < count).unsqueeze(0),
         )
         heads = laid.model(query)[:, :count]
