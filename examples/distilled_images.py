@@ -3,9 +3,12 @@
     python examples/distilled_images.py --model llamagen-L.pt --vq vq_ds16_c2i.pt --device cuda 207 360 387
     python examples/distilled_images.py --model llamagen-L.pt --vq vq_ds16_c2i.pt --device cuda \\
         --teacher c2i_L_256.pt --teacher-preset llamagen_l_22
+    python examples/distilled_images.py --model var-d16.pth --vq vae_ch160v4096z32.pth --device cuda \\
+        --teacher var_d16.pth --teacher-preset var_d16_3
     python examples/distilled_images.py --tiny      # random weights: no download, no GPU, no file
 
-The students are in microsoft/distilled_decoding on the hub (LlamaGen-DD), teacher and VQ in FoundationVision/LlamaGen.
+The students are in microsoft/distilled_decoding on the hub (LlamaGen-DD and VAR-DD), teachers and VQs in
+FoundationVision/LlamaGen and FoundationVision/var.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("classes", nargs="*", type=int, default=[207, 360, 387, 974], help="labels of ImageNet")
     parser.add_argument("--model", default="llamagen-L.pt", help="a published student (default: %(default)s)")
-    parser.add_argument("--vq", default="vq_ds16_c2i.pt", help="the file of LlamaGen's VQ (default: %(default)s)")
-    parser.add_argument("--teacher", help="the LlamaGen that it was distilled from, to draw some tokens itself")
+    parser.add_argument("--vq", default="vq_ds16_c2i.pt", help="the file of its VQ (default: %(default)s)")
+    parser.add_argument("--teacher", help="the model that it was distilled from, to draw some tokens itself")
     parser.add_argument(
-        "--teacher-preset", default="llamagen_l_22", help="llamagen_l_22, _42 or _81 (default: %(default)s)"
+        "--teacher-preset", default="llamagen_l_22", help="llamagen_l_22, var_d16_3, ... (default: %(default)s)"
     )
     parser.add_argument("--tiny", action="store_true", help="use random weights")
     parser.add_argument("--out", default="distilled.png", help="(default: %(default)s)")
@@ -62,7 +65,8 @@ def main() -> None:
         common = {"dtype": args.dtype, "device": args.device}
         model = paradec.load(args.model, vq=args.vq, **common)
         if args.teacher is not None:
-            teacher = paradec.load(args.teacher, **common)
+            with_vq = {} if isinstance(model, DistilledLlamaGenModel) else {"vq": model.vq}  # codes of VAR are shared
+            teacher = paradec.load(args.teacher, **common, **with_vq)
             taught = paradec.samplers.create("distilled", preset=args.teacher_preset, teacher=teacher)
     runs = {"one forward": {"steps": 1}, "two forwards": {"steps": 2}}
     runs |= {} if taught is None else {"with its teacher": {"sampler": taught}}
