@@ -17,6 +17,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "masked image": ("a masked image model", "paradec.generate_images"),
     "grouped image": ("a model of groups of codes (LPD)", "paradec.generate_images"),
     "continuous image": ("a model of continuous image tokens (MAR)", "paradec.generate_images"),
+    "neighbour image": ("an image model of two heads (NAR)", "paradec.generate_images"),
+    "distilled image": ("a student of an image model (Distilled Decoding)", "paradec.generate_images"),
     "scale image": ("a model of scales of codes (VAR)", "paradec.generate_images"),
     "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
     "drafts": ("an EAGLE drafter", "the setting drafter of a sampler"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from canvases import tiny_module
 from diffusers import DDIMScheduler
-from image_models import tiny_lpd, tiny_var
+from image_models import tiny_llamagen, tiny_lpd, tiny_nar, tiny_student, tiny_var, tiny_var_student
 from moe_models import MOE, told
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
@@ -44,7 +44,7 @@ WRAPPED = [
 MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
-IMAGES = [*IMAGE_MODELS, "digits-maskgit", "mar", "lpd", "var", "dit"]
+IMAGES = [*IMAGE_MODELS, "nar", "distilled", "distilled var", "digits-maskgit", "mar", "lpd", "var", "dit"]
 CANVAS = "diffusion_gemma"
 EVERY = [*TEXT, CANVAS, *IMAGES]
 
@@ -62,6 +62,10 @@ def make(kind: str) -> Any:
         return IMAGE_MODELS[kind][0]()
     if kind == "digits-maskgit":
         return paradec.load(kind, dtype="float64")
+    if kind == "nar":
+        return tiny_nar()
+    if kind.startswith("distilled"):
+        return tiny_student() if kind == "distilled" else tiny_var_student()
     if kind == "mar":
         torch.manual_seed(0)
         module = MAR(**SIZES).double()
@@ -106,6 +110,12 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == "lpd":
         given = {"class_labels": [1, 2], "guidance_scale": 2.0, "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).tokens
+    if kind == "nar":
+        given = {"class_labels": [3, 9], "temperature": 0.8, "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).tokens
+    if kind.startswith("distilled"):
+        given = {"class_labels": [3, 1], "output_type": "latent"}
+        return paradec.generate_images(model, **given, seed=seed, **request).images
     if kind == "digits-maskgit":
         given = {"class_labels": [1, 7], "steps": 4, "output_type": "latent"}
         return paradec.generate_images(model, **given, seed=seed, **request).tokens
@@ -144,6 +154,15 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
     if kind == "lpd":
         sampler, laid = paradec.samplers.create("groups"), model.request([1, 2], model.grid())
         return sampler, model, sampler.start(model, laid.prompts, seed=0, trace=True), lambda state: state.canvas
+    if kind == "nar":
+        sampler, laid = paradec.samplers.create("nar"), model.request([3, 9], model.grid())
+        given = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
+        return sampler, laid.model, sampler.start(laid.model, laid.prompts, **given), lambda state: state.canvas
+    if kind.startswith("distilled"):
+        teacher, first = (tiny_llamagen(), 3) if kind == "distilled" else (tiny_var(), 1)
+        sampler = paradec.samplers.create("distilled", teacher=teacher, teacher_start=first)
+        state = sampler.start(model, [3, 1], seed=0, guidance_scale=2.0, trace=True)
+        return sampler, model, state, lambda state: state.tokens
     if kind in IMAGE_MODELS:
         request = IMAGE_MODELS[kind][1]
         sampler = paradec.samplers.create("sjd", window=4)

@@ -17,6 +17,12 @@ from transformers import (
 from paradec.models.images.adapter import ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel
+from paradec.models.images.distilled_llamagen import (
+    DistilledLlamaGen,
+    DistilledLlamaGenConfig,
+    DistilledLlamaGenModel,
+)
+from paradec.models.images.distilled_var import DistilledVAR, DistilledVARModel
 from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
@@ -26,6 +32,7 @@ from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
+from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.uvit import UViT, UViTModel
 from paradec.models.images.var import VAR, VARModel
 from paradec.models.images.vq import VQConfig, VQModel
@@ -72,6 +79,31 @@ def tiny_llamagen(condition: str = "c2i", vq: bool = True, grid: int = 4, seed: 
         if parameter.ndim > 1:
             parameter.data.normal_(std=0.3)
     return LlamaGenModel(network, tiny_vq() if vq else None)
+
+
+def tiny_nar(condition: str = "c2i", grid: int = 4) -> NARModel:
+    torch.manual_seed(0)
+    config = NARConfig(
+        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, condition=condition,
+        num_classes=10, caption_dim=16, caption_length=6,
+    )  # fmt: skip
+    network = NAR(config).double()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.3)
+    return NARModel(network, tiny_vq())
+
+
+def tiny_student(grid: int = 4, **stages: int) -> DistilledLlamaGenModel:
+    torch.manual_seed(0)
+    config = DistilledLlamaGenConfig(
+        dim=48, n_layer=2, n_head=4, vocab_size=CODES, grid=grid, num_classes=10, codebook_dim=4, **stages
+    )
+    network = DistilledLlamaGen(config).double()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=0.3)
+    return DistilledLlamaGenModel(network, tiny_vq())
 
 
 def tiny_emu3() -> Emu3Model:
@@ -180,6 +212,17 @@ def tiny_lpd() -> LPDModel:
     return LPDModel(module.requires_grad_(False), tiny_vq())
 
 
+def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> DistilledVARModel:
+    """A student of `tiny_var`."""
+    teacher = tiny_var() if teacher is None else teacher
+    torch.manual_seed(1)
+    sizes = {"codebook_size": 32, "code_dim": 4, "depth": 2, "width": 8, "heads": 2}
+    module = DistilledVAR(teacher.module.scales, classes=teacher.module.classes, **sizes).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return DistilledVARModel(module, teacher.vq, "tiny-var-student", **stages)
+
+
 def tiny_diffusion() -> DiffusionModel:
     from diffusers import DiTTransformer2DModel
 
@@ -194,6 +237,8 @@ def tiny_diffusion() -> DiffusionModel:
 FAMILIES = {
     "llamagen": tiny_llamagen,
     "llamagen of captions": lambda: tiny_llamagen("t2i"),
+    "nar": tiny_nar,
+    "distilled llamagen": tiny_student,
     "emu3": tiny_emu3,
     "chameleon": lambda: tiny_chameleon(ChameleonLayout(start=40, end=41, side=4)),
     "janus": tiny_janus,
@@ -202,6 +247,7 @@ FAMILIES = {
     "mar": tiny_mar,
     "var": tiny_var,
     "lpd": tiny_lpd,
+    "distilled var": tiny_var_student,
     "diffusion": tiny_diffusion,
 }
 """Every adapter of a model that makes pictures."""

@@ -18,10 +18,11 @@ IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
 DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
 GROUPS = ["amused_recap", "mar_recap", "lpd_images"]
+FEW = ["nar_images", "distilled_images"]
 CANVASES = ["diffusion_gemma"]
 TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
 NEW = ["own_sampler", "batch_file", "chat_loop", "transformers_generate"]
-NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *CANVASES, *NEW, *IMAGES]
+NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *CANVASES, *NEW, *FEW, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
 import runpy, sys
@@ -38,7 +39,7 @@ def test_examples_run_offline() -> None:
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.split("=" * 9)
     llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, lpd, *rest = printed
-    canvases, own, batch, chat, stock, *images = rest
+    canvases, own, batch, chat, stock, nar, students, *images = rest
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
@@ -68,6 +69,8 @@ def test_examples_run_offline() -> None:
     assert mar.count("full 36") == 8 + 6 and mar.count("local") == 2 and "recap: 8 forwards" in mar
     assert "one code per forward: 64 forwards" in lpd and "diagonal: 15 forwards" in lpd
     assert lpd.count(": 10 forwards") == 2 and lpd.count("groups of [1, 1,") == 2  # lpd and halton
+    assert nar.count("11 forwards for 36 tokens") == 2 and re.findall(r"(\d+) rows", nar) == ["22", "16"]
+    assert re.findall(r"(\d+) forwards for 36 tokens", students) == ["1", "2", "5"]
     # drafts of a step are not what the canvas closes with; infill leaves alone what was given
     assert canvases.count("canvas ") == 3 and canvases.count("step    4 .") == 3
     assert len(re.findall(r"20 tokens: \d+ denoising calls, 3 encoder calls", canvases)) == 2

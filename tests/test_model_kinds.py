@@ -58,6 +58,9 @@ def given() -> dict[str, Any]:
 OURS = {
     "llamagen": "image",
     "llamagen of captions": "image",
+    "nar": "neighbour image",
+    "distilled llamagen": "distilled image",
+    "distilled var": "distilled image",
     "emu3": "image",
     "chameleon": "image",
     "janus": "image",
@@ -131,7 +134,10 @@ DOORS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "generate with drafts": (("text",), lambda model: paradec.generate(model, [1], sampler="sjd")),
     "infill": (("text", "canvas", "codes", "masked image"), lambda model: paradec.infill(model, [1])),
     "generate_images": (
-        ("image", "masked image", "grouped image", "continuous image", "scale image"),
+        (
+            *("image", "masked image", "grouped image", "continuous image", "scale image"),
+            *("neighbour image", "distilled image"),
+        ),
         lambda model: paradec.generate_images(model, class_labels=1),
     ),
 }
@@ -295,20 +301,21 @@ def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
     assert model.unwrap() is module
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if OURS[name] not in ("continuous image", "scale image", "latent")]
-)
+WITHOUT_WORDS = ("continuous image", "distilled image", "scale image", "latent")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_WORDS])
 def test_words_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
     """Embeddings of the whole vocabulary; the output matrix makes the logits of the hidden states."""
     model = given[name]
     words = model.token_embeddings()
     assert words.shape[0] == model.facts.vocab_size and words.ndim == 2
     assert len(words.detach().unique(dim=0)) == len(words)
-    if OURS[name] == "image":
+    if OURS[name] in ("image", "neighbour image"):
         captions = torch.randn(3, 16, dtype=torch.float64) if "captions" in name else [[1, 2, 3]]
         side = 32 if name == "emu3" else None  # its own is longer than the small model takes
         against = {"negative_prompt": [[1]]} if name == "emu3" else {}
-        request = model.request(1 if name == "llamagen" else captions, model.grid(side, side), **against)
+        request = model.request(1 if name in ("llamagen", "nar") else captions, model.grid(side, side), **against)
         model, ids = request.model, torch.tensor(request.prompts.rows)
     else:
         ids = torch.tensor([[model.class_token(1), *range(16)]])

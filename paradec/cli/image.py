@@ -40,7 +40,8 @@ Sampler = Annotated[
     str | None,
     typer.Option(
         help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, lpd, recap, "
-        "...; MAR: mar, recap; VAR: var, code; LPD: lpd, groups; diffusion pipelines: taylorseer."
+        "...; MAR: mar, recap; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion pipelines: "
+        "taylorseer."
     ),
 ]
 Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]

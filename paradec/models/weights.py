@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,16 @@ NESTED = ("model", "module", "state_dict")
 """Where training frameworks (DDP, DeepSpeed, Lightning) put the weights; FSDP writes them without one."""
 
 
-def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def inside(data: Any, path: str) -> dict[str, Any] | None:
+    """The dict that lies in a dict under names joined by points, or None."""
+    for key in path.split("."):
+        data = data.get(key) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else None
+
+
+def read_weights(
+    source: str | os.PathLike[str], unused: str | None = None, nested: Sequence[str] = NESTED
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle).
 
     A pickle is read with `weights_only=True`: code in it is not run.
@@ -27,6 +37,7 @@ def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> t
     Args:
         source: the file.
         unused: pattern of the names of what is no weight of the caller's: their dtype may be any.
+        nested: where in a pickle the weights may lie, the first that is there ("trainer.ema" is one in the other).
 
     Raises:
         CheckpointError: no such file, one of another kind, corrupt, one that holds other objects than tensors, or
@@ -48,10 +59,7 @@ def read_weights(source: str | os.PathLike[str], unused: str | None = None) -> t
         raise CheckpointError(
             f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
         ) from error
-    for key in NESTED:
-        if isinstance(data, dict) and isinstance(data.get(key), dict):
-            data = data[key]
-            break
+    data = next((found for key in nested if (found := inside(data, key)) is not None), data)
     if not isinstance(data, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(data).__name__}, not weights by name")
     weights = {name: tensor for name, tensor in data.items() if isinstance(tensor, Tensor)}

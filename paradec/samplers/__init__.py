@@ -18,8 +18,10 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.speculative import Speculative as Speculative
     from paradec.samplers.causal.window import Jacobi as Jacobi
     from paradec.samplers.causal.zipar import ZipAR as ZipAR
+    from paradec.samplers.distilled.distilled import Distilled as Distilled
     from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
     from paradec.samplers.groups.groups import Groups as Groups
+    from paradec.samplers.groups.nar import NAR as NAR
     from paradec.samplers.masked.adablock import AdaBlock as AdaBlock
     from paradec.samplers.masked.ccd import CCD as CCD
     from paradec.samplers.masked.ccd_agree import CCDAgree as CCDAgree
@@ -135,6 +137,8 @@ registry = SamplerRegistry(
         "zipar": "paradec.samplers.causal.zipar:ZipAR",
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
         "mar": "paradec.samplers.masked.mar:MAR",
+        "nar": "paradec.samplers.groups.nar:NAR",
+        "distilled": "paradec.samplers.distilled.distilled:Distilled",
         "var": "paradec.samplers.scales.var:VAR",
         "code": "paradec.samplers.scales.code:CoDe",
         "groups": "paradec.samplers.groups.groups:Groups",

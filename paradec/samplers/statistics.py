@@ -220,6 +220,22 @@ def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None) -> Ten
     return filtered
 
 
+def token_law(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+    """What a token is drawn from: logits [..., V] -> [..., V], float32 at least; one-hot on the best at temperature 0.
+    NaN where no logit is finite.
+
+    The order of LlamaGen's public code and its kin: the temperature, then top-k, then top-p of what is left. The word
+    that crosses `top_p` stays.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        best = argmax(logits).unsqueeze(-1)
+        one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
+        return one_hot.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
+    kept = filter_logits(tempered(logits, temperature), None, top_k)
+    return filter_logits(kept, top_p, None).softmax(-1)
+
+
 def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
     """`filter_logits` word by word."""
     if top_p is not None and top_p < 1:

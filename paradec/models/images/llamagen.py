@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from paradec.models.facts import ModelFacts
 from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.vq import VQModel, load_vq
-from paradec.models.weights import PICKLES, read_weights
+from paradec.models.weights import NESTED, PICKLES, read_weights
 from paradec.prompts import Prompts
 from paradec.protocol import Query
 from paradec.registry import unknown
@@ -469,26 +469,62 @@ def load_llamagen(
         CheckpointError: a file that is missing, corrupt, of another format, or does not say what is asked for here.
         ValueError: a codebook of another size than the vocabulary.
     """
+    return LlamaGenModel(*read_network(LLAMAGEN, source, vq, text_encoder, dtype, device, grid, n_head))
+
+
+@dataclass(frozen=True)
+class Format:
+    """Which checkpoints a kind of network of LlamaGen's blocks has."""
+
+    name: str
+    config: type[LlamaGenConfig]
+    network: type[nn.Module]
+    marks: tuple[str, ...] = ()
+    """Weights that no LlamaGen has and this kind must have."""
+    sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
+    """Fields of the configuration that differ from what the weights would tell of a LlamaGen."""
+    grid: int | None = None
+    """Where the published files' names do not say it."""
+    nested: tuple[str, ...] = NESTED
+
+
+LLAMAGEN = Format("LlamaGen", LlamaGenConfig, LlamaGen)
+
+
+def read_network(
+    format: Format,
+    source: str | os.PathLike[str],
+    vq: str | os.PathLike[str] | VQModel | None = None,
+    text_encoder: str | tuple[Any, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    grid: int | None = None,
+    n_head: int | None = None,
+) -> tuple[Any, VQModel | None, Any, str, Mapping[str, Any] | None]:
+    """What an adapter is made of: network, VQ autoencoder, text encoder, name, and defaults of requests. See
+    `load_llamagen`."""
     path, defaults = Path(source), None
     if path.is_dir():
         try:
             fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            config = LlamaGenConfig(**{key: value for key, value in fields.items() if key not in NOT_SIZES})
+            config = format.config(**{key: value for key, value in fields.items() if key not in NOT_SIZES})
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"config.json of {str(path)!r} is not a LlamaGen's: {error}") from error
+            raise CheckpointError(f"config.json of {str(path)!r} is not a {format.name}'s: {error}") from error
         defaults = fields.get("defaults")
-        state = _network_weights(read_weights(path / "model.safetensors", UNUSED.pattern)[0])
+        state = _network_weights(read_weights(path / "model.safetensors", UNUSED.pattern, format.nested)[0])
         if vq is None and (path / str(fields.get("vq", "vq.safetensors"))).is_file():
             vq = path / str(fields.get("vq", "vq.safetensors"))
+        _check_marks(path, state, format)
     else:
         try:
-            state = _network_weights(read_weights(path, UNUSED.pattern)[0])
+            state = _network_weights(read_weights(path, UNUSED.pattern, format.nested)[0])
         except CheckpointError as error:
             raise CheckpointError(
-                f"{str(path)!r} is not a folder with a checkpoint, and no LlamaGen: {error}"
+                f"{str(path)!r} is not a folder with a checkpoint, and no {format.name}: {error}"
             ) from error
-        config = _config(path, state, grid, n_head)
-    module = LlamaGen(config)
+        _check_marks(path, state, format)
+        config = _config(path, state, format.grid if grid is None else grid, n_head, format)
+    module = format.network(config)
     needed = module.state_dict()
     wrong = {
         "missing": [name for name in needed if name not in state],
@@ -516,21 +552,31 @@ def load_llamagen(
     if device is not None:
         module = module.to(device)
         vq = None if vq is None else vq.to(device)
-    return LlamaGenModel(module.requires_grad_(False), vq, text_encoder, path.stem, defaults)
+    return module.requires_grad_(False), vq, text_encoder, path.stem, defaults
+
+
+def _check_marks(path: Path, state: Mapping[str, Tensor], format: Format) -> None:
+    """Raises CheckpointError: weights without those that make the network what it is."""
+    if missing := [name for name in format.marks if name not in state]:
+        raise CheckpointError(
+            f"{str(path)!r} holds no {format.name}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        )
 
 
 def _network_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not UNUSED.search(name)}
 
 
-def _config(path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: int | None) -> LlamaGenConfig:
+def _config(
+    path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: int | None, format: Format
+) -> LlamaGenConfig:
     """Sizes from the shapes of a single file's weights."""
     try:
-        vocab, dim = state["tok_embeddings.weight"].shape
+        vocab, dim = state["output.weight"].shape
         width = state["layers.0.attention.wqkv.weight"].shape[0]
         inner = state["layers.0.feed_forward.w1.weight"].shape[0]
     except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} holds no LlamaGen: {error} is missing or misshapen") from error
+        raise CheckpointError(f"{str(path)!r} holds no {format.name}: {error} is missing or misshapen") from error
     if n_head is None:
         n_head = next((sizes["n_head"] for sizes in PRESETS.values() if sizes["dim"] == dim), None)
         if n_head is None:
@@ -553,7 +599,7 @@ def _config(path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: i
         condition |= {"caption_length": length, "caption_dim": caption}
     layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("layers."))
     try:
-        return LlamaGenConfig(
+        found = LlamaGenConfig(
             dim=dim,
             n_layer=layers,
             n_head=n_head,
@@ -563,8 +609,10 @@ def _config(path: Path, state: Mapping[str, Tensor], grid: int | None, n_head: i
             grid=grid,
             **condition,
         )
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} holds no LlamaGen: {error}") from error
+        own = {} if format.sizes is None else format.sizes(state, found)
+        return format.config(**{name: getattr(found, name) for name in found.__dataclass_fields__} | own)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} holds no {format.name}: {error}") from error
 
 
 def preset(name: str, **changes: Any) -> LlamaGenConfig:

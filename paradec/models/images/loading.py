@@ -22,17 +22,27 @@ FAMILIES = {
     "chameleon": ("paradec.models.images.chameleon", "load_chameleon", "ChameleonModel"),
     "janus": ("paradec.models.images.janus", "load_janus", "JanusModel"),
     "uvit": ("paradec.models.images.masked", "load_masked_image", "MaskedImageModel"),
+    "nar": ("paradec.models.images.nar", "load_nar", "NARModel"),
+    "distilled_llamagen": (
+        "paradec.models.images.distilled_llamagen",
+        "load_distilled_llamagen",
+        "DistilledLlamaGenModel",
+    ),
+    "distilled_var": ("paradec.models.images.distilled_var", "load_distilled_var", "DistilledVARModel"),
     "mar": ("paradec.models.images.mar", "load_mar", "MARModel"),
     "var": ("paradec.models.images.var", "load_var", "VARModel"),
     "lpd": ("paradec.models.images.lpd", "load_lpd", "LPDModel"),
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
 TELLING = {
+    "nar": {"medusa_norm.weight", "medusa_output.weight"},
+    "distilled_llamagen": {"tok_embeddings.bias"},
+    "distilled_var": {"layerwise_n_d_embed.0.weight"},
     "mar": {"diffusion_pos_embed_learned"},
     "var": {"pos_1LC"},
     "lpd": {"fake_latent", "token_emb.weight", "pos_embed"},
 }
-"""The tensors by which a single file of a `model_type` is known."""
+"""The tensors by which a single file of a `model_type` is known; the first that fits counts."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
 """Image models inside the package."""
 
@@ -50,6 +60,8 @@ def file_type(source: str | os.PathLike[str]) -> str:
     import torch
     from safetensors import safe_open
 
+    from paradec.models.weights import inside
+
     try:
         if str(source).endswith(".safetensors"):
             with safe_open(source, framework="pt") as file:
@@ -57,7 +69,8 @@ def file_type(source: str | os.PathLike[str]) -> str:
         else:  # mapped: nothing but names is read
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-            names = set(data.get("model_ema", data.get("model", data)))
+            nested = ("model_ema", "ema", "trainer.ema_parameters", "model", "module", "state_dict")
+            names = set(next((found for key in nested if (found := inside(data, key)) is not None), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
     return next((kind for kind, telling in TELLING.items() if telling <= names), "llamagen")

@@ -68,6 +68,8 @@ class ScaleQuery:
     branches: int = 1
     wanted: int = 1
     """Branches whose logits are wanted."""
+    masked: bool = True
+    """Whether scales do not see finer ones of the call."""
     drafting: bool = False
     """Whether it is for the model that drafts."""
     forwarded: np.ndarray | None = None

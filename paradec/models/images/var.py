@@ -139,6 +139,7 @@ class VAR(nn.Module):
         last: int | None = None,
         store: ScaleStore | None = None,
         wanted: int | None = None,
+        masked: bool = True,
     ) -> Tensor:
         """Evaluate scales `first` to `last`.
 
@@ -148,6 +149,7 @@ class VAR(nn.Module):
             first, last: scales; by default all of them.
             store: holds the scales before `first`; what is evaluated is written down.
             wanted: logits of the last scale alone, for so many rows; None gives all.
+            masked: whether scales do not see finer ones of the call, as in training.
 
         Returns:
             Logits [R, n, V]; with `wanted` [wanted, side * side, V].
@@ -155,7 +157,7 @@ class VAR(nn.Module):
         last = len(self.scales) - 1 if last is None else last
         condition = self.class_emb(labels)
         x = self.embed(condition, inputs, first, last)
-        begin, mask = self.begin(first), self.visible(first, last)
+        begin, mask = self.begin(first), self.visible(first, last) if masked else None
         shared = self.shared_ada_lin(condition).unflatten(-1, (1, 6, -1)) if self.shared_adaln else None
         for layer, block in enumerate(self.blocks):
             x = block(x, condition if shared is None else shared, mask, store, layer, begin)
@@ -178,9 +180,17 @@ class Block(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(
-        self, x: Tensor, condition: Tensor, mask: Tensor | None, store: ScaleStore | None, layer: int, begin: int
+        self,
+        x: Tensor,
+        condition: Tensor,
+        mask: Tensor | None,
+        store: ScaleStore | None,
+        layer: int,
+        begin: int,
+        between: Tensor | None = None,
     ) -> Tensor:
-        """x [R, n, width]; condition [R, width], or where all blocks share it [R, 1, 6, width]."""
+        """x [R, n, width]; condition [R, width], or where all blocks share it [R, 1, 6, width]; between [n, width] is
+        added to the rows after attention."""
         if hasattr(self, "ada_gss"):
             modulation = self.ada_gss + condition
         else:
@@ -191,6 +201,7 @@ class Block(nn.Module):
             torch.addcmul(shift_attn, layer_norm(x, size, eps=self.eps), scale_attn + 1), mask, store, layer, begin
         )
         x = torch.addcmul(x, gate_attn, attended)
+        x = x if between is None else x + between
         return torch.addcmul(
             x, gate_ffn, self.ffn(torch.addcmul(shift_ffn, layer_norm(x, size, eps=self.eps), scale_ffn + 1))
         )
@@ -330,7 +341,7 @@ class VARModel(PictureModel, Adapter):
                 labels = torch.cat((labels, torch.full_like(labels, self.module.classes)))
             inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
             wanted = query.wanted * len(query.labels)
-            logits = self.module(labels, inputs, query.first, query.last, query.store, wanted)
+            logits = self.module(labels, inputs, query.first, query.last, query.store, wanted, query.masked)
         return ScaleAnswer(logits, self.codes, self.place)
 
     def store(self, rows: int, scales: int) -> ScaleStore:

@@ -1,1 +1,1 @@
-"""Samplers of image models that are fed groups of positions in any order, over keys and values stored by rank."""
+"""Image models that decide a group of positions per forward, in any order (`groups`) or by diagonals (`nar`)."""

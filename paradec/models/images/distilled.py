@@ -1,0 +1,176 @@
+"""Distilled Decoding: what its sampler asks of a student and what comes back, and the adapter that students share.
+
+Liu et al., "Distilled Decoding 1: One-step Sampling of Image Auto-regressive Models with Flow Matching", arXiv
+2412.17153. A student maps one noise vector per token to the picture that its teacher would have drawn, in one call or
+few; it is a changed network of the teacher's kind (`distilled_llamagen`, `distilled_var`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from paradec.checks import check_int
+from paradec.models.adapter import Adapter
+from paradec.models.calls import Evaluation
+from paradec.models.images.adapter import labels_of
+from paradec.models.images.base import ImageRequest, PictureModel, Reading
+from paradec.models.images.grid import Grid
+from paradec.registry import unknown
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a picture's tokens are counted, and what its student was trained for."""
+
+    kept: tuple[int, ...]
+    """[T + 1]: K(t), the tokens that are data at stage t, 0 to all; the noise behind them is decoded again."""
+    second: int
+    """The stage of the second of two calls."""
+    split: int
+    """K(split) tokens become codes at every call; those behind stay as the continuous head gives them."""
+    scales: bool = False
+    """Whether a stage is a scale of VAR, or else a cell of the raster."""
+
+    @property
+    def last(self) -> int:
+        """T: the stage at which all tokens are data."""
+        return len(self.kept) - 1
+
+
+@dataclass
+class DistilledQuery:
+    """One call of a student. `B` rows of `N` tokens, each a vector of `C` numbers."""
+
+    rows: np.ndarray
+    """[B] int64, on the host."""
+    labels: Tensor
+    """[B] int64."""
+    tokens: Tensor
+    """[B, N, C]: data, then noise."""
+    kept: int
+    """How many of them are data."""
+    branches: int = 1
+    forwarded: np.ndarray | None = None
+    """[B] int64, on the host: tokens evaluated for each row."""
+    kind: str = "full"
+
+
+@dataclass
+class DistilledAnswer:
+    """What both heads say of every token: vectors [B, N, C], and logits [B, N, V]."""
+
+    continuous: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class DistilledFacts:
+    """What samplers and messages read of a student."""
+
+    name: str
+    stages: Stages
+    classes: int
+    vocab_size: int
+    channels: int
+
+
+class ContinuousHead(nn.Module):
+    """The head of vectors: shift and scale of the class, on a norm without weights."""
+
+    def __init__(self, width: int, channels: int):
+        super().__init__()
+        self.scale_shift_table = nn.Parameter(torch.zeros(2, width))
+        self.linear = nn.Linear(width, channels)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        """hidden [B, N, width], condition [B, width] -> [B, N, channels]."""
+        shift, scale = (self.scale_shift_table + condition.unsqueeze(1)).unsqueeze(2).unbind(1)  # [B, 1, width] each
+        return self.linear(layer_norm(hidden, hidden.shape[-1:], eps=1e-6) * (1 + scale) + shift)
+
+
+class DistilledModel(PictureModel, Adapter):
+    """Base of the students' adapters. A kind of them says how a call is evaluated (`_heads`), what its codes are
+    (`codes`), and how vectors become pictures (`grid`, `latent`, `decode`).
+
+    Args:
+        module: the network; it is put into evaluation mode.
+        facts: what samplers read of it.
+        defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
+
+    Raises:
+        ValueError: an unknown default.
+    """
+
+    makes = "distilled image"
+    family = "distilled"
+    default_sampler = "distilled"
+    facts: DistilledFacts
+    taught: ClassVar[Mapping[str, Any]] = {}
+    """What the authors sample the teacher with."""
+
+    def __init__(self, module: nn.Module, facts: DistilledFacts, defaults: Mapping[str, Any] | None = None):
+        super().__init__(module.eval())
+        self.facts = facts
+        own = {"steps": 2, **self.taught}
+        for key in defaults or ():
+            if key not in own:
+                raise ValueError(unknown("default of requests", key, own))
+        self.defaults = own | dict(defaults or {})
+
+    # ---- what a kind says -----------------------------------------------------------------------------------------
+
+    def codes(self) -> Tensor:
+        """[V, C]: the code vectors as the student reads them."""
+        raise NotImplementedError
+
+    def _heads(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        """Vectors [B, N, C] and logits [B, N, V] for labels [B] and tokens [B, N, C] of which so many are data."""
+        raise NotImplementedError
+
+    def check_teacher(self, teacher: Any) -> None:
+        """Raise TypeError or ValueError unless it is a teacher of this student's kind and sizes."""
+        raise NotImplementedError
+
+    # ---- what all share -------------------------------------------------------------------------------------------
+
+    def __call__(self, query: DistilledQuery) -> DistilledAnswer:
+        """Evaluate one query."""
+        with torch.no_grad(), Evaluation(self.module):
+            continuous, logits = self._heads(query.labels, query.tokens.to(self.dtype), query.kept)
+        wide = torch.promote_types(continuous.dtype, torch.float32)
+        return DistilledAnswer(continuous.to(wide), logits.to(wide))
+
+    def defaults_with(self, sampler: Any) -> dict[str, Any]:
+        found = {} if getattr(sampler, "t_list", None) is not None else {"steps": self.defaults["steps"]}
+        if getattr(sampler, "teacher", None) is not None:
+            found |= {name: value for name, value in self.defaults.items() if name != "steps"}
+        if (top_k := found.get("top_k")) is not None and top_k >= self.facts.vocab_size:
+            found["top_k"] = None
+        return {"temperature": 1.0} | found
+
+    def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
+        """`given`: class labels, an int or several."""
+        self.no_negative_prompt(negative_prompt)
+        return ImageRequest(self, [label for label in labels_of(given, self.facts.classes) for _ in range(num_images)])
+
+    def read(self, state: Any, grid: Grid) -> Reading:
+        accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
+        return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, [0] * state.batch)
+
+
+def check_stages(kept: tuple[int, ...], second: int, split: int, scales: bool = False) -> Stages:
+    """The stages of a student.
+
+    Raises:
+        ValueError: a stage out of its range.
+    """
+    check_int("second", second, low=1, high=len(kept) - 1)
+    check_int("split", split, low=0, high=len(kept) - 1)
+    return Stages(kept, second, split, scales)

@@ -1,0 +1,229 @@
+"""Distilled Decoding of LlamaGen: the student of a class-conditional LlamaGen, which reads vectors in place of ids.
+
+Liu et al., arXiv 2412.17153; parameter names are those of the published checkpoints (`llamagen-B.pt`, `llamagen-L.pt`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import check_int
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
+from paradec.models.images.grid import Grid
+from paradec.models.images.llamagen import (
+    Block,
+    Format,
+    LabelEmbedding,
+    LlamaGenConfig,
+    LlamaGenModel,
+    RMSNorm,
+    angles,
+    read_network,
+)
+from paradec.models.images.vq import VQModel
+from paradec.models.weights import NESTED
+
+SPLITS = {768: 80, 1024: 130}
+"""The published students' `split`, by their widths (B and L)."""
+SECOND = 80
+"""The published students' second stage, of 256 tokens."""
+
+
+@dataclass(frozen=True)
+class DistilledLlamaGenConfig(LlamaGenConfig):
+    """Sizes of a student.
+
+    Args:
+        codebook_dim: numbers in a code vector.
+        second, split: see `paradec.models.images.distilled.Stages`; by default the published students' for their sizes,
+            and 5/16 of the tokens for others.
+    """
+
+    codebook_dim: int = 8
+    second: int | None = None
+    split: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("codebook_dim", self.codebook_dim, low=1)
+        if self.condition != "c2i":
+            raise ValueError(f"condition={self.condition!r} must be 'c2i': students read class labels")
+        tokens, published = self.grid**2, self.grid == 16
+        second = max(1, SECOND * tokens // 256) if self.second is None else self.second
+        split = self.split
+        if split is None:
+            split = SPLITS.get(self.dim, second) if published else second
+        for name, value in (("second", second), ("split", split)):
+            check_int(name, value, low=name == "second", high=tokens)
+            object.__setattr__(self, name, value)
+
+
+class DistilledLlamaGen(nn.Module):
+    """The network, without the codebook.
+
+    Args:
+        config: its sizes.
+    """
+
+    def __init__(self, config: DistilledLlamaGenConfig):
+        super().__init__()
+        self.config = config
+        self.cls_embedding = LabelEmbedding(config)
+        self.tok_embeddings = nn.Linear(config.codebook_dim, config.dim)
+        self.n_d_embed = nn.Embedding(2, config.dim)
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.final_layer_conti = ContinuousHead(config.dim, config.codebook_dim)
+
+    def forward(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        """Both heads.
+
+        Args:
+            labels: [B] int64. tokens: [B, N, codebook_dim], row by row: normalised code vectors, then noise.
+            kept: how many are code vectors.
+
+        Returns:
+            Vectors [B, N, codebook_dim] and logits [B, N, vocab_size].
+        """
+        condition = self.cls_embedding.embedding_table(labels)
+        x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
+        column = torch.arange(x.shape[1], device=x.device)
+        x = x + self.n_d_embed((column <= kept).long())  # the class is data
+        rotation = angles((column - 1).expand(len(x), -1), self.config)
+        for layer in self.layers:
+            x = layer(x, rotation, None, None)
+        x = x[:, 1:]
+        return self.final_layer_conti(x, condition), self.output(self.norm(x))
+
+
+class DistilledLlamaGenModel(DistilledModel):
+    """The adapter of a `DistilledLlamaGen`. Its stages are cells: K(t) = t.
+
+    Args:
+        module: the network.
+        vq: LlamaGen's VQ autoencoder: a student reads its codes at every second call, so that it needs one always.
+        name: what messages call it.
+        defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`.
+
+    Raises:
+        ValueError: no codebook, one of another size than the network's, an unknown default.
+    """
+
+    module: DistilledLlamaGen
+    taught = {"guidance_scale": 2.0, "top_k": 8000, "top_p": None, "temperature": 1.0}
+
+    def __init__(
+        self,
+        module: DistilledLlamaGen,
+        vq: VQModel | None,
+        name: str = "LlamaGen-DD",
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        config = module.config
+        if vq is None:
+            raise ValueError(f"{name} reads code vectors: give vq=..., LlamaGen's VQ autoencoder")
+        book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
+        if book != (config.vocab_size, config.codebook_dim):
+            raise ValueError(f"the codebook is {list(book)}; {name} has {[config.vocab_size, config.codebook_dim]}")
+        assert config.second is not None and config.split is not None
+        stages = check_stages(tuple(range(config.grid**2 + 1)), config.second, config.split)
+        facts = DistilledFacts(name, stages, config.num_classes, config.vocab_size, config.codebook_dim)
+        super().__init__(module, facts, defaults)
+        self.vq = vq
+
+    def codes(self) -> Tensor:
+        return self.vq.quantize.codes
+
+    def _heads(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        return self.module(labels, tokens, kept)
+
+    def check_teacher(self, teacher: Any) -> None:
+        """Raise TypeError unless it is a LlamaGen, ValueError unless it writes the same codes for the same classes."""
+        if type(teacher) is not LlamaGenModel:
+            raise TypeError(f"teacher must be a LlamaGen; {self.facts.name} is the student of one")
+        own, other = self.module.config, teacher.module.config
+        for name in ("condition", "grid", "vocab_size", "num_classes"):
+            if getattr(own, name) != getattr(other, name):
+                raise ValueError(
+                    f"teacher {teacher.facts.name} has {name}={getattr(other, name)!r}, its student "
+                    f"{getattr(own, name)!r}"
+                )
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture.
+
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        side, scale = self.module.config.grid, self.vq.config.scale
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels_to_codes(name, pixels, side, scale) != side:
+                raise ValueError(f"{name}={pixels} must be {side * scale}, the only size of {self.facts.name}")
+        return Grid(side, side, range(self.facts.vocab_size))
+
+    def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
+        """Vectors [B, N, C] -> [B, C, h, w], what the decoder reads."""
+        return tokens.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
+
+    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+        """Vectors [B, N, C], codes and others, as they are -> images [B, channels, H, W] float32 in [0, 1]."""
+        vq = self.vq
+        with torch.no_grad():
+            latent = self.latent(tokens, grid or self.grid()).to(self.device, vq.post_quant_conv.weight.dtype)
+            images = vq.decoder(vq.post_quant_conv(latent))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+FORMAT = Format(
+    "student of LlamaGen",
+    DistilledLlamaGenConfig,
+    DistilledLlamaGen,
+    marks=("n_d_embed.weight", "tok_embeddings.bias", "final_layer_conti.linear.weight"),
+    sizes=lambda state, found: {"codebook_dim": state["tok_embeddings.weight"].shape[1]},
+    grid=16,
+    nested=("ema", *NESTED),
+)
+
+
+def load_distilled_llamagen(
+    source: str | os.PathLike[str],
+    *,
+    vq: str | os.PathLike[str] | VQModel | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    grid: int | None = None,
+    n_head: int | None = None,
+    second: int | None = None,
+    split: int | None = None,
+) -> DistilledLlamaGenModel:
+    """Read a student of LlamaGen.
+
+    Args:
+        source: a published `.pt` file (its averaged weights, "ema"), a `.safetensors` file with the same names, or a
+            folder, as in `paradec.models.images.llamagen.load_llamagen`.
+        vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), where the folder has none.
+        dtype: of the network's parameters; the codes and what is decoded stay float32 at least.
+        grid: codes along one side, 16 by default.
+        n_head: known from the width for the published sizes.
+        second, split: see `DistilledLlamaGenConfig`.
+
+    Raises:
+        CheckpointError: a file that is missing, corrupt, of another format, or no VQ autoencoder.
+        ValueError: a codebook of another size, a stage out of its range.
+    """
+    module, book, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
+    if book is None:
+        raise CheckpointError(f"{name} needs LlamaGen's VQ autoencoder: give vq=..., the file vq_ds16_c2i.pt")
+    book = book.to(torch.promote_types(dtype or torch.float32, torch.float32))
+    given = {name: value for name, value in (("second", second), ("split", split)) if value is not None}
+    module.config = replace(module.config, **given)
+    return DistilledLlamaGenModel(module, book, name, defaults)

@@ -1,0 +1,217 @@
+"""Distilled Decoding of VAR: the student of a VAR, which reads vectors of all scales at once.
+
+Liu et al., arXiv 2412.17153; parameter names are those of the published checkpoints (`VAR-DD/var-d16.pth` to `d24`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.checks import shown
+from paradec.models.checkpoint import CheckpointError, read_json
+from paradec.models.images.adapter import pixels_to_codes
+from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
+from paradec.models.images.grid import Grid
+from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
+from paradec.models.images.var import BUFFERS, VAR, VARModel, fill, sizes_of
+from paradec.models.weights import NESTED, read_weights
+
+SECONDS = {1024: 5, 1280: 4, 1536: 4}
+"""The published students' second stage and `split`, by their widths (d16, d20, d24)."""
+MARKS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.linear.weight")
+"""Weights that no VAR has and a student must have."""
+WITHOUT_CLASS = ("pos_1LC", "lvl_embed.weight")
+"""Weights with a row for the class before those of the tokens."""
+
+
+class DistilledVAR(VAR):
+    """The network: a VAR whose inputs are the tokens' own vectors, and whose class is a level before all scales.
+
+    Args:
+        scales, sizes: those of `paradec.models.images.var.VAR`.
+    """
+
+    def __init__(self, scales: Sequence[int] = PUBLISHED_SCALES[256], **sizes: Any):
+        super().__init__(scales, **sizes)
+        self.pos_1LC = nn.Parameter(torch.zeros(1, 1 + self.ends[-1], self.width))
+        self.lvl_embed = nn.Embedding(1 + len(self.scales), self.width)
+        self.n_d_embed = nn.Embedding(2, self.width)
+        self.layerwise_n_d_embed = nn.ModuleList(nn.Linear(self.width, self.width) for _ in range(len(self.blocks) + 1))
+        self.final_layer_conti = ContinuousHead(self.width, self.code_dim)
+
+    def forward(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Both heads.
+
+        Args:
+            labels: [B] int64. tokens: [B, L, code_dim], scale by scale: code vectors, then noise.
+            kept: how many are code vectors.
+
+        Returns:
+            Vectors [B, L, code_dim] and logits [B, L, V].
+        """
+        condition = self.class_emb(labels)
+        x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
+        column = torch.arange(x.shape[1], device=x.device)
+        level = nn.functional.pad(1 + self.levels(0, self.ends[-1]), (1, 0))  # the class is level 0
+        mark = self.n_d_embed((column <= kept).long())  # [1 + L, width]; the class is data
+        x = x + self.lvl_embed(level) + self.pos_1LC + mark
+        # a token sees coarser scales and itself
+        mask = (level.unsqueeze(1) > level) | (column.unsqueeze(1) == column)
+        shared = self.shared_ada_lin(condition).unflatten(-1, (1, 6, -1)) if self.shared_adaln else condition
+        for layer, block in enumerate(self.blocks):
+            x = block(x, shared, mask, None, layer, 0, self.layerwise_n_d_embed[layer](mark))
+        x = (x + self.layerwise_n_d_embed[-1](mark))[:, 1:]
+        return self.final_layer_conti(x, condition), self.head(self.head_nm(x, condition))
+
+
+class DistilledVARModel(DistilledModel):
+    """The adapter of a `DistilledVAR`. Its stages are scales: K(t) counts the tokens of the first t.
+
+    Args:
+        module: the network.
+        vq: the multi-scale VQ autoencoder of its teacher.
+        name: what messages call it.
+        defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
+            `top_k`, `top_p`, `temperature`.
+        second, split: see `paradec.models.images.distilled.Stages`; by default the published students' for their sizes,
+            and half of the scales for others.
+
+    Raises:
+        TypeError: another kind of module or autoencoder. ValueError: another codebook, a stage out of its range, an
+            unknown default.
+    """
+
+    module: DistilledVAR
+    taught = {"guidance_scale": 3.0, "top_k": 900, "top_p": 0.95, "temperature": 1.0}
+
+    def __init__(
+        self,
+        module: DistilledVAR,
+        vq: MultiScaleVQ,
+        name: str = "VAR-DD",
+        defaults: Mapping[str, Any] | None = None,
+        second: int | None = None,
+        split: int | None = None,
+    ):
+        if not isinstance(module, DistilledVAR):
+            raise TypeError(f"module must be a DistilledVAR, not {type(module).__name__}")
+        if not isinstance(vq, MultiScaleVQ):
+            raise TypeError(f"vq must be a MultiScaleVQ, not {type(vq).__name__}: {name} reads code vectors")
+        book = (vq.config.codebook_size, vq.config.codebook_embed_dim)
+        if book != (module.codebook_size, module.code_dim):
+            raise ValueError(f"the codebook is {list(book)}; {name} has {[module.codebook_size, module.code_dim]}")
+        published = SECONDS.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
+        second = published or max(1, len(module.scales) // 2) if second is None else second
+        split = second if split is None else split
+        stages = check_stages((0, *module.ends), second, split, scales=True)
+        facts = DistilledFacts(name, stages, module.classes, module.codebook_size, module.code_dim)
+        super().__init__(module, facts, defaults)
+        self.vq = vq.eval()
+
+    def codes(self) -> Tensor:
+        return self.vq.codes
+
+    def _heads(self, labels: Tensor, tokens: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        return self.module(labels, tokens, kept)
+
+    def check_teacher(self, teacher: Any) -> None:
+        """Raise TypeError unless it is a VAR, ValueError unless it writes the same codes for the same classes."""
+        if not isinstance(teacher, VARModel):
+            raise TypeError(f"teacher must be a VAR; {self.facts.name} is the student of one")
+        own, other = self.module, teacher.module
+        for name in ("scales", "classes", "codebook_size", "code_dim"):
+            if getattr(own, name) != getattr(other, name):
+                raise ValueError(
+                    f"teacher {teacher.facts.name} has {name}={shown(getattr(other, name))}, its student "
+                    f"{shown(getattr(own, name))}"
+                )
+        if not torch.equal(teacher.codes.float().cpu(), self.codes().float().cpu()):
+            raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: give both one vq")
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture: the last scale.
+
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        side, scale = self.module.scales[-1], self.vq.config.scale
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels_to_codes(name, pixels, side, scale) != side:
+                raise ValueError(f"{name}={pixels} must be {side * scale}, the only size of {self.facts.name}")
+        return Grid(side, side, range(self.facts.vocab_size))
+
+    @torch.no_grad()
+    def latent(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+        """Vectors [B, L, C] of all scales -> the features [B, C, s, s] that the decoder reads."""
+        return self.vq.inputs(tokens.to(self.device, self.vq.codes.dtype), self.module.scales)[1].cpu()
+
+    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+        """Vectors [B, L, C], codes and others, as they are -> images [B, channels, H, W] float32 in [0, 1]."""
+        with torch.no_grad():
+            images = self.vq.decode(self.latent(tokens).to(self.device))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def load_distilled_var(
+    source: str | os.PathLike[str],
+    *,
+    vq: str | os.PathLike[str] | MultiScaleVQ | None = None,
+    scales: Sequence[int] | None = None,
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    second: int | None = None,
+    split: int | None = None,
+) -> DistilledVARModel:
+    """Read a student of VAR.
+
+    Args:
+        source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file
+            with the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and if there
+            are such `second`, `split`, `vq`, the file of the autoencoder beside it, and `defaults` of requests.
+        vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
+        scales, heads, dtype, device: as in `paradec.models.images.var.load_var`.
+        second, split: see `DistilledVARModel`.
+
+    Raises:
+        CheckpointError: no such file, other weights than expected, scales that do not fit them, or no autoencoder.
+        ValueError: a size or stage out of its range.
+    """
+    path, fields = Path(source), {}
+    name = path.stem
+    if path.is_dir():
+        name, fields = path.name, read_json(str(path), "config.json", None, required=True)
+        named = path / str(fields.get("vq", "vq.safetensors"))
+        vq = named if vq is None and named.is_file() else vq
+        path = path / "model.safetensors"
+    if vq is None:
+        raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
+    weights, metadata = read_weights(path, "|".join(BUFFERS), ("trainer.ema_parameters", *NESTED))
+    weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
+    if missing := [key for key in MARKS if key not in weights]:
+        raise CheckpointError(f"{str(path)!r} holds no student of VAR: {', '.join(missing)} missing")
+    said = fields or metadata.get("config", {})
+    try:
+        own = dict(weights)
+        for key in WITHOUT_CLASS:
+            own[key] = weights[key][:, 1:] if key == "pos_1LC" else weights[key][1:]
+        sizes = sizes_of(own, scales or said.get("scales"), heads or said.get("heads"))
+        module = DistilledVAR(**sizes)
+    except (KeyError, IndexError) as error:
+        raise CheckpointError(f"{str(path)!r} holds no student of VAR: {error} is missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} holds no student of VAR: {error}") from error
+    module = module.to(dtype or torch.float32)  # before the weights come, which it would round
+    fill(module, weights, str(path))
+    module = module.to(device).requires_grad_(False)
+    vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
+    # codes are float32 at least, whatever the network's type
+    vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))
+    second, split = fields.get("second") if second is None else second, fields.get("split") if split is None else split
+    return DistilledVARModel(module, vq, name, fields.get("defaults"), second, split)

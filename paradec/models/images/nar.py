@@ -1,0 +1,178 @@
+"""NAR: LlamaGen with one layer and one head more, which writes a picture diagonal by diagonal.
+
+He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation", arXiv 2503.10696; parameter names are
+those of the published checkpoints. The head of LlamaGen predicts the right neighbour of a cell, the other (`medusa_*`)
+the one below it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.models.images.llamagen import (
+    PRESETS,
+    Block,
+    Format,
+    LlamaGen,
+    LlamaGenConfig,
+    LlamaGenModel,
+    RMSNorm,
+    angles,
+    read_network,
+)
+from paradec.models.images.vq import VQModel
+from paradec.protocol import Query
+from paradec.registry import unknown
+
+
+class NARConfig(LlamaGenConfig):
+    """Sizes of a NAR; `n_layer` does not count the layer of the second head."""
+
+    num_hidden_layers = property(lambda self: self.n_layer + 1)
+
+
+NAR_PRESETS: dict[str, dict[str, int]] = {**PRESETS, "M": {"dim": 1024, "n_layer": 18, "n_head": 16}}
+"""Sizes by the authors' names: LlamaGen's, and one between B and L."""
+
+
+class NAR(LlamaGen):
+    """The network, without the codebook.
+
+    Args:
+        config: its sizes.
+    """
+
+    config: NARConfig
+
+    def __init__(self, config: NARConfig):
+        super().__init__(config)
+        self.layers.append(Block(config, config.n_layer))
+        self.medusa_norm = RMSNorm(config.dim, config.norm_eps)
+        self.medusa_output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        """Hidden states before both output matrices: [R, Q, 2, dim], that of the right neighbour first. Arguments are
+        those of `LlamaGen.backbone`."""
+        rotation = angles(cells, self.config)
+        x = embeddings
+        for layer in self.layers[:-1]:
+            x = layer(x, rotation, mask, cache)
+        below = self.layers[-1](x, rotation, mask, cache)
+        return torch.stack((self.norm(x), self.medusa_norm(below)), -2)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., 2, dim] -> logits [..., 2, vocab_size] of the right and the lower neighbour, float32 or wider."""
+        right, below = hidden.unbind(-2)
+        logits = torch.stack((self.output(right), self.medusa_output(below)), -2)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class NARModel(LlamaGenModel):
+    """NAR behind the adapter. Conditions, prompt ids and arguments are those of `LlamaGenModel`.
+
+    A call answers with [R, W, 2, V]: the logits of the right and the lower neighbour of every wanted column. A cell
+    sees the condition and all cells of its own diagonal and of those before it (`diagonals`).
+    """
+
+    makes = "neighbour image"
+    family = "groups"
+    default_sampler = "nar"
+    module: NAR
+
+    def __init__(
+        self,
+        module: NAR,
+        vq: VQModel | None = None,
+        text_encoder: Any = None,
+        name: str = "NAR",
+        defaults: Mapping[str, Any] | None = None,
+    ):
+        published = {"top_k": None} if module.config.condition == "t2i" else {}
+        super().__init__(module, vq, text_encoder, name, published | dict(defaults or {}))
+
+    @property
+    def hidden_size(self) -> int:
+        """Of both heads: the hidden states of the right one, then those of the lower."""
+        return 2 * self.module.config.dim
+
+    def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
+        return super()._backbone(embeddings, query, mask, cache).flatten(-2)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.module.head(hidden.unflatten(-1, (2, -1)))
+
+    def _visible(self, query: Query, store: Any = None) -> Tensor:
+        """[R, 1, Q, Q] bool: which of the call's own columns each column sees."""
+        rank = self._rank(query, query.positions)
+        seen = rank.unsqueeze(-1) >= rank.unsqueeze(-2)
+        if query.valid is not None:
+            # a padding column sees itself, so that its softmax is defined
+            itself = torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device)
+            seen = seen & query.valid.unsqueeze(1) | itself
+        return seen.unsqueeze(1)
+
+    def _over_store(self, query: Query, store: Any) -> Tensor:
+        mask, keys = store.visible(query)
+        keys = keys.expand(len(query.positions), -1)
+        seen = self._rank(query, query.positions).unsqueeze(-1) >= self._rank(query, keys).unsqueeze(-2)
+        return seen.unsqueeze(1) if mask is None else seen.unsqueeze(1) & mask
+
+    def _rank(self, query: Query, positions: Tensor) -> Tensor:
+        """[R, K] int64: the diagonals of positions [R, K]; of the condition's negative numbers that ascend, since it is
+        causal."""
+        cells = positions - (query.positions - self.cells(query))[:, :1]
+        side = self.module.config.grid
+        return torch.where(cells < 0, cells, cells // side + cells % side)
+
+    def token_embeddings(self) -> Tensor:
+        return self.module.tok_embeddings.weight
+
+
+NAR_FORMAT = Format(
+    "NAR",
+    NARConfig,
+    NAR,
+    marks=("medusa_norm.weight", "medusa_output.weight"),
+    sizes=lambda state, found: {"n_layer": found.n_layer - 1},
+)
+
+
+def load_nar(
+    source: str | os.PathLike[str],
+    *,
+    vq: str | os.PathLike[str] | VQModel | None = None,
+    text_encoder: str | tuple[Any, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    grid: int | None = None,
+    n_head: int | None = None,
+) -> NARModel:
+    """Read a NAR: LlamaGen's file formats with one layer more and the weights of the second head (`medusa_*`).
+
+    The public code loads without them too, and then draws from a head of random weights; here such a file is refused
+    (the link to the 256-pixel text model that its authors give is LlamaGen's own file).
+
+    Args:
+        source, vq, text_encoder, dtype, device, grid, n_head: as in `paradec.models.images.llamagen.load_llamagen`.
+
+    Raises:
+        CheckpointError: a file that is missing, corrupt, of another format, without the second head, or that does not
+            say what is asked for here. ValueError: a codebook of another size than the vocabulary.
+    """
+    return NARModel(*read_network(NAR_FORMAT, source, vq, text_encoder, dtype, device, grid, n_head))
+
+
+def nar_preset(name: str, **changes: Any) -> NARConfig:
+    """Sizes by the authors' name: `nar_preset("M", grid=16)`.
+
+    Raises:
+        ValueError: an unknown name, or a size out of its range.
+    """
+    if name not in NAR_PRESETS:
+        raise ValueError(unknown("NAR preset", name, NAR_PRESETS))
+    return NARConfig(**{**NAR_PRESETS[name], **changes})

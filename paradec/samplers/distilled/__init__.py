@@ -1,0 +1,1 @@
+"""Students of autoregressive image models, which make a picture from noise in one call or few."""

@@ -1,0 +1,293 @@
+"""NAR's sampler: a picture diagonal by diagonal, each token from the mean of two heads.
+
+He et al., "Neighboring Autoregressive Modeling for Efficient Visual Generation", arXiv 2503.10696, and its public code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.checks import check_int
+from paradec.models.images.grid import Grid
+from paradec.prompts import encode
+from paradec.protocol import Commit, Cost, Memory, Proposal, Query, Sampler, State
+from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.samplers.causal.verification import draw, probability
+from paradec.samplers.statistics import guided, token_law
+from paradec.trace import Trace
+
+if TYPE_CHECKING:
+    from paradec.caches.store import KeyValueStore
+
+SERVED = (
+    *("sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator"),
+    *("callback", "trace", "progress", "chat"),
+)
+"""Fields of a request that have a meaning for the method."""
+
+
+@dataclass
+class NARState(State):
+    """What changes while pictures are decoded. `B` rows, `L` positions: a prompt, then the cells row by row."""
+
+    request: Request
+    grid: Grid
+    context: Tensor
+    """[branches * B, L] int64 ids, conditional rows first."""
+    prompt_length: np.ndarray
+    """[B] int64 on the host, of both branches."""
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    store: KeyValueStore
+    index: int = 0
+    """The diagonal that the next step decides."""
+    accepted: list[np.ndarray] = field(default_factory=list)
+    """[B] int64 per step: tokens that became final."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.draft_nfe = np.zeros(self.batch, np.int64)
+
+    @property
+    def canvas(self) -> Tensor:
+        """[B, L] int64 ids."""
+        return self.context[: self.batch]
+
+    @property
+    def decided(self) -> int:
+        """Cells of every row that are final."""
+        return sum(len(diagonal(self.grid, index)) for index in range(self.index))
+
+    @property
+    def done(self) -> bool:
+        return self.index == self.grid.height + self.grid.width - 1
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.decided * self.batch, self.grid.length * self.batch
+
+    @contextmanager
+    def freed_store(self) -> Iterator[None]:
+        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
+        try:
+            yield
+        finally:
+            self.store.release()
+
+    def positions(self, cells: Tensor) -> Tensor:
+        """[B, W] int64: where cells [W] stand in the rows."""
+        return torch.as_tensor(self.prompt_length[:, None], device=cells.device) + cells
+
+    def uniform(self, cells: Tensor) -> Tensor:
+        """[B, W] float64 in (0, 1): the numbers that tokens of cells [W] are drawn with at this step."""
+        step = torch.full((self.batch,), self.index, device=cells.device)
+        return rng.uniform(self.keys, step, cells.expand(self.batch, -1), 1, rng.TOKEN_STREAM).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class NAR(Sampler):
+    """Per step, decide a diagonal of the picture: of g x g cells in 2g - 1 forwards. A cell's logits are the mean of
+    what the right head of its left neighbour and the lower head of its upper neighbour say; on the first row and in the
+    first column one of them alone speaks, and of the first cell both heads of the condition. Tokens of a diagonal are
+    drawn independently of each other; keys and values are kept.
+
+    Guidance u + s (c - u) is applied to the means; as in the public code it is off for any s up to 1. The filters are
+    applied in the order temperature, top-k, top-p.
+
+    Args:
+        cfg_interval: guidance ends with the first diagonal before which more than so many tokens are decided; -1 guides
+            all. From there on the unconditional branch is not evaluated.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    cfg_interval: int = -1
+
+    name = "nar"
+    family = "groups"
+    models = ("neighbour image",)
+    paper = "NAR"
+    arxiv = "2503.10696"
+    summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
+    unserved = tuple(name for name in FIELDS if name not in SERVED)
+    request_defaults = {"temperature": 1.0}
+
+    def __post_init__(self) -> None:
+        check_int("cfg_interval", self.cfg_interval, low=-1)
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self,
+        model: Any,
+        prompt: Any,
+        request: Request | None = None,
+        *,
+        grid: Grid | None = None,
+        negative_prompt: Any = None,
+        **arguments: Any,
+    ) -> NARState:
+        """Make the state of one request.
+
+        Args:
+            model: a `paradec.models.images.nar.NARModel`, or the copy of it that its `request` gives for captions.
+            prompt: rows of ids, as `NARModel.request` lays them out.
+            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning.
+            grid: of the picture; by default the model's own.
+            negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance above 1.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
+        """
+        self.check_model(model)
+        request = request_for(self, request, arguments)
+        grid = model.grid() if grid is None else grid
+        encoded = encode(model, prompt, None, request.chat)
+        prompts = encoded.rows
+        contexts, lengths = prompts, np.array([len(row) for row in prompts], np.int64)
+        if request.guidance_scale > 1:
+            if negative_prompt is None:
+                raise ValueError(f"guidance_scale={request.guidance_scale} needs negative_prompt, the rows without it")
+            negative = encode(model, negative_prompt, None, request.chat).rows
+            if [len(row) for row in negative] != lengths.tolist():
+                raise ValueError("negative_prompt must have a row as long as each row of the prompt")
+            contexts = [*prompts, *negative]
+        longest = int(lengths.max()) + grid.length
+        model.facts.check_length(longest, grid.length)
+        _, seeds = randomness(request, prompts)
+        context = np.full((len(contexts), longest), model.facts.fill_token_id, np.int64)
+        for row, ids in zip(context, contexts, strict=True):
+            row[: len(ids)] = ids
+        state = NARState(
+            batch=len(prompts),
+            memory=Memory({}, len(prompts), {}, model.device),
+            request=request.without_objects(),
+            grid=grid,
+            context=torch.as_tensor(context, device=model.device),
+            prompt_length=lengths,
+            keys=torch.as_tensor(rng.row_keys(seeds, prompts, encoded.before), device=model.device),
+            store=model.make_store(len(contexts), longest),
+        )
+        if request.trace:
+            rows = [row[: length + grid.length].tolist() for row, length in zip(context, lengths)]
+            state.trace = Trace(
+                canvas=rows,
+                settings=self.to_dict() | request.sampling(),
+                family=self.family,
+                score="probability",
+                filled=[[(int(length), int(length) + grid.length)] for length in lengths],
+            )
+        return state
+
+    def query(self, state: NARState) -> list[Query]:
+        """The condition first, then the diagonal that was decided last."""
+        both = len(state.context) > state.batch and not 0 <= self.cfg_interval < state.decided
+        branches, device = 2 if both else 1, state.context.device
+        index, valid, wanted = np.arange(branches * state.batch), None, None
+        rows = torch.as_tensor(index, device=device)
+        if state.index == 0:
+            lengths = np.tile(state.prompt_length, branches)
+            column = np.arange(lengths.max())
+            real = column < lengths[:, None]
+            positions = torch.as_tensor(np.minimum(column, lengths[:, None] - 1), device=device)
+            valid = None if real.all() else torch.as_tensor(real, device=device)
+            slots = torch.as_tensor(np.where(real, column, -1), device=device)
+            wanted = torch.as_tensor(lengths[:, None] - 1, device=device)
+            forwarded, reach = state.prompt_length, int(lengths.max())
+        else:
+            cells = diagonal(state.grid, state.index - 1)
+            positions = slots = state.positions(torch.as_tensor(cells, device=device)).repeat(branches, 1)
+            forwarded = np.full(state.batch, len(cells))
+            reach = int(state.prompt_length.max() + cells.max()) + 1
+        return [
+            Query(
+                rows=np.arange(state.batch),
+                tokens=state.context[rows.unsqueeze(1), positions],
+                positions=positions,
+                wanted=wanted,
+                valid=valid,
+                store_rows=rows,
+                store_index=index,
+                slots=slots,
+                reach=reach,
+                step=state.commits,
+                branches=branches,
+                forwarded=forwarded,
+                kind="full" if state.index == 0 else "window",
+            )
+        ]
+
+    def propose(self, state: NARState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+        """Draw the diagonal from logits [R, W, 2, V] of the condition's last column, or of the diagonal before."""
+        (heads,), (query,) = outputs, queries
+        cells = torch.as_tensor(diagonal(state.grid, state.index), device=heads.device)
+        averaged = neighbours(heads, state.grid, state.index)  # [R, W, V]
+        logits = guided(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
+        request = state.request
+        p = token_law(logits, request.temperature, request.top_k, request.top_p)
+        tokens = draw(p, state.uniform(cells))
+        return Proposal(
+            rows=query.rows,
+            values=tokens,
+            cost=Cost(queries, state.batch),
+            positions=state.positions(cells),
+            scores=probability(p, tokens).double(),
+            available=torch.ones_like(tokens, dtype=torch.bool),
+            quantities={"averaged": averaged, "logits": logits},
+            made_at=state.commits,
+            kind=query.kind,
+        )
+
+    def commit(self, state: NARState, proposal: Proposal) -> Commit:
+        """Write the diagonal.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+        """
+        state.check_current(proposal)
+        broken = ~proposal.scores.isfinite() | ~proposal.quantities["logits"].amax(-1).isfinite()
+        failed = broken.any(1).cpu().numpy()
+        if failed.any():
+            raise FloatingPointError(
+                f"the model returned NaN or infinite logits for row {int(failed.argmax())} at its step {state.index}"
+            )
+        branches = len(state.context) // state.batch
+        positions, tokens = proposal.positions.repeat(branches, 1), proposal.values.repeat(branches, 1)
+        state.context = state.context.scatter(1, positions, tokens)
+        state.accepted.append(np.full(state.batch, tokens.shape[1], np.int64))
+        state.count(proposal.cost)
+        state.commits += 1
+        state.index += 1
+        written = proposal.available
+        return Commit(proposal.rows, proposal.values, proposal.positions, written, proposal.scores, proposal.kind)
+
+
+def diagonal(grid: Grid, index: int) -> np.ndarray:
+    """[W] int64: the cells (i, j) with i + j = index, counted row by row, the upper ones first."""
+    row = np.arange(max(0, index - grid.width + 1), min(index, grid.height - 1) + 1)
+    return row * grid.width + index - row
+
+
+def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:
+    """Logits [R, W, V] of a diagonal's cells, from those [R, W', 2, V] that the cells of the diagonal before give for
+    their right and lower neighbours (of the first cell: that the condition gives)."""
+    if index == 0:
+        return heads.mean(2)
+    (row, column), first = np.divmod(diagonal(grid, index), grid.width), int(diagonal(grid, index - 1)[0]) // grid.width
+
+    def said(rows: np.ndarray, there: np.ndarray, head: int) -> tuple[Tensor, Tensor]:
+        """What the neighbours in `rows` say [R, W, V], and where there is one [W, 1]."""
+        at = torch.as_tensor(np.where(there, rows - first, 0), device=heads.device)
+        return heads[:, at, head], torch.as_tensor(there[:, None], device=heads.device)
+
+    (left, has_left), (upper, has_upper) = said(row, column > 0, 0), said(row - 1, row > 0, 1)
+    return torch.where(has_left & has_upper, (left + upper) / 2, torch.where(has_left, left, upper))

@@ -1,0 +1,290 @@
+"""NAR: the reference's cases, the cache against one masked forward, files, requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import tiny_nar
+from next_image import FOLDER, assert_checksum, case, cases
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec import rng
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.grid import Grid
+from paradec.models.images.llamagen import load_llamagen
+from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
+from paradec.protocol import Query, decode
+from paradec.samplers.groups.nar import diagonal
+from paradec.samplers.statistics import token_law
+
+NAMES = cases("nar", "nar")
+
+
+def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NARModel:
+    config, _ = case("nar", f"{name}.config")
+    given = {"num_classes": config["num_classes"]}
+    if config["model_type"] == "t2i":
+        given = {"caption_length": config["cls_token_num"], "caption_dim": config["caption_dim"]}
+    sizes = {key: config[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "rope_base", "norm_eps")}
+    own = NARConfig(**sizes, **given, ffn_dim=config["ffn_hidden"], condition=config["model_type"], grid=grid)
+    module = NAR(own)
+    module.load_state_dict(load_file(FOLDER / "nar" / f"{name}.safetensors"))
+    return NARModel(module.to(dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, arrays = case("nar", name)
+    settings, text = said["settings"], "text_mask" in said["settings"]
+    dtype = torch.float32 if said["margin"] >= 1e-4 else torch.float64
+    model = golden_model(said["model"], settings["grid"], dtype)
+    given: Any = settings.get("labels")
+    if text:
+        mask = torch.tensor(settings["text_mask"], dtype=torch.bool)
+        given = [features[kept] for features, kept in zip(arrays["features"], mask)]
+    grid = model.grid()
+    laid = model.request(given, grid)
+    sampler = paradec.samplers.create("nar", cfg_interval=settings["cfg_interval"])
+    state = sampler.start(
+        laid.model,
+        laid.prompts,
+        negative_prompt=laid.unconditional,
+        guidance_scale=settings["cfg"],
+        temperature=settings["temperature"] if settings["sample"] else 0,
+        top_k=settings["top_k"] or None,
+        top_p=settings["top_p"],
+        seed=0,
+    )
+    seeded = "manual_seed" in said["draws"]
+    for index, step in enumerate(said["steps"]):
+        if "u" in step:
+            u = torch.tensor(step["u"], dtype=torch.float64).unsqueeze(-1)
+            monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
+        (query,) = sampler.query(state)
+        proposal = sampler.propose(state, [laid.model(query, state.store)], [query])
+        logits, averaged = proposal.quantities["logits"], proposal.quantities["averaged"]
+        assert_checksum(logits, step["guided_logits"])
+        if len(averaged) == step["rows"]:  # the reference evaluates the unconditional half that has no say
+            assert_checksum(averaged, step["averaged_logits"])
+        for key, found in (("guided_logits", logits), ("averaged_logits", averaged[: step["rows"]])):
+            if (expected := arrays.get(f"{key}.{index}")) is not None:
+                assert (found - expected[: len(found)]).abs().max() < 1e-4
+        if not text and query.branches * state.batch == step["rows"]:  # the reference keeps padded captions
+            assert query.tokens.tolist() == step["input_tokens"] or step["input_tokens"] is None
+            store, count = state.store, 1 + grid.length
+            for layer, pair in enumerate(step["kv"]):
+                for kept, expected in zip((store.layer_keys[layer], store.layer_values[layer]), pair, strict=True):
+                    assert_checksum(kept[:, :count].transpose(1, 2), expected)
+        if seeded:
+            proposal.values = torch.tensor(step["tokens"])
+        assert proposal.values.tolist() == step["tokens"]
+        sampler.commit(state, proposal)
+    assert state.done and state.nfe.tolist() == [said["calls"]] * state.batch
+    assert model.read(state, grid).tokens.tolist() == said["codes"]
+
+
+@pytest.mark.parametrize("name", cases("nar", "forward"))
+def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
+    said, arrays = case("nar", name)
+    model = golden_model(said["model"], said["grid"])
+    query = whole(model, torch.tensor(said["labels"]), torch.tensor(said["codes"]))
+    assert torch.equal(model._visible(query)[0, 0].int(), torch.tensor(said["mask"], dtype=torch.int))
+    found = of_cells(model(query), model.grid(), 1)
+    assert (found - arrays["logits"]).abs().max() < 1e-4
+
+
+def whole(model: NARModel, labels: Tensor, codes: Tensor) -> Query:
+    """One call of class and all cells."""
+    tokens = torch.cat((labels.unsqueeze(1) + model.facts.vocab_size, codes), 1)
+    return Query(np.arange(len(tokens)), tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+
+
+def of_cells(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
+    """[B, T + N, 2, V] -> the logits of the cells row by row [B, N, V], cell by cell as the paper says it."""
+    found = []
+    for cell in range(grid.length):
+        i, j = divmod(cell, grid.width)
+        said = [heads[:, prompt + cell - 1, 0]] if j else []
+        said += [heads[:, prompt + cell - grid.width, 1]] if i else []
+        said = said or [heads[:, prompt - 1, 0], heads[:, prompt - 1, 1]]
+        found.append(sum(said) / len(said))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("condition", ["c2i", "t2i"])
+@pytest.mark.parametrize("side", [1, 2, 5])
+def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> None:
+    model = tiny_nar(condition, grid=side)
+    grid = model.grid()
+    captions = [torch.linspace(-1, 1, length * 16).view(length, 16).double() for length in (5, 2)]
+    laid = model.request([3, 9] if condition == "c2i" else captions, grid)
+    sampler = paradec.samplers.create("nar")
+    state = sampler.start(laid.model, laid.prompts, guidance_scale=1, seed=1)
+    cached = torch.zeros(2, grid.length, model.facts.vocab_size).double()
+    while not state.done:
+        proposal = sampler.step(laid.model, state)
+        cached[:, diagonal(grid, state.index)] = proposal.quantities["logits"]
+        sampler.commit(state, proposal)
+    for row, length in enumerate(state.prompt_length):
+        # without the store, with the cells in any order, and behind padding
+        count = int(length) + grid.length
+        order = torch.cat((torch.arange(length), length + torch.randperm(grid.length)))
+        tokens, positions = state.canvas[row, :count][order], order
+        pad = torch.zeros(2, dtype=torch.int64)
+        query = Query(
+            np.array([row]),
+            torch.cat((tokens, pad)).unsqueeze(0),
+            torch.cat((positions, pad)).unsqueeze(0),  # where all would see it
+            valid=(torch.arange(count + 2) < count).unsqueeze(0),
+        )
+        heads = laid.model(query)[:, :count]
+        found = of_cells(heads[:, order.argsort()], grid, int(length))
+        torch.testing.assert_close(found[0], cached[row], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
+    model = tiny_nar("t2i")
+    captions = [torch.linspace(-1, 1, length * 16).view(length, 16).double() for length in (5, 2, 6)]
+    given: dict[str, Any] = {"temperature": temperature, "output_type": "latent", "guidance_scale": 3.0}
+    together = paradec.generate_images(model, captions, seed=[1, 2, 3], **given)
+    for row, caption in enumerate(captions):
+        alone = paradec.generate_images(model, [caption], seed=row + 1, **given)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+    assert together.row_nfe == [7] * 3 and together.accepted.tolist() == [[n] * 3 for n in (1, 2, 3, 4, 3, 2, 1)]
+
+
+def test_guidance_ends_and_leaves_one_branch() -> None:
+    model = tiny_nar()
+    laid = model.request([3], model.grid())
+    sampler = paradec.samplers.create("nar", cfg_interval=2)  # one and three tokens stand before diagonals 1 and 2
+    given: dict[str, Any] = {"negative_prompt": laid.unconditional, "seed": 4}
+    state = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=3.0, **given))
+    assert state.row_forwards.tolist() == [2 * 2 + 5] and state.nfe.tolist() == [7]
+    plain = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=1.0, seed=4))
+    assert plain.row_forwards.tolist() == [7]
+    # up to 1 it is off, as in the public code
+    half = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=0.5, **given))
+    assert torch.equal(half.canvas, plain.canvas) and half.row_forwards.tolist() == [7]
+    for scale in (3.0, 1.0):
+        never = paradec.samplers.create("nar")
+        state = decode(never, model, never.start(model, laid.prompts, guidance_scale=scale, **given))
+        assert state.row_forwards.tolist() == [7 * (2 if scale > 1 else 1)]
+
+
+def test_top_p_is_taken_of_what_top_k_leaves() -> None:
+    model = tiny_nar()
+    logits = torch.tensor([0.4, 0.35, 0.25]).double().log()
+    # of 0.4 and 0.35 the first has 0.533, so that the second crosses 0.6; of all three it would cross it too
+    torch.testing.assert_close(token_law(logits, 1.0, 2, 0.6), torch.tensor([0.4, 0.35, 0]).double() / 0.75)
+    assert token_law(logits, 1.0, 2, 0.5).tolist() == [1, 0, 0]  # of all three 0.4 alone is less than 0.5
+    assert model.defaults["top_k"] == 2000 and tiny_nar("t2i").defaults["top_k"] is None
+
+
+def test_cells_of_a_picture_that_is_no_square() -> None:
+    grid = Grid(2, 3, range(4))
+    assert [diagonal(grid, index).tolist() for index in range(4)] == [[0], [1, 3], [2, 4], [5]]
+
+
+def saved(model: NARModel, folder: Path, **fields: Any) -> Path:
+    folder.mkdir()
+    config = model.module.config
+    sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    (folder / "config.json").write_text(json.dumps({"model_type": "nar", **sizes, **fields}))
+    save_file(model.module.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def test_checkpoints_load(tmp_path: Path) -> None:
+    model = tiny_nar()
+    weights = model.module.state_dict()
+    expected = paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent").tokens
+    folder = saved(model, tmp_path / "folder", defaults={"guidance_scale": 2.0})
+    loaded = paradec.load(folder, dtype="float64")
+    assert isinstance(loaded, NARModel) and loaded.defaults["guidance_scale"] == 2.0
+    save_file(weights, tmp_path / "c2i_B_256.safetensors")
+    for nested in ("model", "module", "state_dict", None):
+        torch.save({nested: weights} if nested else weights, tmp_path / "c2i_B_256.pt")
+        found = paradec.load(tmp_path / "c2i_B_256.pt", n_head=4, grid=4, dtype="float64")
+        assert isinstance(found, NARModel) and found.module.config.n_layer == 2
+        tokens = paradec.generate_images(found, class_labels=[1, 2], seed=0, output_type="latent").tokens
+        assert torch.equal(tokens, expected)
+    assert load_nar(tmp_path / "c2i_B_256.safetensors", n_head=4).module.config.grid == 16
+
+
+@pytest.mark.parametrize("gone", [("medusa_norm.weight",), ("medusa_norm.weight", "medusa_output.weight")])
+def test_files_without_the_second_head_are_refused(gone: tuple[str, ...], tmp_path: Path) -> None:
+    model = tiny_nar()
+    weights = {name: tensor for name, tensor in model.module.state_dict().items() if name not in gone}
+    file = tmp_path / "t2i_XL_stage1_256.pt"
+    torch.save(weights, file)
+    with pytest.raises(CheckpointError, match=f"holds no NAR: {', '.join(gone)} (is|are) missing"):
+        load_nar(file, n_head=4)
+    if len(gone) == 1:  # what is left says that it was one
+        with pytest.raises(CheckpointError, match="holds no NAR"):
+            paradec.load(file, n_head=4)
+    folder = saved(model, tmp_path / "folder")
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds no NAR"):
+        paradec.load(folder)
+    with pytest.raises(CheckpointError, match="unexpected.*medusa_norm"):  # nor is the rest read as a LlamaGen
+        torch.save(model.module.state_dict(), file)
+        load_llamagen(file, n_head=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampler": "sjd"}, "takes the 'groups' family"),
+        ({"class_labels": 10}, "class_labels=10"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"height": 32}, "height=32 is not what"),
+        ({"cache": "dual"}, "cache"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"negative_prompt": "x"}, "negative_prompt"),
+    ],
+)
+def test_bad_requests(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.generate_images(tiny_nar(), **({"class_labels": 1, "output_type": "latent"} | given))
+
+
+def test_other_pairs_are_refused() -> None:
+    model = tiny_nar()
+    laid = model.request([3], model.grid())
+    with pytest.raises(TypeError, match="two heads"):
+        paradec.samplers.create("sjd").start(model, laid.prompts)
+    with pytest.raises(ValueError, match="cfg_interval=-2"):
+        paradec.samplers.create("nar", cfg_interval=-2)
+    sampler = paradec.samplers.create("nar")
+    with pytest.raises(ValueError, match="guidance_scale=2.0 needs negative_prompt"):
+        sampler.start(model, laid.prompts, guidance_scale=2.0)
+    with pytest.raises(ValueError, match="negative_prompt must have a row as long"):
+        sampler.start(model, laid.prompts, guidance_scale=2.0, negative_prompt=[[1, 2]])
+    state = sampler.start(model, laid.prompts, seed=0)
+    proposal = sampler.step(model, state)
+    again = sampler.step(model, state)
+    assert torch.equal(proposal.values, again.values) and state.commits == 0
+    sampler.commit(state, proposal)
+    with pytest.raises(ValueError, match="earlier state"):
+        sampler.commit(state, again)
+    broken = sampler.step(model, state)
+    broken.quantities["logits"][0, 0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="row 0 at its step 1"):
+        sampler.commit(state, broken)
+    assert state.index == 1
+
+
+def test_pictures_and_traces() -> None:
+    model = tiny_nar()
+    out = paradec.generate_images(model, class_labels=[1, 2], seed=[5, 6], output_type="pt", trace=True)
+    assert out.images.shape == (2, 3, 8, 8) and out.trace is not None
+    assert [len(step.commits) for step in out.trace.steps] == [2 * n for n in (1, 2, 3, 4, 3, 2, 1)]
+    assert [row[1:] for row in out.trace.replay()] == out.tokens.tolist()

@@ -1,0 +1,405 @@
+"""Distilled Decoding: the reference's cases of LlamaGen's students, and what a student and its teacher must keep."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import tiny_llamagen, tiny_student
+from next_image import FOLDER, assert_checksum, case, cases
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import paradec
+from paradec import rng
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.images.distilled_llamagen import (
+    DistilledLlamaGen,
+    DistilledLlamaGenConfig,
+    DistilledLlamaGenModel,
+    load_distilled_llamagen,
+)
+from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.images.vq import VQConfig, VQModel
+from paradec.protocol import decode
+from paradec.samplers.distilled.distilled import Distilled
+
+SYSTEM = "dd-llamagen"
+LLAMAGEN = cases(SYSTEM, "ddlg")
+
+
+def golden_vq() -> VQModel:
+    said, _ = case(SYSTEM, "vq.config")
+    config = VQConfig(
+        codebook_size=said["codebook_size"], codebook_embed_dim=said["codebook_embed_dim"], channels=said["ch"],
+        l2_norm=said["codebook_l2_norm"], channel_mult=said["decoder_ch_mult"], res_blocks=said["num_res_blocks"],
+        z_channels=said["z_channels"], norm_groups=said["group_norm_groups"],
+    )  # fmt: skip
+    vq = VQModel(config)
+    weights = load_file(FOLDER / SYSTEM / "vq.safetensors")
+    vq.load_state_dict({name: weights[name] for name in vq.state_dict()})
+    return vq
+
+
+def golden_sizes(name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    said, _ = case(SYSTEM, f"{name}.config")
+    sizes = {
+        key: said[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
+    }
+    return sizes | {"ffn_dim": said["ffn_hidden"], "grid": grid}, load_file(FOLDER / SYSTEM / f"{name}.safetensors")
+
+
+def golden_student(name: str, grid: int) -> DistilledLlamaGenModel:
+    sizes, weights = golden_sizes(name, grid)
+    module = DistilledLlamaGen(DistilledLlamaGenConfig(**sizes, codebook_dim=weights["tok_embeddings.weight"].shape[1]))
+    module.load_state_dict(weights)
+    return DistilledLlamaGenModel(module, golden_vq())
+
+
+def golden_teacher(name: str, grid: int) -> LlamaGenModel:
+    sizes, weights = golden_sizes(name, grid)
+    module = LlamaGen(LlamaGenConfig(**sizes))
+    module.load_state_dict(weights)
+    return LlamaGenModel(module)
+
+
+@pytest.mark.parametrize("name", LLAMAGEN)
+def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, arrays = case(SYSTEM, name)
+    settings = said["settings"]
+    model, given = golden_student(said["model"], settings["grid"]), {}
+    taught: dict[str, Any] = {}
+    if "teacher" in said:
+        given = {"teacher": golden_teacher(said["teacher"], settings["grid"])}
+        given |= {"teacher_start": settings["teacher_start"]}
+        taught = {"guidance_scale": settings["cfg"], "temperature": settings["temperature"]}
+        taught |= {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
+        assert settings["t_list"][-1] == settings["teacher_end"]
+    sampler = paradec.samplers.create("distilled", t_list=settings["t_list"], split=settings["split"], **given)
+    state = sampler.start(model, settings["labels"], noise=arrays["noise"], seed=0, **taught)
+    calls = 0
+    for step in said["steps"]:
+        if step["kind"] == "quantised":
+            tokens = torch.tensor(step["tokens"])
+            assert torch.equal(state.ids[:, : tokens.shape[1]], tokens)
+            continue
+        if "u" in step:
+            u = torch.tensor(step["u"], dtype=torch.float64).view(state.batch, -1, 1)
+            monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
+        (query,) = sampler.query(state)
+        proposal = sampler.step(model, state)
+        if step["kind"] == "teacher":
+            assert query.positions[0].tolist() == step["positions"]
+            assert state.teaching is not None
+            assert_checksum(state.teaching.answer(query), step["raw_logits"])
+            assert_checksum(proposal.logits, step["guided_logits"])
+            assert proposal.ids.squeeze(1).tolist() == step["tokens"]
+        else:
+            assert state.plan[state.index] == ("student", step["t"])
+            assert_checksum(query.tokens, step["input"])
+            assert_checksum(proposal.continuous, step["continuous"])
+            assert_checksum(proposal.logits, step["logits"])
+            assert_checksum(proposal.values, step["result"])
+            for key in ("continuous", "logits"):
+                torch.testing.assert_close(getattr(proposal, key), arrays[f"{key}.{calls}"], atol=1e-4, rtol=0)
+            torch.testing.assert_close(proposal.values, arrays[f"result.{calls}"], atol=1e-4, rtol=0)
+            assert proposal.ids.tolist() == step["tokens"]
+            calls += 1
+        sampler.commit(state, proposal)
+    assert state.done and calls == said["calls"] and state.teacher_nfe == said.get("teacher_calls", 0)
+    assert state.nfe.tolist() == [calls + state.teacher_nfe] * state.batch
+    if "codes" in said:
+        assert state.ids[:, : settings["t_list"][-1]].tolist() == said["codes"]
+    # the reference's pictures are not clamped
+    vq = model.vq
+    with torch.no_grad():
+        images = vq.decoder(vq.post_quant_conv(model.latent(state.tokens, model.grid()))) / 2 + 0.5
+    assert_checksum(images, said["image"], 1e-4)
+    assert list(images.shape) == said["image_shape"]
+    if "image" in arrays:
+        torch.testing.assert_close(images, arrays["image"], atol=1e-4, rtol=0)
+    torch.testing.assert_close(model.decode(state.tokens), images.clamp(0, 1))
+
+
+# ---- what holds for any student -------------------------------------------------------------------------------------
+
+
+def plain_stage(model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Tensor, kept: int, split: int) -> Tensor:
+    """One call of a student for one picture, token by token: x, noise [N, C] -> [N, C]."""
+    inputs = torch.cat((x[:kept], noise[kept:])).unsqueeze(0)
+    continuous, logits = (found[0] for found in model.module(torch.tensor([label]), inputs, kept))
+    codes, found = model.codes(), []
+    for index in range(len(x)):
+        vector, best = continuous[index], int(logits[index].argmax())
+        if index < kept:
+            vector, best = inputs[0, index], int((codes - inputs[0, index]).norm(dim=-1).argmin())
+        found.append(codes[best] if index < split else vector)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("start", [0, 2])
+@torch.no_grad()
+def test_with_a_teacher_it_is_a_plain_loop(start: int, scale: float) -> None:
+    """At guidance 1 the reference has no such path; the loop evaluates the teacher's whole sequence for every token."""
+    student, teacher = tiny_student(), tiny_llamagen()
+    sampler = Distilled(t_list=(0, 6), split=9, teacher=teacher, teacher_start=start)
+    state = sampler.start(student, [3, 9], temperature=0, guidance_scale=scale, seed=0)
+    decode(sampler, student, state)
+    calls = 6 - start + 1 + (start > 0)
+    assert state.nfe.tolist() == [calls] * 2 and state.teacher_nfe == 6 - start
+    branches = 1 if scale == 1 else 2
+    assert state.row_forwards.tolist() == [calls + (branches - 1) * (6 - start)] * 2
+    codes, network = student.codes(), teacher.module
+    for row, label in enumerate([3, 9]):
+        x = noise = state.noise[row]
+        if start:
+            x = plain_stage(student, label, x, noise, 0, 9)
+            x = codes[torch.cdist(x, codes).argmin(-1)]
+        ids = torch.cdist(x[:start], codes).argmin(-1).tolist()
+        for _ in range(start, 6):
+            said = []
+            for condition in (label, 10):
+                first = network.cls_embedding.embedding_table(torch.tensor([[condition]]))
+                hidden = torch.cat((first, network.tok_embeddings(torch.tensor([ids], dtype=torch.int64))), 1)
+                out = network.backbone(hidden, torch.arange(-1, len(ids)).unsqueeze(0))
+                said.append(network.head(out)[0, -1])
+            ids.append(int((said[1] + scale * (said[0] - said[1])).argmax()))
+        x = torch.cat((codes[ids], x[6:]))
+        expected = plain_stage(student, label, x, noise, 6, 9)
+        torch.testing.assert_close(state.tokens[row], expected, atol=1e-10, rtol=0)
+
+
+@torch.no_grad()
+def test_kept_tokens_become_codes_up_to_the_split_alone() -> None:
+    student = tiny_student()
+    sampler = Distilled(t_list=(0, 3, 9), split=5)
+    state = sampler.start(student, [3], seed=2)
+    x = noise = state.noise[0]
+    for kept in (0, 3, 9):
+        x = plain_stage(student, 3, x, noise, kept, 5)
+        sampler.commit(state, sampler.step(student, state))
+        torch.testing.assert_close(state.tokens[0], x, atol=1e-10, rtol=0)
+    book = student.codes()
+    distance = torch.cdist(state.tokens[0], book).amin(-1)
+    assert (distance[:5] < 1e-6).all() and (distance[5:] > 1e-3).all()
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    student, teacher = tiny_student(), tiny_llamagen()
+    for given in ({}, {"teacher": teacher, "teacher_start": 2}):
+        sampler = paradec.samplers.create("distilled", **given)
+        together = paradec.generate_images(
+            student, class_labels=[1, 2, 1], seed=[4, 5, 6], sampler=sampler, output_type="latent"
+        )
+        for row, label in enumerate([1, 2, 1]):
+            alone = paradec.generate_images(
+                student, class_labels=label, seed=4 + row, sampler=sampler, output_type="latent"
+            )
+            torch.testing.assert_close(alone.tokens[0], together.tokens[row], atol=1e-12, rtol=0)
+    noise = paradec.samplers.create("distilled").start(student, [1] * 400, seed=0).noise.flatten()
+    assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
+    assert len(noise.unique()) == len(noise)  # copies of a row have their own
+
+
+def test_stages_follow_the_request() -> None:
+    student = tiny_student(second=6, split=7)
+    plans = {}
+    for name, given, steps in (
+        ("one", {}, 1),
+        ("two", {}, 2),
+        ("default", {}, None),
+        ("listed", {"t_list": (0, 2, 4)}, None),
+        ("whole", {"t_list": (0, 16)}, None),  # nothing is left to decode at the last stage
+        ("taught", {"teacher": tiny_llamagen(), "teacher_start": 4}, 2),
+        ("taught from 0", {"teacher": tiny_llamagen(), "t_list": (0, 2)}, None),
+        ("drawn", {"teacher": tiny_llamagen(), "t_list": (0, 16), "teacher_start": 15}, None),
+    ):
+        plans[name] = Distilled(**given).start(student, [1], steps=steps, seed=0).plan
+    first = ("student", 0)
+    assert plans["one"] == plans["whole"] == [first]
+    assert plans["two"] == plans["default"] == [first, ("student", 6)]
+    assert plans["listed"] == [first, ("student", 2), ("student", 4)]
+    assert plans["taught"] == [first, ("teacher", 4), ("teacher", 5), ("student", 6)]
+    assert plans["taught from 0"] == [("teacher", 0), ("teacher", 1), ("student", 2)]
+    assert plans["drawn"] == [first, ("teacher", 15)]
+    assert Distilled().start(student, [1], seed=0).split == 7
+    # the published ones
+    sizes = {"n_layer": 1, "n_head": 16, "vocab_size": 8, "num_classes": 2, "ffn_dim": 8}
+    for dim, split in ((768, 80), (1024, 130)):
+        config = DistilledLlamaGenConfig(dim=dim, **sizes)
+        assert (config.second, config.split) == (80, split)
+    counts = []
+    for calls in (22, 42, 81):
+        sampler = paradec.samplers.create("distilled", preset=f"llamagen_l_{calls}", teacher=tiny_llamagen())
+        counts.append(len(sampler.plan(tiny_student(grid=16).facts.stages, None)))
+    assert counts == [22, 42, 81]
+
+
+def test_a_drawn_picture_is_the_teacher_s() -> None:
+    """Where the teacher draws everything, what is left of the student is the codebook."""
+    student, teacher = tiny_student(), tiny_llamagen()
+    sampler = Distilled(t_list=(0, 16), teacher=teacher)
+    out = paradec.generate_images(
+        student, class_labels=[3, 9], sampler=sampler, temperature=0, guidance_scale=2.0, seed=0, output_type="latent"
+    )
+    plain = paradec.samplers.create("sjd", window=1)
+    expected = paradec.generate_images(
+        teacher, class_labels=[3, 9], sampler=plain, temperature=0, guidance_scale=2.0, seed=0, output_type="latent"
+    )
+    assert torch.equal(out.tokens, student.codes()[expected.tokens])
+    assert out.row_nfe == [16, 16]
+
+
+def test_pictures_traces_and_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    student = tiny_student()
+    out = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="pt", trace=True)
+    assert out.images.shape == (2, 3, 8, 8) and out.row_nfe == [2, 2] and out.codes is None
+    assert out.accepted.tolist() == [[5, 5], [11, 11]]  # 5/16 of the tokens are data at the second call
+    assert [len(step.commits) for step in out.trace.steps] == [10, 22]
+    assert torch.allclose(torch.tensor(out.trace.replay(), dtype=torch.float64), out.tokens)
+    once = paradec.generate_images(student, class_labels=[1, 2], seed=0, steps=1, output_type="pt")
+    assert once.row_nfe == [1, 1] and not torch.equal(once.images, out.images)
+
+    def stop(state: Any, commit: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        paradec.generate_images(student, class_labels=1, seed=0, output_type="pt", callback=stop)
+    assert torch.equal(caught.value.output.tokens[0, :5], out.tokens[0, :5])
+
+
+def test_steps_can_be_repeated_and_copied() -> None:
+    student, teacher = tiny_student(), tiny_llamagen()
+    sampler = Distilled(teacher=teacher, teacher_start=2)
+    state = sampler.start(student, [1, 2], guidance_scale=2.0, seed=3)
+    expected = decode(sampler, student, sampler.start(student, [1, 2], guidance_scale=2.0, seed=3)).tokens
+    old = sampler.step(student, state)
+    while not state.done:
+        proposal, again = sampler.step(student, state), sampler.step(student, state)
+        assert torch.equal(proposal.values, again.values)
+        for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+            assert torch.equal(decode(sampler, student, other).tokens, expected)
+        sampler.commit(state, proposal)
+        with pytest.raises(ValueError, match="earlier state"):
+            sampler.commit(state, old)
+    assert torch.equal(state.tokens, expected)
+    assert paradec.samplers.Distilled(t_list=[0, 4]).to_dict()["t_list"] == [0, 4]
+    assert sampler.to_dict()["teacher"] == teacher.facts.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"t_list": (1, 2)}, "t_list="),
+        ({"t_list": (0, 2, 2)}, "t_list="),
+        ({"t_list": ()}, "t_list="),
+        ({"t_list": (0, 2.5)}, "t_list="),
+        ({"split": -1}, "split=-1"),
+        ({"teacher_start": -1}, "teacher_start=-1"),
+        ({"masked_prefix": 1}, "masked_prefix=1"),
+        ({"teacher": tiny_llamagen, "t_list": (0, 2, 3)}, "two stages"),
+        ({"teacher": tiny_llamagen, "t_list": (0, 2), "teacher_start": 2}, "teacher_start=2"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    settings = {key: value() if callable(value) else value for key, value in settings.items()}
+    with pytest.raises(ValueError, match=message):
+        Distilled(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "message"),
+    [
+        ({}, {"guidance_scale": 2.0}, "guidance_scale=2.0 has no meaning without a teacher"),
+        ({}, {"temperature": 0.0}, "temperature=0.0 has no meaning without a teacher"),
+        ({}, {"top_k": 3}, "top_k=3 has no meaning without a teacher"),
+        ({}, {"top_p": 0.5}, "top_p=0.5 has no meaning without a teacher"),
+        ({}, {"steps": 3}, "steps=3"),
+        ({"t_list": (0, 4)}, {"steps": 1}, "steps=1 must be 2"),
+        ({"t_list": (0, 17)}, {}, "t_list=17"),
+        ({"split": 17}, {}, "split=17"),
+        ({}, {"noise": torch.zeros(1, 16, 3)}, "noise has shape"),
+        ({}, {"seed": [1, 2]}, "seed has 2 entries"),
+    ],
+)
+def test_bad_requests(settings: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Distilled(**settings).start(tiny_student(), [1], **given)
+
+
+def test_other_teachers_are_refused() -> None:
+    student = tiny_student()
+    with pytest.raises(ValueError, match="teacher LlamaGen has grid=5, its student 4"):
+        Distilled(teacher=tiny_llamagen(grid=5)).start(student, [1])
+    with pytest.raises(ValueError, match="condition='t2i'"):
+        Distilled(teacher=tiny_llamagen("t2i")).start(student, [1])
+    with pytest.raises(TypeError, match="must be a LlamaGen"):
+        Distilled(teacher=tiny_student()).start(student, [1])
+    with pytest.raises(TypeError, match="teacher=3 must be an image model"):
+        Distilled(teacher=3)
+    with pytest.raises(ValueError, match="steps=1 leaves no place"):
+        Distilled(teacher=tiny_llamagen()).start(student, [1], steps=1)
+    with pytest.raises(ValueError, match="teacher_start=5 must be"):
+        Distilled(teacher=tiny_llamagen(), teacher_start=5).start(student, [1])
+    with pytest.raises(ValueError, match="label=10"):
+        Distilled().start(student, [10])
+    with pytest.raises(TypeError, match="a student of an image model"):
+        Distilled().start(tiny_llamagen(), [1])
+    with pytest.raises(ValueError, match="takes the 'distilled' family"):
+        paradec.generate_images(student, class_labels=1, sampler="sjd")
+
+
+def test_checkpoints_load(tmp_path: Path) -> None:
+    student = tiny_student()
+    weights, config = student.module.state_dict(), student.module.config
+    expected = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="latent").tokens
+    given: dict[str, Any] = {"n_head": 4, "grid": 4, "vq": student.vq, "dtype": "float64"}
+    worse = {name: tensor + 1 for name, tensor in weights.items()}
+    for nested in ({"ema": weights, "model": worse}, {"model": weights}, weights):
+        torch.save(nested, tmp_path / "llamagen-B.pt")
+        loaded = paradec.load(tmp_path / "llamagen-B.pt", **given)
+        assert isinstance(loaded, DistilledLlamaGenModel)
+        tokens = paradec.generate_images(loaded, class_labels=[1, 2], seed=0, output_type="latent").tokens
+        assert torch.equal(tokens, expected)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    fields = {"model_type": "distilled_llamagen", "defaults": {"steps": 1, "guidance_scale": 1.5}}
+    (folder / "config.json").write_text(json.dumps(sizes | fields))
+    save_file(weights, folder / "model.safetensors")
+    save_file(
+        student.vq.state_dict(), folder / "vq.safetensors", metadata={"config": json.dumps(student.vq.config.to_dict())}
+    )
+    loaded = paradec.load(folder, dtype="float64")
+    assert loaded.defaults["steps"] == 1 and loaded.module.config == config
+    assert paradec.generate_images(loaded, class_labels=1, seed=0, output_type="latent").row_nfe == [1]
+    small = load_distilled_llamagen(tmp_path / "llamagen-B.pt", n_head=4, grid=4, vq=student.vq, second=3, split=2)
+    assert (small.facts.stages.second, small.facts.stages.split) == (3, 2)
+    with pytest.raises(CheckpointError, match="needs LlamaGen's VQ autoencoder"):
+        load_distilled_llamagen(tmp_path / "llamagen-B.pt", n_head=4, grid=4)
+    for gone in ("n_d_embed.weight", "final_layer_conti.linear.weight", "final_layer_conti.scale_shift_table"):
+        torch.save({name: tensor for name, tensor in weights.items() if name != gone}, tmp_path / "llamagen-B.pt")
+        with pytest.raises(CheckpointError, match=gone.replace(".", r"\.")):
+            paradec.load(tmp_path / "llamagen-B.pt", **given)
+
+
+def test_narrow_types_and_broken_numbers() -> None:
+    student = tiny_student()
+    student.module.bfloat16()
+    out = paradec.generate_images(student, class_labels=[1], seed=0, output_type="pt")
+    assert out.tokens.dtype == torch.float32 and torch.isfinite(out.images).all()
+    # codes are not rounded with the network
+    assert torch.cdist(out.tokens[0, :5].double(), student.codes()).amin(-1).max() < 1e-6
+    student = tiny_student()
+    student.module.output.weight.data[0] = torch.nan
+    sampler = Distilled()
+    state = sampler.start(student, [1], seed=0)
+    with pytest.raises(FloatingPointError, match="the student returned NaN"):
+        sampler.commit(state, sampler.step(student, state))
+    assert state.index == 0
