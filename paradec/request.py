@@ -185,8 +185,6 @@ class Request:
         if self.chat is not None:
             check_bool("chat", self.chat)
         check_choice("rng", self.rng, ("counter", "reference"))
-        if self.rng == "reference" and self.top_n_sigma is not None:
-            raise ValueError(f"top_n_sigma={self.top_n_sigma}: the public codes of rng='reference' do not have it")
         check_int("num_return_sequences", self.num_return_sequences, low=1, high=MOST_ANSWERS)
         check_int("race", self.race, low=1, high=MOST_ANSWERS, none=True)
         check_int("logprobs", self.logprobs, low=0, none=True)
@@ -511,13 +509,16 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
     """The generator of `rng="reference"`, and one seed per row.
 
     Raises:
-        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
+        ValueError: seeds that are not one or one per row, rows that one stream cannot serve, or a filter that the
+            references do not have.
     """
     seed, generator = request.seed, request.generator
     seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
     if request.rng == "reference":
+        if request.top_n_sigma is not None:
+            raise ValueError(f"top_n_sigma={request.top_n_sigma}: the public codes of rng='reference' do not have it")
         if len({len(row) for row in rows}) != 1:
             raise ValueError("rng='reference' needs rows of one length: the references know no padding")
         if generator is None:

@@ -410,7 +410,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         pred_logits = divided(model_output, annealed(left, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a word that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
-        self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below
+        self._open(logits, masks, vocab, 0.0, None, None, None, None)  # what is best is asked alone: draws come below
         block, _, _ = self._advance(logits, masks)
         accepted = block != vocab
         device = _device_of(generator, sample)

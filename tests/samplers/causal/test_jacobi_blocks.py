@@ -37,7 +37,7 @@ def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
 
 
 def opened(state: CausalState, guesses: list[int]) -> None:
-    """Put a block's first iterate in. The slot behind it is what the block says of the next one: nothing is fed there."""
+    """Put a block's first iterate in. The slot behind it is what the block says of the next one: it is fed nowhere."""
     state.memory.write("drafts", np.arange(1), torch.tensor([[*guesses, 0]]))
 
 
@@ -65,6 +65,8 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     )
     sampler.commit(state, sampler.step(model, state))
     for block in blocks:
+        if state.done:  # what the block before said of this one was an end token
+            break
         start = int(state.committed[0])
         assert int(state.canvas[0, start - 1]) == block["first"]
         opened(state, block["random"])
@@ -91,7 +93,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     if cut == len(expected):
         assert state.nfe.tolist() == [case["calls"]]
     assert len(blocks) == next(
-        n for n in itertools.count(1) if n * group > settings["max_new_seq_len"] or cut < n * group
+        n for n in itertools.count(1) if n * group > settings["max_new_seq_len"] or cut <= n * group
     )
     if sampler.lossless:
         assert case["generated"] == case["greedy"]
@@ -219,6 +221,26 @@ def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
         assert out.new_tokens[row, : len(answer)].tolist() == answer and out.tokens[row] == len(answer)
     # the token is right after as many iterations as tokens before it, at most
     assert out.row_nfe[0] <= 1 + len(expected[0]) - 1 < max(out.row_nfe)
+
+
+def test_an_end_token_that_is_not_right_closes_nothing() -> None:
+    """Most ids end a row, and drafts are full of them: answers and what they took are those of no ends, until
+    the first token that is right ends the row."""
+    greedy = token_by_token(MODEL, PROMPTS[0], 9, ())
+    ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
+    free, ended = (tiny(2, topology="causal", prediction="shifted", ends=each) for each in ((), ends))
+    sampler = Jacobi(group=9)
+    out, expected = (
+        paradec.generate(model, input_ids=PROMPTS[:1], sampler=sampler, max_new_tokens=9, seed=0)
+        for model in (ended, free)
+    )
+    assert out.new_tokens.tolist() == expected.new_tokens.tolist() == [greedy] and out.row_nfe == expected.row_nfe
+    state = sampler.start(ended, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
+    made = []
+    while not state.done:
+        commit = sampler.commit(state, sampler.step(ended, state))
+        made.append(int(commit.selected.sum()))
+    assert made == [1, *[0] * (len(made) - 2), 8]
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
