@@ -36,7 +36,7 @@ LIVE = ("prefix", "generator", "streamer", "callback")
 """Fields that hold objects of this process: they are never saved, and a state does not keep them."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "guidance_scale", "eos_early_stop", "logits_eos_inf", "holes_eos_inf"),
-    *("confidence_eos_eot_inf", "suppress_tokens", "steps", "rng"),
+    *("top_n_sigma", "confidence_eos_eot_inf", "suppress_tokens", "steps", "rng"),
 )
 """Fields that say how tokens are drawn and rows end: all that a step reads of a request."""
 ELSEWHERE = {
@@ -81,6 +81,9 @@ class Request:
             masks.
         temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
         top_p, top_k: restrict the draw to the nucleus of this mass, then to this many tokens.
+        top_n_sigma: then to tokens whose logit is at most this many standard deviations below the best, those of the
+            logits that are left (`paradec.samplers.statistics.near_the_best`). Without top_p these are the same tokens
+            at every temperature.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's
             cfg_scale w is s - 1). Tokens that a branch excludes (-inf) have the formula's limit
             (`paradec.samplers.statistics.guided`).
@@ -131,6 +134,7 @@ class Request:
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
+    top_n_sigma: float | None = None
     guidance_scale: float = 1.0
     seed: int | Sequence[int] | None = None
     generator: torch.Generator | None = None
@@ -174,6 +178,7 @@ class Request:
         check_temperature("temperature", self.temperature)
         check_number("top_p", self.top_p, low=0, high=1, none=True, open_low=True)
         check_int("top_k", self.top_k, low=1, none=True)
+        check_number("top_n_sigma", self.top_n_sigma, low=0, none=True, open_low=True)
         check_number("guidance_scale", self.guidance_scale, low=0, high=LARGEST_GUIDANCE)
         for name in BOOLEANS:
             check_bool(name, getattr(self, name))
@@ -329,6 +334,7 @@ class Arguments(TypedDict, total=False):
     temperature: float
     top_p: float | None
     top_k: int | None
+    top_n_sigma: float | None
     guidance_scale: float
     seed: int | Sequence[int] | None
     generator: torch.Generator | None
@@ -503,13 +509,16 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
     """The generator of `rng="reference"`, and one seed per row.
 
     Raises:
-        ValueError: seeds that are not one or one per row, or rows that one stream cannot serve.
+        ValueError: seeds that are not one or one per row, rows that one stream cannot serve, or a filter that the
+            references do not have.
     """
     seed, generator = request.seed, request.generator
     seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
     if request.rng == "reference":
+        if request.top_n_sigma is not None:
+            raise ValueError(f"top_n_sigma={request.top_n_sigma}: the public codes of rng='reference' do not have it")
         if len({len(row) for row in rows}) != 1:
             raise ValueError("rng='reference' needs rows of one length: the references know no padding")
         if generator is None:

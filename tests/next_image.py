@@ -25,8 +25,8 @@ def cases(system: str, prefix: str) -> list[str]:
 
 
 def case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A case, and its arrays."""
-    arrays = FOLDER / system / f"{name}.safetensors"
+    """A case, or a model's configuration ("vae.config"), and the arrays beside it."""
+    arrays = FOLDER / system / f"{name.removesuffix('.config')}.safetensors"
     return json.loads((FOLDER / system / f"{name}.json").read_text()), load_file(arrays) if arrays.exists() else {}
 
 

@@ -92,7 +92,9 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "gsd": JACOBI | {"guess_distribution": "one_hot", "group_half_width": 7, "p_threshold": 0.15, "d_threshold": 0.5},
     "lantern": JACOBI | LANTERN | {"k": 1000},
     "lantern++": JACOBI | LANTERN | {"k": 10, "lam": 5.0},
-    "jacobi": JACOBI | {"refresh": "gumbel", "guess_distribution": "uniform"},
+    "jacobi": JACOBI
+    | {"refresh": "gumbel", "guess_distribution": "uniform"}
+    | {"group": None, "max_iterations": None, "early_exit": "prefix"},
     "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement"},
     "zipar": {"window": 16},
     "diffusion_gemma": CANVAS | {"entropy_bound": None},
@@ -133,6 +135,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "llada": {"delimiter_threshold": 0.3, "delimiter_match": "exact"},
         "dream": {"delimiter_threshold": 0.5, "delimiter_match": "ends"},
     },
+    "jacobi": {"ceed": {"group": 36, "max_iterations": 22, "early_exit": "published"}},
     "editing": {
         "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
         "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},

@@ -60,6 +60,7 @@ def chat(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
+    top_n_sigma: options.TopNSigma = None,
     seed: options.Seed = None,
     history: History = None,
     dtype: options.Dtype = None,
@@ -90,6 +91,7 @@ def chat(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        top_n_sigma=top_n_sigma,
         guidance_scale=1.0,
         seed=seed,
     )

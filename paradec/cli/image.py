@@ -99,6 +99,7 @@ def image(
     temperature: Temperature = None,
     top_p: options.TopP = None,
     top_k: TopK = None,
+    top_n_sigma: options.TopNSigma = None,
     seed: options.Seed = None,
     compare: Compare = False,
     columns: Columns = None,
@@ -125,7 +126,7 @@ def image(
         index = pipeline_index(model)
     common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
     common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature, "seed": seed}
-    tokens: dict[str, Any] = {"cache": cache, "top_p": top_p, "top_k": top_k}
+    tokens: dict[str, Any] = {"cache": cache, "top_p": top_p, "top_k": top_k, "top_n_sigma": top_n_sigma}
     chosen: Any = sampler
     if preset is not None and index is None:
         said = of_preset(preset)
@@ -243,6 +244,7 @@ def check_options(request: dict[str, Any]) -> None:
     check_temperature("--temperature", request["temperature"], none=True)
     check_number("--top-p", request["top_p"], low=0, high=1, none=True, open_low=True)
     check_int("--top-k", request["top_k"], low=0, none=True)
+    check_number("--top-n-sigma", request["top_n_sigma"], low=0, none=True, open_low=True)
     if isinstance(request["cache"], str):
         caches.create(request["cache"])
     if request["negative_prompt"] is not None:
@@ -251,7 +253,7 @@ def check_options(request: dict[str, Any]) -> None:
 
 def check_options_of(sampler: Any, source: str, request: dict[str, Any]) -> None:
     """Raise ValueError for an option that models with samplers of this family do not have."""
-    others = [name for name in ("steps", "cache", "top_k", "top_p") if name in sampler.unserved]
+    others = [name for name in ("steps", "cache", "top_k", "top_p", "top_n_sigma") if name in sampler.unserved]
     for name in others:
         if request[name] is not None:
             option = "--" + name.replace("_", "-")

@@ -55,6 +55,10 @@ MaxNewTokens = Annotated[int | None, typer.Option(help="Length of the canvas aft
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens with this mass.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from this many of the likeliest tokens.")]
+TopNSigma = Annotated[
+    float | None,
+    typer.Option(help="Draw from tokens this many standard deviations of the logits below the best at most."),
+]
 GuidanceScale = Annotated[float, typer.Option(help="Classifier-free guidance; 1 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the random draws.")]
 Answers = Annotated[int, typer.Option("--num-return-sequences", "-n", help="Answers, each with its own draws.")]

@@ -191,7 +191,7 @@ class CanvasSampler(Sampler):
     def _law(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
         """The logits [..., V] that tokens are drawn from: over temperatures [...], and filtered."""
         request = state.request
-        return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k)
+        return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k, request.top_n_sigma)
 
     def _laws(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
         """The same of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""

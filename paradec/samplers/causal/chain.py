@@ -96,8 +96,12 @@ class ChainSampler(CausalSampler):
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
         begin = np.zeros_like(committed) if state.commits == 0 else committed - 1
-        stop = committed - 1 + state.slots(rows)
+        stop = committed - 1 + self._evaluated(state)
         return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width)
+
+    def _evaluated(self, state: CausalState) -> np.ndarray:
+        """[R] int64: slots of each running row's window that this step evaluates."""
+        return state.slots(state.rows)
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
         """The target distribution of every slot and a token drawn from it. outputs: logits [branches * R, W, V], one
@@ -111,7 +115,7 @@ class ChainSampler(CausalSampler):
         p = state.distribution(logits, rows, positions)
         uniform = state.uniform(rows, positions, 3, rng.TOKEN_STREAM)
         fresh = self._fresh(state, p, positions, uniform[..., 0])
-        available = torch.as_tensor(np.arange(state.width) < state.slots(rows)[:, None], device=p.device)
+        available = torch.as_tensor(np.arange(state.width) < self._evaluated(state)[:, None], device=p.device)
         quantities = {"p": p, "uniform": uniform[..., 1:], "top_logit": logits.amax(-1)}
         if state.logprobs is not None:
             quantities["log_p"] = state.log_distribution(p, logits, rows, positions)
@@ -154,7 +158,7 @@ class ChainSampler(CausalSampler):
         # the last slot before a row's end is the token after all drafts: nothing was drafted there
         drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
         found = self._verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
-        count, written = self._written(state, proposal, found.tokens, found.accepted + 1)
+        count, written = self._written(state, proposal, found.tokens, self._final(state, proposal, found))
         selected = torch.arange(state.width, device=count.device) < count
         self._write(state, proposal.positions, rows, torch.where(selected, found.tokens, -1))
         state.committed[rows] += written
@@ -172,6 +176,10 @@ class ChainSampler(CausalSampler):
 
     def _verify(self, window: Window, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
         return verify(window, drafted, chance, uniform)
+
+    def _final(self, state: CausalState, proposal: Proposal, found: Verified) -> Tensor:
+        """[R, 1] int64: how many tokens of each window become final, as far as the row does not end before."""
+        return found.accepted + 1
 
     def _first_drafts(self, state: CausalState, model: Any) -> None:
         """Fill the first window."""

@@ -192,9 +192,10 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         return one_hot.masked_fill_(~logits.gather(-1, best).isfinite(), torch.nan)
     if request.temperature != 1:
         logits = tempered(logits, request.temperature)
-        if logits.dtype == torch.float32:  # softmax takes twice as long over what is too small to be drawn
+        # softmax takes twice as long over what is too small to be drawn; deviations are those of all logits
+        if logits.dtype == torch.float32 and request.top_n_sigma is None:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
-    return filter_logits(logits, request.top_p, request.top_k).softmax(-1)
+    return filter_logits(logits, request.top_p, request.top_k, request.top_n_sigma).softmax(-1)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ its token stayed or changed; of a guess it is `guess_distribution`, or one-hot w
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paradec import rng
-from paradec.checks import check_choice
+from paradec.checks import check_choice, check_int
 from paradec.models.images.grid import Grid
 from paradec.protocol import MemorySpec, Proposal
 from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
@@ -24,11 +25,12 @@ from paradec.samplers.causal.state import CausalState, JacobiState
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, Verified, Window, at_slots, verify
 from paradec.samplers.statistics import argmax, log_of
 
-__all__ = ["INITS", "REFRESHES", "Jacobi", "JacobiSampler", "JacobiState"]
+__all__ = ["EARLY_EXITS", "INITS", "REFRESHES", "Jacobi", "JacobiSampler", "JacobiState"]
 
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
+EARLY_EXITS = ("prefix", "published")
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,9 @@ class JacobiSampler(ChainSampler):
             # of every slot, final or not: inits that look at it ask for the neighbours'
             best, index = state.memory["best"], torch.as_tensor(rows, device=p.device).unsqueeze(1)
             best[index, proposal.positions % best.shape[1]] = argmax(p)
-        # the window moves on by count
-        known, at = slot + count < state.width, (slot + count).clamp(max=state.width - 1)
+        # the window moves on by count; what was not evaluated is no draft
+        evaluated = proposal.available.sum(1, keepdim=True)
+        known, at = slot + count < evaluated, (slot + count).clamp(max=state.width - 1)
         moved = found.tokens.gather(1, at)
         guess, guessed_from = self._guess(state, rows, known.sum(1, keepdim=True), moved)
         state.memory.write("drafts", rows, torch.where(known, moved, guess))
@@ -124,8 +127,7 @@ class JacobiSampler(ChainSampler):
         distributions they have, as `DraftDistributions.source`."""
         positions = state.positions(rows)
         noise = state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)
-        size = len(state.guess_ids)
-        guess = state.guess_ids[(noise * size).long().clamp(max=size - 1)]
+        guess = self._random(state, rows, noise)
         source = torch.full_like(guess, UNIFORM if self.guess_distribution == "uniform" else ONE_HOT)
         if self.init != "random":
             copied = self._copied(state, rows, positions, known, drafts)
@@ -134,6 +136,11 @@ class JacobiSampler(ChainSampler):
             forced = state.forced(rows, positions)
             guess, source = torch.where(forced >= 0, forced, guess), torch.where(forced >= 0, ONE_HOT, source)
         return guess, source
+
+    def _random(self, state: CausalState, rows: np.ndarray, noise: Tensor) -> Tensor:
+        """Tokens [R, W] for random guesses, of uniform noise [R, W]."""
+        size = len(state.guess_ids)
+        return state.guess_ids[(noise * size).long().clamp(max=size - 1)]
 
     def _copied(self, state: CausalState, rows: np.ndarray, positions: Tensor, known: Tensor, drafts: Tensor) -> Tensor:
         """[R, W] int64: the neighbour's token, -1 where there is none. Arguments as in `_guess`; positions [R, W]."""
@@ -181,15 +188,118 @@ class Jacobi(JacobiSampler):
     Lossless at every temperature: what is committed is always this step's own draw from p. With fresh draws at every
     iteration (`refresh="resample"`) it saves next to nothing at a temperature above 0; the noise of a position is
     therefore kept (`refresh="gumbel"`), so that the iteration has a fixed point.
+
+    By default the window slides: every step commits the tokens that are known to be right. With `group` whole blocks
+    are decoded instead, as CEED-VLA does (Song et al., arXiv 2506.13725, and its public code): the prompt is evaluated
+    by itself and gives a block's first token; the block is evaluated, each token becomes what the one before it says,
+    and so on until an iteration changes nothing, which takes `group` iterations at most. The last one also gives the
+    next block's first token. After i iterations the first i + 1 tokens are those of token-by-token decoding. A block's
+    keys and values leave the store after every iteration but its last; the public code has the line that does so
+    commented out, so that its fixed point is another. A row ends its block as soon as an end token is among the tokens
+    that are known to be right.
+
+    Args:
+        group: tokens of a block; None slides a window over the answer. At temperatures above 0 it is the noise of the
+            positions that makes a fixed point: `refresh` must be "gumbel".
+        max_iterations: iterations of a block at most, with `group`; None is as many as the block has tokens, after
+            which it does not change any more.
+        early_exit: what becomes of a block that still changes in its last iteration. "prefix" commits the tokens that
+            are known to be right, and the others begin the next block: lossless. "published" commits the whole block as
+            this iteration leaves it, together with the keys and values of the tokens that it evaluated, which are
+            others: lossless only where `max_iterations` is `group` or more. Needs a key/value store.
+        init: see `JacobiSampler`; with `group`, "random" draws from the row's own text so far (prompt and answer) where
+            it holds what may be drawn.
     """
 
     refresh: str = "gumbel"
+    group: int | None = None
+    max_iterations: int | None = None
+    early_exit: str = "prefix"
 
     name = "jacobi"
     paper = "Jacobi decoding"
     arxiv = "2305.10427"
     summary = "a draft is accepted when it equals the token that this step draws at its slot; lossless"
+    presets = {"ceed": {"group": 36, "max_iterations": 22, "early_exit": "published"}}
     resamples = False
+    lossless = property(  # type: ignore[assignment]
+        lambda self: self.early_exit == "prefix" or self._limit >= (self.group or 0)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("group", self.group, low=1, none=True)
+        check_int("max_iterations", self.max_iterations, low=1, none=True)
+        check_choice("early_exit", self.early_exit, EARLY_EXITS)
+        own = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.group is None:
+            for name in ("max_iterations", "early_exit"):
+                if getattr(self, name) != own[name]:
+                    raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without group: leave it out")
+            return
+        if self.window != own["window"]:
+            raise ValueError(f"window={self.window} has no meaning with group={self.group}: leave it out")
+        if self.refresh != "gumbel":
+            raise ValueError(f"refresh={self.refresh!r}: group={self.group} needs 'gumbel', which has a fixed point")
+
+    @property
+    def _limit(self) -> int:
+        """Iterations of a block at most; 0 where there are no blocks."""
+        return (self.group if self.max_iterations is None else self.max_iterations) or 0
 
     def accept(self, window: Window) -> Tensor:
         return (window.drafts.tokens == window.fresh).to(window.p.dtype)
+
+    # ---- blocks ---------------------------------------------------------------------------------------------------
+
+    def check_model(self, model: Any) -> None:
+        """As for all; ValueError for the published early exit without a key/value store."""
+        super().check_model(model)
+        if self.early_exit == "published" and not model.supports_store:
+            raise ValueError(
+                f"early_exit='published' keeps keys and values of other tokens than it commits: {model.facts.name} has "
+                "no key/value store; use 'prefix'"
+            )
+
+    def _width(self, new: int) -> int:
+        return super()._width(new) if self.group is None else min(self.group, new)
+
+    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        iteration = {} if self.group is None else {"iteration": MemorySpec((), torch.int64, reset="sequence")}
+        return super()._memory(width, dtype) | iteration
+
+    def _evaluated(self, state: CausalState) -> np.ndarray:
+        found = super()._evaluated(state)
+        # a block begins with a known token, and the first one with what the prompt says
+        return np.ones_like(found) if self.group is not None and state.commits == 0 else found
+
+    def _final(self, state: CausalState, proposal: Proposal, found: Verified) -> Tensor:
+        right = super()._final(state, proposal, found)
+        if self.group is None:
+            return right
+        whole = proposal.available.sum(1, keepdim=True)
+        closes = right == whole
+        if len(state.ends):
+            slot = torch.arange(state.width, device=right.device)
+            closes |= (torch.isin(found.tokens, state.ends) & (slot < right)).any(1, keepdim=True)
+        last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self._limit
+        exits = right if self.early_exit == "prefix" else whole
+        return torch.where(closes, right, torch.where(last, exits, 0))
+
+    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+        super()._draft(state, proposal, window, found, count)
+        if self.group is not None:
+            before = state.memory.read(proposal.rows)["iteration"]
+            state.memory.write("iteration", proposal.rows, torch.where(count.squeeze(1) > 0, 0, before + 1))
+
+    def _random(self, state: CausalState, rows: np.ndarray, noise: Tensor) -> Tensor:
+        guess = super()._random(state, rows, noise)
+        if self.group is None:
+            return guess
+        device, size = noise.device, len(state.guess)
+        length = torch.as_tensor(state.committed[rows, None], device=device)
+        at = (noise * length).long().minimum(length - 1)
+        text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, at)
+        # prompts may hold ids that no logit stands for
+        fits = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
+        return torch.where(fits, text, guess)

@@ -325,7 +325,7 @@ class MaskedSampler(Sampler):
         """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
         statistics = token_statistics if generator is None else reference.statistics
-        filtered = request.top_p is not None or request.top_k is not None
+        filtered = any(each is not None for each in (request.top_p, request.top_k, request.top_n_sigma))
         if isinstance(logits, Raised):
             if request.temperature == 0 and not filtered and generator is None and self.reads == ("confidence",):
                 tokens, confidence = logits.statistics()
@@ -336,7 +336,7 @@ class MaskedSampler(Sampler):
         if request.temperature == 0 and not (filtered and self.score_from == "sampled"):
             return statistics(logits, self.reads)
         drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
-        drawn_from = filter_logits(drawn_from, request.top_p, request.top_k)
+        drawn_from = filter_logits(drawn_from, request.top_p, request.top_k, request.top_n_sigma)
         drawn = None if request.temperature == 0 else self._draw(state, drawn_from, query, generator)
         return statistics(drawn_from if self.score_from == "sampled" else logits, self.reads, drawn)
 

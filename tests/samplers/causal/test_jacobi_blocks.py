@@ -1,0 +1,371 @@
+"""Jacobi decoding in blocks: the public code's cases, and equality with decoding token by token."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import next_image
+import numpy as np
+import pytest
+import torch
+from test_jacobi import GRID, Recording, exactness
+from tiny_models import tiny
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.protocol import decode
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.window import Jacobi
+
+CASES = [(name, next_image.case("ceed", name)[0]) for name in next_image.cases("ceed", "ceed")]
+DROPS = [pytest.param(case, id=name) for name, case in CASES if not case["settings"]["mode"].startswith("published")]
+KEEPS = [pytest.param(case, id=name) for name, case in CASES if case["settings"]["mode"].startswith("published")]
+PROMPTS = [[5, 6, 7, 8], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
+
+
+def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
+    config, weights = next_image.case("ceed", f"{case['model']}.config")
+    assert config.pop("architecture") == "LlamaForCausalLM"
+    module = LlamaForCausalLM(LlamaConfig(**config))
+    module.load_state_dict(weights)
+    return module.eval()
+
+
+def opened(state: CausalState, guesses: list[int]) -> None:
+    """Put a block's first iterate in. The slot behind it is what the block says of the next one: it is fed nowhere."""
+    state.memory.write("drafts", np.arange(1), torch.tensor([[*guesses, 0]]))
+
+
+# ---- the public code's cases ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", DROPS)
+def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
+    """Every iterate, what is evaluated and its logits, the early exits as published, and what is committed."""
+    settings, blocks = case["settings"], case["blocks"]
+    module, end = module_of(case), 2
+    model = paradec.wrap(module)
+    assert model.facts.eos_token_ids == (end,)
+    group = settings["block"]
+    sampler = Jacobi(group=group, max_iterations=settings["max_iter"], early_exit="published")
+    silent = () if settings["eos"] is not None else (end,)  # its logit is set to -10000 there
+    state = sampler.start(
+        model,
+        [settings["prompt"]],
+        temperature=0,
+        suppress_tokens=silent,
+        # the last block's answer to what would come next counts, too
+        max_new_tokens=len(blocks) * group + 1,
+        seed=0,
+    )
+    sampler.commit(state, sampler.step(model, state))
+    for block in blocks:
+        if state.done:  # what the block before said of this one was an end token
+            break
+        start = int(state.committed[0])
+        assert int(state.canvas[0, start - 1]) == block["first"]
+        opened(state, block["random"])
+        for iterate, call in zip([*block["trajectory"], None], block["calls"], strict=False):
+            assert int(state.store.valid.sum()) == call["cached_before"]
+            (query,) = sampler.query(state)
+            logits = model(query, state.store)
+            assert (int(query.positions[0, 0]), int(query.positions[0, -1]) + 1) == tuple(call["positions"])
+            assert iterate is None or query.tokens[0].tolist() == iterate
+            shown = logits.index_fill(-1, torch.tensor(silent, dtype=torch.int64), -10000)
+            next_image.assert_checksum(shown, call["logits"])
+            assert shown[0].argmax(-1).tolist() == call["argmax"]
+            commit = sampler.commit(state, sampler.propose(state, [logits], [query]))
+            if end in block["committed"] and int(state.committed[0]) > start:
+                break  # a row that has ended does not go on with its block
+        else:
+            assert int(state.row_step[0]) == 1 + sum(len(each["calls"]) for each in blocks[: blocks.index(block) + 1])
+        if end not in [*block["committed"], block["next_first"]]:
+            assert commit.values[0].tolist() == [*block["committed"][1:], block["next_first"]]
+    answer = state.canvas[0, len(settings["prompt"]) :].tolist()
+    expected = [*case["generated"], blocks[-1]["next_first"]]
+    cut = expected.index(end) + 1 if end in expected else len(expected)
+    assert answer[:cut] == expected[:cut] and state.done
+    if cut == len(expected):
+        assert state.nfe.tolist() == [case["calls"]]
+    assert len(blocks) == next(
+        n for n in itertools.count(1) if n * group > settings["max_new_seq_len"] or cut <= n * group
+    )
+    if sampler.lossless:
+        assert case["generated"] == case["greedy"]
+
+
+@pytest.mark.parametrize("case", KEEPS)
+def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
+    """The public code as it is. A plain loop that drops nothing repeats the case, so that this is what it does; ours
+    drops the block, and gives greedy decoding from the same first iterates."""
+    settings, module, end = case["settings"], module_of(case), 2
+    cache, fed = DynamicCache(config=module.config), 0
+
+    def best(tokens: list[int]) -> list[int]:
+        nonlocal fed
+        places = torch.arange(fed, fed + len(tokens)).unsqueeze(0)
+        logits = module(torch.tensor([tokens]), past_key_values=cache, position_ids=places).logits[0]
+        fed += len(tokens)
+        logits[:, end] = -10000
+        return logits.argmax(-1).tolist()
+
+    with torch.no_grad():
+        first, generated, calls = best(settings["prompt"])[-1], [], 1
+        for block in case["blocks"]:
+            tokens, changed = [first, *block["random"]], True
+            while changed:
+                found = best(tokens)
+                calls += 1
+                changed = tokens[1:] != found[:-1]
+                tokens = [first, *found[:-1]]
+            first = found[-1]
+            generated += tokens
+    assert generated == case["generated"] != case["greedy"] and calls == case["calls"]
+    assert fed == case["blocks"][-1]["cached_after"]
+
+    model, group = paradec.wrap(module), settings["block"]
+    sampler = Jacobi(group=group, max_iterations=settings["max_iter"], early_exit="published")
+    new = len(case["greedy"])
+    state = sampler.start(
+        model, [settings["prompt"]], temperature=0, suppress_tokens=(end,), max_new_tokens=new, seed=0
+    )
+    sampler.commit(state, sampler.step(model, state))
+    for block in case["blocks"]:
+        start = state.committed.copy()
+        if not state.done:
+            state.memory.write("drafts", np.arange(1), torch.tensor([[*block["random"], 0]])[:, : state.width])
+        while not state.done and (state.committed == start).all():
+            sampler.commit(state, sampler.step(model, state))
+    assert state.done and state.canvas[0, len(settings["prompt"]) :].tolist() == case["greedy"]
+
+
+def test_the_published_early_exit_is_another_text_and_the_prefix_is_not() -> None:
+    """What is kept of an early exit decides: the cases whose blocks did not converge are not greedy decoding's."""
+    found = 0
+    for _, case in CASES:
+        settings = case["settings"]
+        if all(block["converged"] for block in case["blocks"]) or settings["mode"].startswith("published"):
+            continue
+        model = paradec.wrap(module_of(case))
+        given = {"max_new_tokens": len(case["greedy"]), "temperature": 0.0, "seed": 0}
+        given |= {"suppress_tokens": (2,)} if settings["eos"] is None else {}
+        sampler = Jacobi(group=settings["block"], max_iterations=settings["max_iter"])
+        out = paradec.generate(model, input_ids=[settings["prompt"]], sampler=sampler, **given)
+        assert sampler.lossless and out.new_tokens[0].tolist() == case["greedy"] != case["generated"]
+        found += 1
+    assert found
+
+
+# ---- greedy decoding, and draws -------------------------------------------------------------------------------------
+
+
+def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, ...]) -> list[int]:
+    """A plain loop over the module, without a store."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] not in ends):
+            tokens.append(int(model.module(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+MODEL = tiny(2, topology="causal", prediction="shifted", ends=())
+
+
+@pytest.mark.parametrize(("group", "iterations"), [(1, None), (2, 2), (5, 5), (5, 9), (7, None), (40, None)])
+@pytest.mark.parametrize("early_exit", ["prefix", "published"])
+def test_as_many_iterations_as_tokens_give_greedy_decoding(group: int, iterations: int | None, early_exit: str) -> None:
+    """Ragged rows in float64; the last block is shorter where the group does not divide the answer."""
+    sampler = Jacobi(group=group, max_iterations=iterations, early_exit=early_exit)
+    assert sampler.lossless
+    for new in (1, 2, 13):
+        expected = [token_by_token(MODEL, prompt, new, ()) for prompt in PROMPTS]
+        out = paradec.generate(
+            MODEL, input_ids=PROMPTS, sampler=sampler, max_new_tokens=new, seed=new, trace=True, temperature=0.0
+        )
+        assert out.new_tokens.tolist() == expected
+        blocks = 1 + -(-(new - 1) // group)
+        assert all(forwards <= 1 + (new - 1) + blocks for forwards in out.row_nfe)
+        for row, prompt in enumerate(PROMPTS):
+            alone = paradec.generate(MODEL, input_ids=[prompt], sampler=sampler, max_new_tokens=new, seed=new)
+            assert alone.row_nfe == [out.row_nfe[row]] and alone.new_tokens[0].tolist() == expected[row]
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_the_prefix_of_an_early_exit_is_greedy_decoding(iterations: int) -> None:
+    sampler = Jacobi(group=6, max_iterations=iterations)
+    out = paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, max_new_tokens=13, seed=0)
+    assert out.new_tokens.tolist() == [token_by_token(MODEL, prompt, 13, ()) for prompt in PROMPTS]
+    lossy = Jacobi(group=6, max_iterations=iterations, early_exit="published")
+    assert not lossy.lossless
+    other = paradec.generate(MODEL, input_ids=PROMPTS, sampler=lossy, max_new_tokens=13, seed=0)
+    assert not torch.equal(other.new_tokens, out.new_tokens) and other.nfe < out.nfe
+    # prefill, and so many iterations of two blocks of six (the last token came with the second's last iteration)
+    assert max(other.row_nfe) <= 1 + 2 * iterations
+
+
+def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
+    """An end token that is known to be right closes the block before its fixed point."""
+    greedy = [token_by_token(MODEL, prompt, 20, ()) for prompt in PROMPTS]
+    end = greedy[0][4]
+    model = tiny(2, topology="causal", prediction="shifted", ends=(end,))
+    expected = [token_by_token(model, prompt, 20, (end,)) for prompt in PROMPTS]
+    assert len(expected[0]) <= 5 and max(map(len, expected)) == 20
+    sampler = Jacobi(group=16)
+    out = paradec.generate(model, input_ids=PROMPTS, sampler=sampler, max_new_tokens=20, seed=0)
+    for row, answer in enumerate(expected):
+        assert out.new_tokens[row, : len(answer)].tolist() == answer and out.tokens[row] == len(answer)
+    # the token is right after as many iterations as tokens before it, at most
+    assert out.row_nfe[0] <= 1 + len(expected[0]) - 1 < max(out.row_nfe)
+
+
+def test_an_end_token_that_is_not_right_closes_nothing() -> None:
+    """Most ids end a row, and drafts are full of them: answers and what they took are those of no ends, until
+    the first token that is right ends the row."""
+    greedy = token_by_token(MODEL, PROMPTS[0], 9, ())
+    ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
+    free, ended = (tiny(2, topology="causal", prediction="shifted", ends=each) for each in ((), ends))
+    sampler = Jacobi(group=9)
+    out, expected = (
+        paradec.generate(model, input_ids=PROMPTS[:1], sampler=sampler, max_new_tokens=9, seed=0)
+        for model in (ended, free)
+    )
+    assert out.new_tokens.tolist() == expected.new_tokens.tolist() == [greedy] and out.row_nfe == expected.row_nfe
+    state = sampler.start(ended, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
+    made = []
+    while not state.done:
+        commit = sampler.commit(state, sampler.step(ended, state))
+        made.append(int(commit.selected.sum()))
+    assert made == [1, *[0] * (len(made) - 2), 8]
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("early_exit", ["prefix", "published"])
+def test_draws_are_those_of_token_by_token_decoding(temperature: float, early_exit: str) -> None:
+    """The noise of a position is its own, so that the fixed point is what the same noise draws one by one."""
+    request = {"max_new_tokens": 11, "temperature": temperature, "seed": (4, 5, 6), "top_k": 9, "guidance_scale": 1.3}
+    one = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), **request)
+    for group in (1, 4, 40):
+        sampler = Jacobi(group=group, early_exit=early_exit)
+        assert torch.equal(
+            paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, **request).new_tokens, one.new_tokens
+        )
+
+
+def test_answers_have_the_model_s_distribution() -> None:
+    table = exactness.TableModel.random(5, seed=0)
+    settings = ({"group": 3}, {"group": 4, "early_exit": "published"}, {"group": 4, "max_iterations": 2})
+    for index, setting in enumerate(settings):
+        found = exactness.test_case(Jacobi(**setting), table, 3000, seed=index, temperature=0.8, top_k=4)
+        assert min(found["p_values"]) > 0.01 / 6
+    lossy = Jacobi(group=4, max_iterations=1, early_exit="published")
+    found = exactness.test_case(lossy, table, 3000, temperature=0.8, top_k=4)
+    assert max(found["p_values"]) < 1e-6  # the test has power
+
+
+def test_images_have_their_structure() -> None:
+    model = Recording()
+    prompts = [[3, 1], [2], [7, 7, 7]]
+    for temperature in (0.0, 1.0):
+        expected = Jacobi(window=1).start(model, prompts, grid=GRID, temperature=temperature, seed=1)
+        decode(Jacobi(window=1), model, expected)
+        for group in (4, 30):
+            sampler = Jacobi(group=group)
+            state = sampler.start(model, prompts, grid=GRID, temperature=temperature, seed=1)
+            decode(sampler, model, state)
+            assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
+
+
+# ---- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_iterate_is_drawn_from_the_text_so_far() -> None:
+    """Rows by themselves, from prompt and answer; ids that may not be drawn are not guessed."""
+    sampler = Jacobi(group=6)
+    prompts = [[5, 6, 7, 39], [9]]
+    state = sampler.start(MODEL, prompts, max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=3)
+    seen: list[set[int]] = [set(), set()]
+    while not state.done:
+        if (state.memory["iteration"] == 0).all() and state.commits:
+            for row in range(2):
+                guesses = state.memory["drafts"][row][: state.width - 1].tolist()
+                text = {*state.canvas[row, : state.committed[row]].tolist()}
+                assert {*guesses} - text <= ({*range(41)} if row == 0 and 39 in text else set()) and 39 not in guesses
+                seen[row] |= {*guesses}
+        sampler.commit(state, sampler.step(MODEL, state))
+    assert all(len(each) > 2 for each in seen)
+    again = sampler.start(MODEL, prompts[:1], max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=3)
+    first = sampler.start(MODEL, prompts, max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=3)
+    assert torch.equal(again.memory["drafts"][0], first.memory["drafts"][0])
+    other = sampler.start(MODEL, prompts[:1], max_new_tokens=30, temperature=0, suppress_tokens=(39,), seed=4)
+    assert not torch.equal(again.memory["drafts"], other.memory["drafts"])
+
+
+def test_the_store_holds_the_block_between_blocks_alone() -> None:
+    """A block leaves the store after every iteration but its last, and a step repeated changes nothing."""
+    sampler = Jacobi(group=5)
+    state = sampler.start(MODEL, PROMPTS, max_new_tokens=16, temperature=0, seed=0)
+    while not state.done:
+        before = copy.deepcopy(state)
+        proposal, repeated = sampler.step(MODEL, state), sampler.step(MODEL, state)
+        assert torch.equal(proposal.values, repeated.values) and torch.equal(state.canvas, before.canvas)
+        rows = state.rows
+        commit = sampler.commit(state, proposal)
+        moved = state.committed[rows] - before.committed[rows]
+        assert (moved == commit.selected.sum(1).numpy()).all()
+        held = state.store.valid[:, : state.context.shape[1]].sum(1).numpy()
+        assert (held[rows] == state.committed[rows] - 1).all()
+        with pytest.raises(ValueError, match="made from an earlier state"):
+            sampler.commit(state, proposal)
+        waits = moved == 0
+        assert (state.memory["iteration"][rows[waits]] > 0).all()
+        assert (state.memory["iteration"][rows[~waits]] == 0).all()
+
+
+def test_iterations_are_counted_and_traced() -> None:
+    sampler = Jacobi(group=5)
+    out = paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, max_new_tokens=11, seed=0, trace=True, logprobs=2)
+    assert len(out.trace.steps) == out.nfe
+    assert sum(len(step.commits) for step in out.trace.steps) == 33
+    assert any(not step.commits for step in out.trace.steps)
+    plain = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), max_new_tokens=11, seed=0, logprobs=2)
+    torch.testing.assert_close(out.logprobs.chosen, plain.logprobs.chosen, equal_nan=True)
+
+
+def test_settings() -> None:
+    ceed = paradec.samplers.create("jacobi", preset="ceed")
+    assert (ceed.group, ceed.max_iterations, ceed.early_exit, ceed.lossless) == (36, 22, "published", False)
+    assert Jacobi().lossless and Jacobi(group=4, max_iterations=1).lossless
+    assert Jacobi(group=4, max_iterations=4, early_exit="published").lossless
+    for sampler in (ceed, Jacobi(group=4)):
+        assert pickle.loads(pickle.dumps(sampler)) == copy.deepcopy(sampler) == sampler
+        assert paradec.protocol.Sampler.from_dict(sampler.to_dict()) == sampler
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"group": 0}, "group=0 must be an integer of at least 1"),
+        ({"group": 2.5}, "group=2.5"),
+        ({"group": 4, "max_iterations": 0}, "max_iterations=0"),
+        ({"group": 4, "early_exit": "soon"}, "early_exit"),
+        ({"max_iterations": 3}, "max_iterations=3 has no meaning without group"),
+        ({"early_exit": "published"}, "early_exit='published' has no meaning without group"),
+        ({"group": 4, "window": 8}, "window=8 has no meaning with group=4"),
+        ({"group": 4, "refresh": "resample"}, "refresh='resample': group=4 needs 'gumbel'"),
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            Jacobi(**settings)
+
+    class Ids(torch.nn.Module):
+        config = SimpleNamespace(vocab_size=7)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.eye(7)[(input_ids + 1) % 7]
+
+    bare = paradec.wrap(Ids(), topology="causal", prediction="shifted")
+    with pytest.raises(ValueError, match="early_exit='published' keeps keys and values"):
+        paradec.generate(bare, input_ids=[[1, 2]], sampler=ceed, max_new_tokens=5)
+    out = paradec.generate(bare, input_ids=[[1, 2]], sampler=Jacobi(group=3), max_new_tokens=5)
+    assert out.new_tokens.tolist() == [[3, 4, 5, 6, 0]]
