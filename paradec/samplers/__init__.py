@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.combination import Intersection as Intersection
     from paradec.samplers.masked.combination import Union as Union
     from paradec.samplers.masked.credit import Credit as Credit
+    from paradec.samplers.masked.cspd import CSpD as CSpD
     from paradec.samplers.masked.editing import Editing as Editing
     from paradec.samplers.masked.entropy import Entropy as Entropy
     from paradec.samplers.masked.entropy_bound import EntropyBound as EntropyBound
@@ -130,6 +131,7 @@ registry = SamplerRegistry(
         "zipar": "paradec.samplers.causal.zipar:ZipAR",
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
         "mar": "paradec.samplers.masked.mar:MAR",
+        "cspd": "paradec.samplers.masked.cspd:CSpD",
     },
 )
 
