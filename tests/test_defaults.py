@@ -114,6 +114,17 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "derivative_dtype": None,
         "max_memory": None,
     },
+    "cspd": {
+        "draft": None,
+        "num_draft": 8,
+        "ratio": 0.15,
+        "inner_temperature": 42.0,
+        "mended": True,
+        "max_rounds": 100,
+        "head_steps": 100,
+        "temperature": 1.0,
+        "guidance_schedule": "linear",
+    },
     "mar": {
         "local_steps": 0,
         "full_groups": None,
@@ -160,6 +171,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "lite_detailed": {"interval": 3, "order": 2, "first_enhance": 3, "target": "output"},
         "diffusers": {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"},
     },
+    "cspd": {"demo": {"num_draft": 4, "ratio": 0.05, "guidance_schedule": "constant"}},
     "mar": {"recap": {"local_steps": 1}},
 }
 

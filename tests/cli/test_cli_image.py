@@ -258,7 +258,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["digits-ar", "--class", "1", "--interval", "4"], "unknown setting of sampler 'sjd': 'interval'"),
         (["digits-ar", "--class", "1", "--sampler", "taylorseer"], "is of family 'forecast'; 'digits-ar' takes the"),
         (["digits-maskgit", "--class", "1", "--sampler", "mar"], "takes the 'masked' family: low_confidence"),
-        (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar or recap) takes"),
+        (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar, recap or cspd) takes"),
         (["MAR", "--class", "1", "--vq", "x.pt"], "unknown option of 'mar' models: 'vq'"),
         (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
         (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),
