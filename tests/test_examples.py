@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
 DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
-GROUPS = ["amused_recap", "mar_recap"]
+GROUPS = ["amused_recap", "mar_recap", "cspd_images"]
 CANVASES = ["diffusion_gemma"]
 TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
 NEW = ["own_sampler", "batch_file", "chat_loop", "transformers_generate"]
@@ -37,7 +37,7 @@ def test_examples_run_offline() -> None:
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.split("=" * 9)
-    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, *rest = printed
+    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, cspd, *rest = printed
     canvases, own, batch, chat, stock, *images = rest
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
@@ -66,6 +66,7 @@ def test_examples_run_offline() -> None:
     assert [some < 64 for some in read["ReCAP"]] == [False] * 5 + [True, False, True, False, True, False, True]
     assert "12 calls, 4 local" in amused
     assert mar.count("full 36") == 8 + 6 and mar.count("local") == 2 and "recap: 8 forwards" in mar
+    assert "cspd: 5 forwards and 13 of the draft model" in cspd and "as many forwards: 5 forwards, " in cspd
     # drafts of a step are not what the canvas closes with; infill leaves alone what was given
     assert canvases.count("canvas ") == 3 and canvases.count("step    4 .") == 3
     assert len(re.findall(r"20 tokens: \d+ denoising calls, 3 encoder calls", canvases)) == 2

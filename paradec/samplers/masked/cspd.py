@@ -196,7 +196,8 @@ class CSpD(ContinuousSampler):
     adds no noise, so that the laws which are compared stand for points, which `inner_temperature` makes comparable: at
     its default most drafts are accepted, and the result is close to the draft model's law. The model alone, given the
     positions of a verification as one step, makes as many calls and needs no draft model: `nfe` of the output are the
-    model's calls, `draft_nfe` the draft model's; compare with `mar` at `steps=nfe`.
+    model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model alone under the same
+    noise.
 
     Of T steps the first 1 + floor(ratio T) are the model's own. Step s is the last one before a verification where
     `num_draft` divides it, and where it is the last of all.
@@ -215,8 +216,8 @@ class CSpD(ContinuousSampler):
         inner_temperature: T of the acceptance rule (`verified`), above 0.
         mended: see above.
         max_rounds: how often rejected tokens are drawn again, at most.
-        head_steps: steps of both diffusion heads: 1 to 1000; or text as in the public code, "10,1" say: so many, evenly
-            spaced, in each of as many equal parts of the training steps.
+        head_steps: steps of both diffusion heads: 1 to 1000; or several numbers, (10, 1) or "10,1" as in the public code:
+            so many, evenly spaced, in each of as many equal parts of the training steps.
         temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the laws are points: no
             draft is accepted, and all tokens are the values that the model's own chains end with.
         guidance_schedule: "linear" grows from 1 towards the request's scale with what is decided; of m undecided
@@ -237,7 +238,7 @@ class CSpD(ContinuousSampler):
     inner_temperature: float = 42.0
     mended: bool = True
     max_rounds: int = 100
-    head_steps: int | str = 100
+    head_steps: int | str | tuple[int, ...] = 100
     temperature: float = 1.0
     guidance_schedule: str = "linear"
 
@@ -260,6 +261,8 @@ class CSpD(ContinuousSampler):
         check_bool("mended", self.mended)
         check_int("max_rounds", self.max_rounds, low=0, high=10_000)
         sections_of(self.head_steps)
+        if isinstance(self.head_steps, list):
+            object.__setattr__(self, "head_steps", tuple(self.head_steps))
         check_number("temperature", self.temperature, low=0)
         if self.temperature == 0 and not self.mended:
             raise ValueError("temperature=0 needs mended=True: the published rule divides by it")
@@ -436,21 +439,25 @@ class CSpD(ContinuousSampler):
         return Commit(proposal.rows, values, proposal.positions, written, scores, proposal.kind)
 
 
-def sections_of(head_steps: int | str) -> tuple[int, ...]:
+def sections_of(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
     """How many steps of a diffusion head lie in each of as many equal parts of its training steps.
 
     Raises:
-        ValueError: neither an integer nor integers by commas, or more steps than there are.
+        ValueError: neither an integer nor several, or more steps than there are.
     """
-    if not isinstance(head_steps, str):
+    if isinstance(head_steps, str):
+        parts = [part.strip() for part in head_steps.split(",")]
+        counts: tuple[Any, ...] = tuple(int(part) if part.isdecimal() else 0 for part in parts)
+    elif isinstance(head_steps, Sequence):
+        counts = tuple(head_steps)
+    else:
         check_int("head_steps", head_steps, low=1, high=TRAINED_STEPS)
         return (head_steps,)
-    parts = [part.strip() for part in head_steps.split(",")]
-    counts = tuple(int(part) if part.isdecimal() else 0 for part in parts)
-    if len(counts) > TRAINED_STEPS or not all(1 <= count <= TRAINED_STEPS // len(counts) for count in counts):
+    most = TRAINED_STEPS // max(len(counts), 1)
+    if not counts or not all(type(count) is int and 1 <= count <= most for count in counts):
         raise ValueError(
-            f"head_steps={shown(head_steps)} must be an integer, or integers by commas, each from 1 to "
-            f"{TRAINED_STEPS} divided by how many there are"
+            f"head_steps={shown(head_steps)} must be an integer, or several by commas, each from 1 to {TRAINED_STEPS} "
+            "divided by how many there are"
         )
     return counts
 

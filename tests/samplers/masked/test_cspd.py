@@ -22,7 +22,7 @@ from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel, solver
 from paradec.models.images.vq import VQConfig
 from paradec.protocol import Sampler, decode
-from paradec.samplers.masked.cspd import CSpD, sections_of, verified
+from paradec.samplers.masked.cspd import CounterDraws, CSpD, sections_of, verified
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
 
@@ -611,7 +611,9 @@ def test_draft_models_of_other_pictures(model: MARModel, draft: MARModel) -> Non
         ({"max_rounds": -1}, "max_rounds=-1 must be an integer"),
         ({"temperature": -1}, "temperature=-1 must be a number"),
         ({"head_steps": 0}, "head_steps=0 must be an integer from 1 to 1000"),
-        ({"head_steps": "10,0"}, "head_steps='10,0' must be an integer, or integers by commas"),
+        ({"head_steps": "10,0"}, "head_steps='10,0' must be an integer, or several by commas"),
+        ({"head_steps": ""}, "head_steps='' must be"),
+        ({"head_steps": (10, 1.5)}, r"head_steps=\(10, 1.5\) must be"),
         ({"head_steps": "501,1"}, "head_steps='501,1' must be"),
         ({"head_steps": "ddim50"}, "head_steps='ddim50' must be"),
         ({"guidance_schedule": "cosine"}, "unknown guidance_schedule: 'cosine'"),
@@ -647,4 +649,32 @@ def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
     for low, high, count in zip(edges, edges[1:], sections, strict=False):
         inside = [time for time in times if low <= time < high]
         assert len(inside) == count and inside[0] == low and (count == 1 or inside[-1] == high - 1)
-    assert sections_of(",".join(map(str, sections))) == sections
+    assert sections_of(",".join(map(str, sections))) == sections_of(sections) == sections
+    assert CSpD(head_steps=list(sections)) == CSpD(head_steps=sections)
+
+
+def test_noise_belongs_to_a_position() -> None:
+    """The heads' noise has no other name; what accepts belongs to a commit too, what redraws to its round as well."""
+    draws = CounterDraws(torch.tensor([[1, 2], [3, 4]]), 16)
+    at = torch.tensor([[0, 3, 7], [3, 7, 9]])
+    chain = draws.chain(at, 5, 4)
+    assert torch.equal(chain[:, 1:2], draws.chain(at[:, 1:2], 5, 4)) and chain.shape == (2, 3, 6, 4)
+    rows, positions = torch.tensor([0, 0, 1]), torch.tensor([3, 7, 3])
+    found = {}
+    for commit in range(2):
+        accept = draws.accept(commit, at)
+        assert torch.equal(accept[:, 2:], draws.accept(commit, at[:, 2:]))
+        found[commit] = accept.flatten().tolist()
+        for number in range(3):
+            normals, uniforms = draws.redraw(commit, number, rows, positions, 4)
+            assert torch.equal(normals[1:], draws.redraw(commit, number, rows[1:], positions[1:], 4)[0])
+            found[commit, number] = normals.flatten().tolist() + uniforms.tolist()
+    every = [number for numbers in found.values() for number in numbers] + chain.flatten().tolist()
+    assert len(set(every)) == len(every) == 2 * (6 + 3 * 15) + chain.numel()
+
+
+def test_progress(model: MARModel, near: MARModel) -> None:
+    seen = []
+    sampler = CSpD(near, num_draft=3, head_steps="2,1")
+    images(model, sampler=sampler, callback=lambda state, commit: seen.append(state.progress))
+    assert seen == [(2, 32), (4, 32), (10, 32), (26, 32), (32, 32)]
