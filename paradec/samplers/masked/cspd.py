@@ -194,10 +194,10 @@ class CSpD(ContinuousSampler):
 
     Lossy, for two reasons. The model judges all tokens of a call from the context before them; and the heads' last step
     adds no noise, so that the laws which are compared stand for points, which `inner_temperature` makes comparable: at
-    its default most drafts are accepted, and the result is close to the draft model's law. The model alone, given the
-    positions of a verification as one step, makes as many calls and needs no draft model: `nfe` of the output are the
-    model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model alone under the same
-    noise.
+    its default most drafts of a close model are accepted, and the result is close to that model's law. The model alone,
+    given the positions of a verification as one step, makes as many calls and needs no draft model: `nfe` of the output
+    are the model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model alone under
+    the same noise.
 
     Of T steps the first 1 + floor(ratio T) are the model's own. Step s is the last one before a verification where
     `num_draft` divides it, and where it is the last of all.
@@ -216,8 +216,8 @@ class CSpD(ContinuousSampler):
         inner_temperature: T of the acceptance rule (`verified`), above 0.
         mended: see above.
         max_rounds: how often rejected tokens are drawn again, at most.
-        head_steps: steps of both diffusion heads: 1 to 1000; or several numbers, (10, 1) or "10,1" as in the public code:
-            so many, evenly spaced, in each of as many equal parts of the training steps.
+        head_steps: steps of both diffusion heads: 1 to 1000; or section counts, (10, 1) or "10,1": so many steps,
+            evenly spaced, in each of as many equal parts of the training steps.
         temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the laws are points: no
             draft is accepted, and all tokens are the values that the model's own chains end with.
         guidance_schedule: "linear" grows from 1 towards the request's scale with what is decided; of m undecided
