@@ -83,8 +83,9 @@ def generate_images(
             request leaves out, because it is the default for text, is the model's own here.
         sampler: a name or a sampler of the model's family: autoregressive models decode by draft and verify, by default
             `sjd` (with window=1 it makes one token per forward), masked ones by what `paradec.generate` takes, by
-            default `maskgit`, MAR by "mar" or "recap", which is `paradec.samplers.create("mar", preset="recap")`,
-            NAR by `nar`, students by `distilled`.
+            default `maskgit`, MAR by "mar", "recap", which is `paradec.samplers.create("mar", preset="recap")`, or
+            `cspd`, which needs a draft model, VAR by `var` or `code`, LPD by `groups`, NAR by `nar`, students by
+            `distilled`.
         steps: forwards planned for a picture, by default the model's own, for samplers with a schedule.
         cache: for masked models: by default "recap" with the sampler `recap`, none with others.
         guidance_scale: s in uncond + s (cond - uncond); 1 is off. By default what the model's authors use, as are

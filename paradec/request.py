@@ -477,7 +477,7 @@ def _as_data(name: str, value: Any) -> Any:
     """A field as JSON can hold it."""
     if name in LIVE:
         raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
-    if name == "sampler" and (drafter := getattr(value, "drafter", None)) is not None:
+    if name == "sampler" and (drafter := getattr(value, "drafter", getattr(value, "draft", None))) is not None:
         raise ValueError(f"sampler={value.name!r} has a drafter, {shown(drafter)}, which cannot be saved: leave it out")
     if name == "blocks" and type(value) in POLICIES.values():
         policy = next(key for key, kind in POLICIES.items() if kind is type(value))

@@ -548,6 +548,10 @@ def mar(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
     call: dict[str, Any] = {"sampler": {"$": "sampler", "name": "mar", "settings": settings}}
     if likely(draw, 0.1):
         call["sampler"] = "recap"
+    if "cspd" in known["samplers"] and likely(draw, 0.25):
+        settings = {"head_steps": draw.choice((2, "2,1")), "draft": {"$": "model", "name": "mar"}}
+        settings |= some_settings(draw, {"num_draft": (2, 3), "ratio": (0, 0.3), "mended": (True, False)}, 0.5)
+        call["sampler"] = {"$": "sampler", "name": "cspd", "settings": settings}
     pictures(draw, call)
     call |= {"output_type": "latent", "steps": draw.choice((3, 4, 6, 8))}
     return {"do": "images", "model": draw.choice(("mar", "mar:float64")), "call": call}

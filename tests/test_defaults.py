@@ -25,6 +25,8 @@ CANVAS |= {"early_stop": True, "encode_wait": 2}
 """None follows the checkpoint."""
 STORE = {"store_dtype": None, "max_memory": None, "shape_multiple": 1}
 
+SCALES: dict[str, Any] = {"guidance_schedule": "linear", "top_ks": None, "temperatures": None, "smooth": False}
+
 SAMPLERS: dict[str, dict[str, Any]] = {
     "low_confidence": {},
     "random": {"order": "step"},
@@ -118,6 +120,21 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "max_memory": None,
     },
     "groups": {"order": "lpd", "guidance_schedule": "linear"},
+    "nar": {"cfg_interval": -1},
+    "distilled": {"t_list": None, "split": None, "teacher": None, "teacher_start": 0, "masked_prefix": False},
+    "var": SCALES,
+    "code": SCALES | {"drafter": None, "split": None},
+    "cspd": {
+        "draft": None,
+        "num_draft": 8,
+        "ratio": 0.15,
+        "inner_temperature": 42.0,
+        "mended": True,
+        "max_rounds": 100,
+        "head_steps": 100,
+        "temperature": 1.0,
+        "guidance_schedule": "linear",
+    },
     "mar": {
         "local_steps": 0,
         "full_groups": None,
@@ -165,7 +182,23 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "lite_detailed": {"interval": 3, "order": 2, "first_enhance": 3, "target": "output"},
         "diffusers": {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"},
     },
+    "cspd": {"demo": {"num_draft": 4, "ratio": 0.05, "guidance_schedule": "constant"}},
     "mar": {"recap": {"local_steps": 1}},
+    "groups": {"lpd": {"order": "lpd"}},
+    "var": {"smooth": {"smooth": True}},
+    "distilled": {
+        "llamagen_b": {"t_list": (0, 80), "split": 80},
+        "llamagen_l": {"t_list": (0, 80), "split": 130},
+        "llamagen_l_22": {"t_list": (0, 80), "split": 180, "teacher_start": 60},
+        "llamagen_l_42": {"t_list": (0, 80), "split": 180, "teacher_start": 40},
+        "llamagen_l_81": {"t_list": (0, 80), "split": 220, "teacher_start": 0},
+        "var_d16": {"t_list": (0, 5), "split": 5},
+        "var_d20": {"t_list": (0, 4), "split": 4},
+        "var_d24": {"t_list": (0, 4), "split": 4},
+        "var_d16_3": {"t_list": (0, 5), "split": 5, "teacher_start": 4},
+        "var_d16_4": {"t_list": (0, 5), "split": 8, "teacher_start": 3},
+        "var_d16_6": {"t_list": (0, 5), "split": 9, "teacher_start": 0},
+    },
 }
 
 CACHES: dict[str, dict[str, Any]] = {

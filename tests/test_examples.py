@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 IMAGES = ["llamagen_images", "emu3_images", "chameleon_images", "janus_images"]
 DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
-GROUPS = ["amused_recap", "mar_recap", "lpd_images"]
+GROUPS = ["amused_recap", "mar_recap", "lpd_images", "cspd_images"]
 FEW = ["nar_images", "distilled_images"]
 CANVASES = ["diffusion_gemma"]
 TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
@@ -38,7 +38,7 @@ def test_examples_run_offline() -> None:
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.split("=" * 9)
-    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, lpd, *rest = printed
+    llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, lpd, cspd, *rest = printed
     canvases, own, batch, chat, stock, nar, students, *images = rest
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
@@ -71,6 +71,7 @@ def test_examples_run_offline() -> None:
     assert lpd.count(": 10 forwards") == 2 and lpd.count("groups of [1, 1,") == 2  # lpd and halton
     assert nar.count("11 forwards for 36 tokens") == 2 and re.findall(r"(\d+) rows", nar) == ["22", "16"]
     assert re.findall(r"(\d+) forwards for 36 tokens", students) == ["1", "2", "5"]
+    assert "cspd: 5 forwards and 13 of the draft model" in cspd and "as many forwards: 5 forwards, " in cspd
     # drafts of a step are not what the canvas closes with; infill leaves alone what was given
     assert canvases.count("canvas ") == 3 and canvases.count("step    4 .") == 3
     assert len(re.findall(r"20 tokens: \d+ denoising calls, 3 encoder calls", canvases)) == 2

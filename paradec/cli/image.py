@@ -21,6 +21,12 @@ from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
 
+NEED_A_DRAFTER = {
+    "speculative": "a smaller model of the family, or an EAGLE drafter",
+    "cspd": "a smaller MAR with the same VAE",
+    "code": "a larger VAR with the same VQ, which makes the first scales",
+}
+"""Samplers that draft with another model, and which."""
 MOST = {"steps": 1_000_000, "height": 2**16, "width": 2**16}
 """Largest values of options."""
 
@@ -40,8 +46,8 @@ Sampler = Annotated[
     str | None,
     typer.Option(
         help="Autoregressive models: sjd (the default), scd, ...; masked ones and Amused: maskgit, halton, lpd, recap, "
-        "...; MAR: mar, recap; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion pipelines: "
-        "taylorseer."
+        "...; MAR: mar, recap, cspd; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion "
+        "pipelines: taylorseer."
     ),
 ]
 Interval = Annotated[int | None, typer.Option(help="Of taylorseer: evaluate every so many steps.")]
@@ -63,8 +69,8 @@ Enlarge = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Of speculative and lantern: a smaller model of the family, digits-ar-drafter say, or EAGLE's; of code: "
-        "the larger VAR."
+        help="Of speculative, lantern and cspd: a smaller model of the family, digits-ar-drafter say, or EAGLE's; of "
+        "code: the larger VAR."
     ),
 ]
 VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
@@ -196,7 +202,8 @@ def load_with_sampler(
     check_options_of(method, source, request)
     loaded = paradec.load(source, **place, **files)
     if drafter is not None:
-        method = dataclasses.replace(method, drafter=load_draft_model(drafter, loaded, **place), **late)
+        late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **place)}
+        method = dataclasses.replace(method, **late)
     return loaded, method
 
 
@@ -303,12 +310,15 @@ def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
 
 def check_drafter(sampler: Any, drafter: str | None) -> None:
     """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
-    if drafter is None and sampler.name == "speculative":
-        raise ValueError("--sampler speculative needs --drafter: a smaller model of the family, or an EAGLE drafter")
-    if drafter is None and sampler.name == "code":
-        raise ValueError("--sampler code needs --drafter: a larger VAR with the same VQ, which makes the first scales")
-    if drafter is not None and "drafter" not in sampler.settings():
-        raise ValueError(f"--drafter is for speculative, lantern, lantern++ and code; {sampler.name} takes none")
+    if drafter is None and sampler.name in NEED_A_DRAFTER:
+        raise ValueError(f"--sampler {sampler.name} needs --drafter: {NEED_A_DRAFTER[sampler.name]}")
+    if drafter is not None and drafter_setting(sampler) is None:
+        raise ValueError(f"--drafter is for speculative, lantern, lantern++, cspd and code; {sampler.name} takes none")
+
+
+def drafter_setting(sampler: Any) -> str | None:
+    """The setting of a sampler that takes another model."""
+    return next((name for name in ("drafter", "draft") if name in sampler.settings()), None)
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.combination import Intersection as Intersection
     from paradec.samplers.masked.combination import Union as Union
     from paradec.samplers.masked.credit import Credit as Credit
+    from paradec.samplers.masked.cspd import CSpD as CSpD
     from paradec.samplers.masked.editing import Editing as Editing
     from paradec.samplers.masked.entropy import Entropy as Entropy
     from paradec.samplers.masked.entropy_bound import EntropyBound as EntropyBound
@@ -142,6 +143,7 @@ registry = SamplerRegistry(
         "var": "paradec.samplers.scales.var:VAR",
         "code": "paradec.samplers.scales.code:CoDe",
         "groups": "paradec.samplers.groups.groups:Groups",
+        "cspd": "paradec.samplers.masked.cspd:CSpD",
     },
 )
 

@@ -210,6 +210,16 @@ def test_mar_folder(mar: str, tmp_path: Path) -> None:
     assert run(tmp_path, *given)[0]["sampler"]["local_steps"] == 0  # without a name it is mar
 
 
+def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
+    given = ["--model", mar, "--class", "1-3", "--set", "head_steps=2,1", "--steps", "8", "--sampler", "cspd"]
+    given += ["--set", "num_draft=3", "--drafter", mar]
+    found, _ = run(tmp_path, *given)
+    assert found["row_nfe"] == [5] * 3 and found["draft_nfe"] == [6] * 3
+    assert found["sampler"]["draft"] == Path(mar).name and found["sampler"]["head_steps"] == [2, 1]
+    done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "sheet.png"), *given])
+    assert ": 15 forwards (longest row 5), 18 forwards (longest row 6) of the drafter, " in done.stdout
+
+
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
@@ -258,7 +268,10 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["digits-ar", "--class", "1", "--interval", "4"], "unknown setting of sampler 'sjd': 'interval'"),
         (["digits-ar", "--class", "1", "--sampler", "taylorseer"], "is of family 'forecast'; 'digits-ar' takes the"),
         (["digits-maskgit", "--class", "1", "--sampler", "mar"], "takes the 'masked' family: low_confidence"),
-        (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar or recap) takes"),
+        (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar, recap or cspd) takes"),
+        (["MAR", "--class", "1", "--sampler", "cspd"], "--sampler cspd needs --drafter: a smaller MAR"),
+        (["MAR", "--class", "1", "--drafter", "x"], "--drafter is for speculative, lantern, lantern++ and cspd; mar"),
+        (["MAR", "--class", "1", "--sampler", "cspd", "--drafter", "digits-ar"], "draft of 'cspd' takes a model of"),
         (["MAR", "--class", "1", "--vq", "x.pt"], "unknown option of 'mar' models: 'vq'"),
         (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
         (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),

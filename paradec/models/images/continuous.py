@@ -45,22 +45,38 @@ class ContinuousQuery:
     temperature: float
     guidance: float | None
     """The scale at this step; None evaluates one branch."""
-    kept: Kept | None
+    kept: Kept | None = None
     """What a local step reads; None evaluates everything."""
-    drop: Tensor | None
+    drop: Tensor | None = None
     """[B, U] int64: positions whose keys and values a full step does not keep (the group's); None keeps nothing."""
-    keep_buffer: bool
+    keep_buffer: bool = False
     """Whether the class tokens' keys and values are kept too; else local steps evaluate these again."""
     branches: int = 1
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: positions of the image decoded for each row in one branch."""
     kind: str = "full"
+    sections: tuple[int, ...] | None = None
+    """How many of the head's steps lie in each of as many equal parts of its training steps; None spaces all evenly."""
+
+
+@dataclass
+class TokenLaw:
+    """What a head's chain ended with: of each token and channel a normal distribution, all [..., channels]."""
+
+    mean: Tensor
+    """Of the last step: the token itself, since the last step adds no noise."""
+    std: Tensor
+    """Of the noise that the last step would add, times the temperature."""
+    half_log_variance: Tensor
+    """Half the logarithms of the variances of all other steps, summed; without the temperature."""
 
 
 @dataclass
 class ContinuousAnswer:
-    """What comes back: tokens [B, W, channels], the head's conditions [R, W, width], and what a full step kept."""
+    """What comes back: tokens [B, W, channels], the head's conditions [R, W, width], what a full step kept, and the law
+    that the tokens are the mean of."""
 
     tokens: Tensor
     conditions: Tensor
     kept: Kept | None
+    law: TokenLaw | None = None

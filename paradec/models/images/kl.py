@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 
+import torch
 from torch import Tensor, nn
 
 from paradec.models.checkpoint import CheckpointError, listed
@@ -36,6 +37,17 @@ class KLDecoder(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Scaled latents [B, z_channels, h, w] -> images [B, C, h * scale, w * scale], about [-1, 1]."""
         return self.decoder(self.post_quant_conv(latents / self.latent_scale))
+
+
+def same_latents(one: KLDecoder, other: KLDecoder) -> bool:
+    """Whether two decoders read the same latents: by their sizes, and by the layer that latents enter, which is told
+    apart in any type."""
+    if one is other:
+        return True
+    if (one.config, one.latent_scale) != (other.config, other.latent_scale):
+        return False
+    first, second = (vae.post_quant_conv.weight.float().cpu() for vae in (one, other))
+    return torch.allclose(first, second, rtol=0.01, atol=0.001)
 
 
 def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:

@@ -28,9 +28,9 @@ from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
-from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept, Keys, TokenLaw
 from paradec.models.images.grid import Grid
-from paradec.models.images.kl import KLDecoder, load_kl
+from paradec.models.images.kl import KLDecoder, load_kl, same_latents
 from paradec.models.weights import PICKLES, read_weights
 from paradec.registry import unknown
 
@@ -58,6 +58,7 @@ class MAR(nn.Module):
         buffer: class tokens that stand before the image's.
         head_depth, head_width: residual blocks of the diffusion head, and their width.
         eps: of the blocks' norms; the published models have 1e-6.
+        decoder_depth: of the decoder, where that is not the encoder's `depth`.
 
     Raises:
         ValueError: a size out of its range.
@@ -75,12 +76,14 @@ class MAR(nn.Module):
         head_depth: int = 3,
         head_width: int = 1024,
         eps: float = 1e-6,
+        decoder_depth: int | None = None,
     ):
         super().__init__()
         sizes = {"side": side, "channels": channels, "width": width, "heads": heads, "classes": classes}
         for name, value in {**sizes, "buffer": buffer, "head_width": head_width}.items():
             check_int(name, value, low=1)
         check_int("depth", depth, low=0)
+        check_int("decoder_depth", decoder_depth, low=0, none=True)
         check_int("head_depth", head_depth, low=0)
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
@@ -96,7 +99,8 @@ class MAR(nn.Module):
         self.decoder_embed = nn.Linear(width, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, buffer + positions, width))
-        self.decoder_blocks = nn.ModuleList(Block(width, heads, eps) for _ in range(depth))
+        decoder_depth = depth if decoder_depth is None else decoder_depth
+        self.decoder_blocks = nn.ModuleList(Block(width, heads, eps) for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(width, eps=eps)
         self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, positions, width))
         self.diffloss = DiffusionHead(channels, width, head_width, head_depth)
@@ -217,7 +221,18 @@ class DiffusionHead(nn.Module):
     def sample(
         self, condition: Tensor, noise: Tensor, temperature: float = 1.0, guidance: float | None = None
     ) -> Tensor:
-        """Draw tokens.
+        """Draw tokens [n, channels]; arguments as for `law`."""
+        return self.law(condition, noise, temperature, guidance).mean
+
+    def law(
+        self,
+        condition: Tensor,
+        noise: Tensor,
+        temperature: float = 1.0,
+        guidance: float | None = None,
+        sections: tuple[int, ...] | None = None,
+    ) -> TokenLaw:
+        """Draw tokens, and say what they are the mean of.
 
         Args:
             condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
@@ -226,12 +241,11 @@ class DiffusionHead(nn.Module):
                 alone is evaluated in a narrower one.
             temperature: scales the noise that steps add, not the start's.
             guidance: s in uncond + s (cond - uncond), on the predicted noise alone; None evaluates no second branch.
-
-        Returns:
-            [n, channels].
+            sections: as `ContinuousQuery.sections`; they sum up to `steps`.
         """
-        times, table = solver(noise.shape[1] - 1)
+        times, table = solver(sections or (noise.shape[1] - 1,))
         x = noise[:, 0]
+        half_log_variance = torch.zeros_like(x)
         for index in range(len(times))[::-1]:
             branches = 1 if guidance is None else 2
             time = torch.full((len(x) * branches,), float(times[index]), device=x.device, dtype=x.dtype)
@@ -243,19 +257,33 @@ class DiffusionHead(nn.Module):
             row = {name: float(column[index]) for name, column in table.items()}
             share = (variance + 1) / 2
             log_variance = share * row["log_beta"] + (1 - share) * row["log_posterior"]
+            std = temperature * torch.exp(0.5 * log_variance)
             start = row["recip"] * x - row["recip_minus_one"] * epsilon
             x = row["of_start"] * start + row["of_x"] * x
             if index:
-                x = x + temperature * torch.exp(0.5 * log_variance) * noise[:, len(times) - index]
-        return x
+                x = x + std * noise[:, len(times) - index]
+                half_log_variance += 0.5 * log_variance
+        return TokenLaw(x, std, half_log_variance)
 
 
 @lru_cache(maxsize=16)
-def solver(steps: int) -> tuple[list[int], dict[str, np.ndarray]]:
-    """The training times that `steps` evenly spaced steps evaluate, ascending, and the coefficients of each step."""
-    check_int("steps", steps, low=1, high=TRAINED_STEPS)
-    stride = (TRAINED_STEPS - 1) / (steps - 1) if steps > 1 else 1.0
-    times = [round(index * stride) for index in range(steps)]
+def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]:
+    """The training times that the head evaluates, ascending, and the coefficients of each step.
+
+    Args:
+        sections: steps, evenly spaced, in each of as many equal parts of the training steps; (100,) is 100 of them all.
+
+    Raises:
+        ValueError: a part with no step, or with more than it has training steps.
+    """
+    times: list[int] = []
+    first = 0
+    for part, steps in enumerate(sections):
+        size = TRAINED_STEPS // len(sections) + (part < TRAINED_STEPS % len(sections))
+        check_int("steps", steps, low=1, high=size)
+        stride = (size - 1) / (steps - 1) if steps > 1 else 1.0
+        times += [first + round(index * stride) for index in range(steps)]
+        first += size
 
     def left(t: float) -> float:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -269,7 +297,7 @@ def solver(steps: int) -> tuple[list[int], dict[str, np.ndarray]]:
     table = {
         "log_beta": np.log(betas),
         # the first one is 0; the second one stands in for it
-        "log_posterior": np.log(np.append(posterior[1] if steps > 1 else betas[0], posterior[1:])),
+        "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
         "recip": np.sqrt(1 / kept),
         "recip_minus_one": np.sqrt(1 / kept - 1),
         "of_start": betas * np.sqrt(before) / (1 - kept),
@@ -362,7 +390,7 @@ class MARModel(PictureModel, Adapter):
     default_sampler = "mar"
     sampler_names = {"recap": ("mar", "recap")}
     sampler_settings = ("temperature",)
-    title = "MAR (mar or recap)"
+    title = "MAR (mar, recap or cspd)"
     module: MAR
 
     def __init__(
@@ -410,9 +438,12 @@ class MARModel(PictureModel, Adapter):
         wanted = both(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
         conditions = decoded.gather(1, wanted)  # [R, W, width]
         noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
-        drawn = module.diffloss.sample(conditions.flatten(0, 1), noise, query.temperature, query.guidance)
+        flat = conditions.flatten(0, 1)
+        law = module.diffloss.law(flat, noise, query.temperature, query.guidance, query.sections)
+        parts = (part.unflatten(0, query.wanted.shape) for part in (law.mean, law.std, law.half_log_variance))
+        law = TokenLaw(*parts)
         kept = None if query.drop is None else self._kept(encoder, decoder, both(query.drop), query.keep_buffer)
-        return ContinuousAnswer(drawn.unflatten(0, query.wanted.shape), conditions, kept)
+        return ContinuousAnswer(law.mean, conditions, kept, law)
 
     def _kept(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
         """Keys and values of a full step, but for the positions [R, U] that its group decides."""
@@ -429,6 +460,18 @@ class MARModel(PictureModel, Adapter):
         known = encoder if keep_buffer else [(key[:, :, first:], value[:, :, first:]) for key, value in encoder]
         return Kept(known, [of(pair) for pair in decoder])
 
+    def check_draft(self, draft: MARModel) -> None:
+        """Raise ValueError unless `draft` makes tokens that could be this model's."""
+        names = draft.facts.name, self.facts.name
+        for field, what in (("positions", "tokens"), ("channels", "channels"), ("classes", "classes")):
+            found, own = getattr(draft.module, field), getattr(self.module, field)
+            if found != own:
+                raise ValueError(f"draft {names[0]} has {found} {what}, {names[1]} {own}; a draft model has as many")
+        if draft.device != self.device:
+            raise ValueError(f"draft {names[0]} is on {draft.device}, {names[1]} on {self.device}; put both on one")
+        if self.vae is not None and draft.vae is not None and not same_latents(self.vae, draft.vae):
+            raise ValueError(f"draft {names[0]} has another VAE than {names[1]}, so its tokens mean other pictures")
+
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`given`: class labels, an int or several."""
         self.no_negative_prompt(negative_prompt)
@@ -437,7 +480,7 @@ class MARModel(PictureModel, Adapter):
     def read(self, state: Any, grid: Grid) -> Reading:
         written = -np.diff(state.left[: state.index + 1])  # as many in every row
         accepted = written.reshape(-1, 1).repeat(state.batch, 1)
-        return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, [0] * state.batch)
+        return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, state.draft_nfe.tolist())
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
         return self.image(tokens)
@@ -556,6 +599,7 @@ def sizes_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
         "channels": weights["z_proj.weight"].shape[1],
         "width": width,
         "depth": _count(weights, "encoder_blocks"),
+        "decoder_depth": _count(weights, "decoder_blocks"),
         "classes": weights["class_emb.weight"].shape[0],
         "buffer": weights["encoder_pos_embed_learned"].shape[1] - positions,
         "head_depth": _count(weights, "diffloss.net.res_blocks"),

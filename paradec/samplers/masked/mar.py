@@ -5,8 +5,7 @@ Li et al., arXiv 2406.11838, and its public code; ReCAP, arXiv 2505.19089, and i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,43 +16,16 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_bool, check_choice, check_int, check_number
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
-from paradec.orders import Cosine, keyed, left_after
-from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State
-from paradec.request import FIELDS, Request, request_for
-from paradec.trace import Trace
-
-SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
-"""Fields of a request that have a meaning for the family; `temperature` is a setting."""
-DEFAULT_STEPS = 64
+from paradec.protocol import Commit, Cost, LatentProposal
+from paradec.samplers.masked.continuous import ContinuousSampler, ContinuousState, normal
 
 
 @dataclass
-class MARState(State):
-    """What changes while images are decoded. `B` rows, `S` positions of `channels` numbers each, row by row."""
+class MARState(ContinuousState):
+    """What changes while images are decoded, a step a commit."""
 
-    tokens: Tensor
-    """[B, S, channels]: zeros where nothing is decided."""
-    order: Tensor
-    """[B, S] int64: the positions, from the last one that is decided to the first."""
-    labels: Tensor
-    """[B] int64."""
-    keys: Tensor
-    """[B, 2] int64 random keys."""
-    left: np.ndarray
-    """[T + 1] int64 on the host: undecided positions of each row before every step, and 0 behind the last."""
-    guidance_scale: float
-    index: int = 0
-    """The step."""
     kept: Kept | None = None
     """What the open group's full step kept."""
-
-    @property
-    def done(self) -> bool:
-        return self.index == len(self.left) - 1
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        return int(self.left[0] - self.left[self.index]) * self.batch, int(self.left[0]) * self.batch
 
 
 @dataclass(kw_only=True)
@@ -68,7 +40,7 @@ class MARProposal(LatentProposal):
 
 
 @dataclass(frozen=True)
-class MAR(Sampler):
+class MAR(ContinuousSampler):
     """Per step, decide the next positions of a random order that is drawn per image. Of S positions
     floor(S cos(pi / 2 * (t + 1) / T)) are left after step t of T, at least one fewer than before.
 
@@ -105,13 +77,9 @@ class MAR(Sampler):
     keep_buffer: bool = False
 
     name = "mar"
-    family = "continuous"
-    models = ("continuous image",)
     paper = "MAR"
     arxiv = "2406.11838"
     summary = "continuous tokens in random order, in numbers that grow from step to step"
-    uses_steps = True
-    unserved = tuple(name for name in FIELDS if name not in SERVED)
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recap": {"local_steps": 1}}
 
     def __post_init__(self) -> None:
@@ -124,74 +92,8 @@ class MAR(Sampler):
         check_choice("chunk_order", self.chunk_order, ("raster", "order"))
         check_bool("keep_buffer", self.keep_buffer)
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
-    @torch.no_grad()
-    def start(
-        self,
-        model: Any,
-        prompt: Sequence[int] | int,
-        request: Request | None = None,
-        *,
-        order: Tensor | None = None,
-        **arguments: Any,
-    ) -> MARState:
-        """Make the state of one request.
-
-        Args:
-            model: a `paradec.models.images.mar.MARModel`.
-            prompt: the class labels, one per image.
-            request: a `paradec.Request`; or its fields by name instead. Those of `SERVED` have a meaning: `steps` is T,
-                1 to S, 64 by default as in the paper's fast setting (256 in its best one); `guidance_scale` of the
-                published models is 2.9, 3.0 and 3.2; in a trace a token is its numbers, None where undecided.
-            order: [B, S] int64, the random order to use, last position first; None draws it.
-
-        Raises:
-            TypeError: a model of another kind. ValueError: an argument out of its range; the message names it.
-        """
-        self.check_model(model)
-        if "temperature" in arguments:
-            raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")
-        request = request_for(self, request, arguments)
-        module = model.module
-        size, labels = module.positions, [prompt] if isinstance(prompt, int) else list(prompt)
-        if not labels:
-            raise ValueError("prompt is empty; give one class label at least")
-        for label in labels:
-            check_int("label", label, low=0, high=module.classes - 1)
-        steps = DEFAULT_STEPS if request.steps is None else request.steps
-        check_int("steps", steps, low=1, high=size)
-        seed, generator = request.seed, request.generator
-        seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(labels)
-        if len(seeds) != len(labels):
-            raise ValueError(f"seed has {len(seeds)} entries for {len(labels)} images; give one int, or one per image")
-        drawn = 0
-        if None in seeds:
-            owner = None if generator is None else generator.device
-            drawn = int(torch.randint(2**62, (1,), generator=generator, device=owner))
-        seeds = [drawn if entry is None else int(entry) for entry in seeds]
-        device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
-        keys = torch.as_tensor(rng.row_keys(seeds, [[label] for label in labels]), device=device)
-        if order is None:
-            groups = Cosine(steps).groups(module.side, module.side, keyed(keys))
-            order = torch.as_tensor(groups.order[:, ::-1].copy())
-        order = torch.as_tensor(order, device=device)
-        if order.shape != (len(labels), size) or not (order.sort(-1).values == torch.arange(size, device=device)).all():
-            raise ValueError(f"order has shape {tuple(order.shape)}; it must permute {size} positions for each image")
-        state = MARState(
-            batch=len(labels),
-            memory=Memory({}, len(labels), {}, device),
-            tokens=torch.zeros(len(labels), size, module.channels, dtype=dtype, device=device),
-            order=order,
-            labels=torch.tensor(labels, device=device),
-            keys=keys,
-            left=left_after(size, steps),
-            guidance_scale=request.guidance_scale,
-        )
-        if request.trace:
-            asked = {"labels": labels, "steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
-            empty: list[list[Any]] = [[None] * size for _ in labels]
-            state.trace = Trace(empty, self.to_dict() | asked, family=self.family)
-        return state
+    def _state(self, left: np.ndarray, fields: dict[str, Any]) -> MARState:
+        return MARState(left=left, **fields)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
 
@@ -262,7 +164,7 @@ class MAR(Sampler):
         words = (steps + 1) * state.tokens.shape[-1]
         step = torch.full((state.batch,), state.index, device=at.device)
         uniform = rng.uniform(state.keys, step, at, words, rng.TOKEN_STREAM)
-        return (math.sqrt(2) * torch.erfinv(2 * uniform - 1)).unflatten(-1, (steps + 1, -1))
+        return normal(uniform).unflatten(-1, (steps + 1, -1))
 
     def propose(self, state: MARState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]) -> MARProposal:
         (answer,), (query,) = outputs, queries

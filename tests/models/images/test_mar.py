@@ -20,8 +20,8 @@ from torch import Tensor
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.mar import MAR, PRESETS, MARModel, load_mar
 from paradec.protocol import decode
+from paradec.samplers.masked.continuous import left_after
 from paradec.samplers.masked.mar import MAR as Sampler
-from paradec.samplers.masked.mar import left_after
 
 TRACES = GOLDEN / "recap"
 SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}

@@ -230,7 +230,7 @@ def test_an_interrupt_keeps_what_there_is(model: MARModel) -> None:
         ({"negative_prompt": "a fox"}, ValueError, "tiny does not take negative_prompt"),
         ({"cache": "dual"}, ValueError, "cache='dual' has no meaning for sampler 'mar'"),
         ({"top_k": 3}, ValueError, "top_k=3 has no meaning for sampler 'mar'"),
-        ({"sampler": "threshold"}, ValueError, r"'threshold' is of family 'masked'; MAR \(mar or recap\) takes"),
+        ({"sampler": "threshold"}, ValueError, r"'threshold' is of family 'masked'; MAR \(mar, recap or cspd\) takes"),
         ({"sampler": paradec.samplers.create("recap")}, ValueError, "create.'mar', preset='recap'"),
         ({"sampler": 3}, TypeError, "sampler=3 must be a name"),
         ({"steps": 17}, ValueError, "steps=17 must be an integer from 1 to 16"),

@@ -1,0 +1,682 @@
+"""CSpD: replay of the public code on small models, its rule against plain loops, and what must hold for any models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import next_image
+from next_image import FOLDER, cases, checksum
+from safetensors.torch import load_file
+from torch import Tensor
+
+import paradec
+from paradec.models.images.continuous import ContinuousQuery, TokenLaw
+from paradec.models.images.kl import KLDecoder
+from paradec.models.images.mar import MAR, MARModel, solver
+from paradec.models.images.vq import VQConfig
+from paradec.protocol import Sampler, decode
+from paradec.samplers.masked.cspd import CounterDraws, CSpD, sections_of, verified
+
+ABSOLUTE, RELATIVE = 2e-4, 1e-3
+
+
+# ---- recorded runs --------------------------------------------------------------------------------------------------
+
+
+def recorded_model(name: str) -> MARModel:
+    sizes = json.loads((FOLDER / "cspd" / f"{name}.config.json").read_text())
+    module = MAR(
+        side=sizes["img_size"] // sizes["vae_stride"],
+        channels=sizes["vae_embed_dim"],
+        width=sizes["encoder_embed_dim"],
+        depth=sizes["encoder_depth"],
+        decoder_depth=sizes["decoder_depth"],
+        heads=sizes["encoder_num_heads"],
+        classes=sizes["class_num"],
+        buffer=sizes["buffer_size"],
+        head_depth=sizes["diffloss_d"],
+        head_width=sizes["diffloss_w"],
+        eps=sizes["layer_norm_eps"],
+    )
+    module.load_state_dict(load_file(FOLDER / "cspd" / f"{name}.safetensors"))
+    return MARModel(module, name=name)
+
+
+@dataclass
+class Recorded:
+    """The numbers of a recorded run: noise, and those of every verification in turn."""
+
+    start: Tensor
+    steps: Tensor
+    first: int
+    """The commit that is verified first."""
+    uniform: list[Tensor]
+    again: list[list[tuple[Tensor, Tensor]]]
+
+    @staticmethod
+    def of(case: dict[str, Any], arrays: dict[str, Tensor]) -> Recorded:
+        numbers = iter(arrays[name] for name, _, _ in case["draws"])
+        start, steps = next(numbers), next(numbers)
+        uniform, again = [], []
+        for step in case["steps"]:
+            if step["kind"] == "verify":
+                uniform.append(next(numbers))
+                again.append([(next(numbers), next(numbers)) for _ in range(step["verified"]["redraw_rounds"])])
+        assert next(numbers, None) is None
+        return Recorded(start, steps, sum(step["kind"] == "target" for step in case["steps"]), uniform, again)
+
+    def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
+        noise = torch.cat((self.start.unsqueeze(2), self.steps.flip(2)), 2)  # entry i is used at diffusion step i
+        assert noise.shape[2:] == (steps + 1, channels)
+        return noise[torch.arange(len(at)).unsqueeze(1), at]
+
+    def accept(self, commit: int, at: Tensor) -> Tensor:
+        return self.uniform[commit - self.first].view_as(at)
+
+    def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        return self.again[commit - self.first][number]  # of all tokens, row by row
+
+
+def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
+    return CSpD(
+        draft=draft,
+        num_draft=settings["num_draft"],
+        ratio=settings["ratio"],
+        inner_temperature=settings["inner_temperature"],
+        mended=False,
+        head_steps=settings["num_sampling_steps"],
+        temperature=settings["temperature"],
+        guidance_schedule=settings["cfg_schedule"],
+    )
+
+
+@pytest.mark.parametrize("name", cases("cspd", "cspd-"))
+def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of both models, what the heads say, every decision, and the final latent."""
+    case, arrays = next_image.case("cspd", name)
+    settings = case["settings"]
+    target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
+    sampler = sampler_of(settings, draft)
+    wild = float(arrays["latent"].abs().max()) > 100  # a chain of random networks that begins at the last step
+
+    def near(found: Tensor, expected: Tensor) -> None:
+        scale = max(1.0, float(expected.abs().max())) * RELATIVE if wild else ABSOLUTE
+        torch.testing.assert_close(found.double(), expected.double(), atol=scale, rtol=0)
+
+    def summed(found: Tensor, expected: list[float]) -> None:
+        atol = RELATIVE * max(1.0, expected[2]) if wild else ABSOLUTE
+        assert checksum(found) == pytest.approx(expected, abs=atol)
+
+    assert solver(sections_of(settings["num_sampling_steps"]))[0] == case["timestep_map"]
+    drafted: list[tuple[ContinuousQuery, Tensor]] = []
+    real = MARModel.__call__
+
+    def noted(self: MARModel, query: ContinuousQuery) -> Any:
+        answer = real(self, query)
+        if self is draft:
+            drafted.append((query, answer.tokens))
+        return answer
+
+    monkeypatch.setattr(MARModel, "__call__", noted)
+    state = sampler.start(
+        target,
+        settings["labels"],
+        steps=settings["num_iter"],
+        guidance_scale=settings["cfg"],
+        order=torch.tensor(case["orders"]),
+        draws=Recorded.of(case, arrays),
+    )
+    steps = iter(enumerate(case["steps"]))
+    while not state.done:
+        drafted.clear()
+        before = state.tokens
+        (query,) = sampler.query(state)
+        answer = target(query)
+        proposal = sampler.propose(state, [answer], [query])
+        index, step = next(steps)
+        for place, values in drafted:
+            assert step["kind"] == "draft" and place.wanted.tolist() == step["positions"]
+            known = place.tokens.shape[1] + place.wanted.shape[1]
+            assert max(state.order.shape[1] - known, 1) == step["unknown_after"]
+            before = before.scatter(1, place.wanted.unsqueeze(-1).expand_as(values), values.to(before.dtype))
+            summed(values, step["values"])
+            summed(before, step["tokens"])
+            index, step = next(steps)
+        assert step["kind"] == ("verify" if drafted else "target")
+        assert query.wanted.tolist() == step["positions"]
+        summed(answer.tokens, step["values"])
+        sampler.commit(state, proposal)
+        if drafted:
+            assert proposal.draft is not None and proposal.verdict is not None
+            for number, law in (("x1", proposal.draft), ("x2", proposal.target)):
+                near(law.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
+                near(law.std.flatten(0, 1), arrays[f"verify.{index}.{number}_std"])
+                near(law.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{number}_log_var"])
+            verdict, expected = proposal.verdict, step["verified"]
+            assert verdict.ratio.tolist() == pytest.approx(expected["ratio"], rel=2e-3, abs=1e-6)
+            assert verdict.log_sigma.exp().tolist() == pytest.approx(expected["Sigma"], rel=2e-3)
+            assert verdict.rounds == expected["redraw_rounds"]
+            near(verdict.values, arrays[f"verify.{index}.result"])
+        else:
+            near(state.tokens, before.scatter(1, query.wanted.unsqueeze(-1).expand_as(answer.tokens), answer.tokens))
+            summed(state.tokens, step["tokens"])
+    assert next(steps, None) is None
+    near(target.image(state.tokens), arrays["latent"])
+    assert state.nfe.tolist() == [case["target_calls"]] * len(settings["labels"])
+    assert state.draft_nfe.tolist() == [case["draft_calls"]] * len(settings["labels"])
+
+
+@pytest.mark.parametrize("name", cases("cspd", "rule-"))
+def test_replays_the_rule(name: str) -> None:
+    case, arrays = next_image.case("cspd", name)
+    draft, target = (
+        TokenLaw(arrays[f"{side}_mean"], arrays[f"{side}_std"], arrays[f"{side}_log_var"]) for side in ("x1", "x2")
+    )
+
+    def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return arrays["normal.redraw"][number][tokens], arrays["uniform.redraw"][number][tokens]
+
+    temperature = case["settings"]["inner_temperature"]
+    rest = (arrays["uniform.accept"], redraw, temperature, 100)
+    found = verified(draft.mean, draft, target, *rest, mended=False)
+    assert found.ratio.tolist() == pytest.approx(case["ratio"], rel=1e-4, abs=1e-6)
+    assert found.accepted.tolist() == [bool(entry) for entry in case["accepted"]] and found.rounds == case["rounds"]
+    assert [not settled for settled in found.settled.tolist()] == [bool(entry) for entry in case["zero"]]
+    torch.testing.assert_close(found.values.float(), arrays["result"], atol=ABSOLUTE, rtol=0)
+    # mended, tokens that settled keep their first value, and zeros are the target's own values
+    mended = verified(draft.mean, draft, target, *rest, mended=True)
+    assert torch.equal(mended.accepted, found.accepted) and torch.equal(mended.settled, found.settled)
+    assert torch.equal(mended.values[mended.accepted], draft.mean[mended.accepted].double())
+    assert torch.equal(mended.values[~mended.settled], target.mean[~mended.settled].double())
+
+
+# ---- the rule against plain loops -----------------------------------------------------------------------------------
+
+
+def density(y: list[float], mean: Tensor, std: Tensor) -> float:
+    return math.prod(
+        math.exp(-(((v - m) / s) ** 2) / 2) / s for v, m, s in zip(y, mean.tolist(), std.tolist(), strict=True)
+    )
+
+
+def plain(
+    token: int, draft: TokenLaw, target: TokenLaw, u: float, redraw: Any, inner: float, rounds: int
+) -> tuple[list[float], bool]:
+    """One token of the mended rule, by its formulas: its value, and whether the draft was accepted."""
+    x, (mq, sq), (mp, sp) = draft.mean[token].tolist(), *((law.mean[token], law.std[token]) for law in (draft, target))
+    sigma = math.exp(float((target.half_log_variance[token] - draft.half_log_variance[token]).sum()))
+    ratio = sigma * density(x, mp, sp * inner) / density(x, mq, sq * inner)
+    if ratio > u:
+        return x, True
+    for number in range(rounds):
+        noise, again = redraw(number, torch.tensor([token]))
+        y = (mp + sp * noise[0]).tolist()
+        p, q = density(y, mp, sp), density(y, mq, sq)
+        if again.item() < max(p - q / sigma, 0) / p:
+            return y, False
+    return mp.tolist(), False
+
+
+@pytest.mark.parametrize(("inner", "spread"), [(42.0, 1.0), (4.0, 0.3), (1.0, 0.3)])
+def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
+    """Whatever is drawn beside it: tokens are drawn again alone, and once."""
+    draw = torch.Generator().manual_seed(int(inner))
+    count, channels, rounds = 60, 3, 6
+
+    def normals(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    means = normals(count, channels)
+    draft = TokenLaw(means, normals(count, channels).mul(0.2).exp(), normals(count, channels) * 0.2)
+    target = TokenLaw(
+        means + spread * normals(count, channels), draft.std * normals(count, channels).mul(0.2).exp(),
+        draft.half_log_variance + normals(count, channels) * 0.2,
+    )  # fmt: skip
+    noise, again = normals(rounds, count, channels), torch.rand(rounds, count, generator=draw, dtype=torch.float64)
+    uniform = torch.rand(count, generator=draw, dtype=torch.float64)
+    asked: list[int] = []
+
+    def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(len(tokens))
+        return noise[number][tokens], again[number][tokens]
+
+    found = verified(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
+    assert asked == sorted(asked, reverse=True) and asked[0] == (~found.accepted).sum()
+    kinds = set()
+    for token in range(count):
+        values, accepted = plain(token, draft, target, float(uniform[token]), redraw, inner, rounds)
+        assert found.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
+        assert bool(found.accepted[token]) == accepted
+        kinds.add("accepted" if accepted else "drawn" if found.settled[token] else "its own")
+    assert kinds >= {"drawn", "its own"} and found.values.isfinite().all()
+
+
+def cdf(y: Tensor, mean: float, std: float) -> Tensor:
+    return 0.5 * (1 + torch.erf((y - mean) / (std * math.sqrt(2))))
+
+
+def distance(values: Tensor, expected: Tensor) -> float:
+    """Kolmogorov and Smirnov's, of sorted values, and what they should be the quantiles of."""
+    at = torch.arange(1, len(values) + 1) / len(values)
+    return float(torch.maximum((at - expected).abs(), (at - 1 / len(values) - expected).abs()).max())
+
+
+MQ, SQ, MP, SP = 0.0, 1.0, 0.8, 0.7
+
+
+def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
+    """Many tokens of one channel under the rule with T = 1."""
+    count = len(x)
+    draw = torch.Generator().manual_seed(3)
+    whole = torch.ones(count, 1, dtype=torch.float64)
+    draft = TokenLaw(whole * MQ, whole * SQ, whole * 0)
+    target = TokenLaw(whole * MP, whole * SP, whole * math.log(sigma))
+
+    def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(len(tokens), 1, generator=draw, dtype=torch.float64)
+        return noise, torch.rand(len(tokens), generator=draw, dtype=torch.float64)
+
+    uniform = torch.rand(count, generator=draw, dtype=torch.float64)
+    return verified(x, draft, target, uniform, redraw, 1.0, 200, mended)
+
+
+def test_one_dimension_has_the_target_s_law() -> None:
+    """Where drafts are drawn from their law, T = 1 and Sigma = 1: acceptance and redraws together make p, in the
+    mended form; accepted ones and redrawn ones each do not. 1 % level: 1.63 / sqrt(n)."""
+    count = 40_000
+    x = MQ + SQ * torch.randn(count, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = one_dimension(x, 1.0)
+    values = found.values[:, 0].sort().values
+    assert distance(values, cdf(values, MP, SP)) < 1.63 / math.sqrt(count)
+    assert found.settled.all() and 0.3 < found.accepted.double().mean() < 0.7
+    for part in (found.accepted, ~found.accepted):
+        values = found.values[part, 0].sort().values
+        assert distance(values, cdf(values, MP, SP)) > 0.05
+
+
+@pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
+def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
+    """A draft is the mean of its law: it is accepted with the ratio there, and a redrawn token is distributed as
+    (p - q / Sigma)+, integrated here."""
+    count = 40_000
+    found = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
+    ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
+    assert found.ratio.tolist() == pytest.approx([ratio] * count)
+    share = min(ratio, 1)
+    spread = 3 * math.sqrt(share * (1 - share) / count)
+    assert float(found.accepted.double().mean()) == pytest.approx(share, abs=spread + 1e-12)
+    grid = torch.linspace(-6, 7, 20_001, dtype=torch.float64)
+    p = torch.exp(-(((grid - MP) / SP) ** 2) / 2) / SP
+    q = torch.exp(-(((grid - MQ) / SQ) ** 2) / 2) / SQ
+    cumulated = (p - q / sigma).clamp(min=0).cumsum(0)
+    drawn = found.values[~found.accepted & found.settled, 0].sort().values
+    expected = (cumulated / cumulated[-1])[torch.searchsorted(grid, drawn).clamp(max=len(grid) - 1)]
+    assert len(drawn) > 3000 and distance(drawn, expected) < 1.63 / math.sqrt(len(drawn))
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 1, "heads": 2, "classes": 10, "buffer": 4}
+SIZES |= {"head_depth": 1, "head_width": 16}
+
+
+def make(seed: int, dtype: torch.dtype = torch.float64, **sizes: int) -> MARModel:
+    torch.manual_seed(seed)
+    module = MAR(**(SIZES | sizes)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    # a head that stays near the noise that it is given
+    torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
+    return MARModel(module.to(dtype), name=f"mar-{seed}")
+
+
+@pytest.fixture(scope="module")
+def model() -> MARModel:
+    return make(0)
+
+
+@pytest.fixture(scope="module")
+def draft() -> MARModel:
+    return make(1, width=8, head_width=8)
+
+
+@pytest.fixture(scope="module")
+def near(model: MARModel) -> MARModel:
+    """The model with a little noise: p and q overlap, though the last step's deviations are small."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(5)
+    for parameter in other.module.parameters():
+        parameter.data += 0.0001 * torch.randn_like(parameter)
+    return other
+
+
+def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) -> Any:
+    given = {"steps": 8, "guidance_scale": 2.0, "seed": 4} | request
+    return decode(sampler, model, sampler.start(model, list(labels), **given))
+
+
+def test_the_schedule(draft: MARModel, model: MARModel) -> None:
+    """The steps of the model come first, a verification at multiples of `num_draft` and at the last step; 17 calls of
+    the model at the published settings."""
+    for steps, num_draft, ratio, expected in (
+        (8, 3, 0.15, [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]),
+        (8, 3, 0.0, [(0, 1), (1, 4), (4, 7), (7, 8)]),
+        (4, 1, 0.25, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (5, 9, 0.0, [(0, 1), (1, 5)]),
+        (1, 8, 0.15, [(0, 1)]),
+    ):
+        state = CSpD(draft, num_draft, ratio).start(model, 1, steps=steps)
+        assert [(call.start, call.stop) for call in state.calls] == expected
+        assert state.targets == 1 + math.floor(ratio * steps)
+        assert state.left[-1] == 0 and state.left[0] == 16 and len(state.left) == len(expected) + 1
+    published = CSpD(make(1, side=16)).start(make(0, side=16), 1)
+    assert len(published.calls) == 17 and published.targets == 10
+
+
+def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
+    """A verification of one step sees what the draft saw, so all drafts are accepted, as they are."""
+    own = run(CSpD(ratio=1, head_steps="4,1"), model)
+    both = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
+    torch.testing.assert_close(both.tokens, own.tokens, atol=1e-10, rtol=1e-10)
+    assert own.nfe.tolist() == both.nfe.tolist() == [8, 8]
+    assert own.draft_nfe.tolist() == [0, 0] and both.draft_nfe.tolist() == [7, 7]
+    assert own.row_forwards.tolist() == [16, 16] and own.forwarded_tokens.tolist() == [16 * 16] * 2
+
+
+def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, draft: MARModel) -> None:
+    """By a plain loop over the model's own positions of every call: what the drafts cost nothing of is gained."""
+    sampler = CSpD(draft, num_draft=3, head_steps="4,1", inner_temperature=1e-9, max_rounds=0)
+    state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=4)
+    order, draws, tokens = state.order, state.draws, torch.zeros(2, 16, 4, dtype=torch.float64)
+    unknown = [16, 15, 14, 13, 11, 8, 6, 3, 0]
+    labels = torch.tensor([3, 1, 10, 10])
+    for begin, stop in ((0, 1), (1, 2), (2, 4), (4, 7), (7, 8)):
+        known = order[:, unknown[begin] :].sort(-1).values
+        at = order[:, unknown[stop] : unknown[begin]].sort(-1).values
+        shown = tokens.gather(1, known.unsqueeze(-1).expand(-1, -1, 4))
+        every = torch.arange(16).expand(4, 16)
+        with torch.no_grad():
+            encoded, _ = model.module.encode(shown.repeat(2, 1, 1), known.repeat(2, 1), labels)
+            decoded, _ = model.module.decode(encoded, known.repeat(2, 1), every)
+            z = decoded.gather(1, at.repeat(2, 1).unsqueeze(-1).expand(-1, -1, 16)).flatten(0, 1)
+            scale = 1 + (2.0 - 1) * (16 - max(unknown[stop], 1)) / 16
+            drawn = model.module.diffloss.law(z, draws.chain(at, 5, 4).flatten(0, 1), 1.0, scale, (4, 1)).mean
+        tokens.scatter_(1, at.unsqueeze(-1).expand(-1, -1, 4), drawn.view(2, -1, 4))
+    decode(sampler, model, state)
+    torch.testing.assert_close(state.tokens, tokens, atol=1e-10, rtol=1e-10)
+    assert state.nfe.tolist() == [5, 5] and state.draft_nfe.tolist() == [6, 6]
+
+
+def test_a_run_has_all_kinds_of_tokens(model: MARModel, near: MARModel) -> None:
+    kinds, scores = set(), []
+
+    def note(state: Any, commit: Any) -> None:
+        if commit.scores is not None:
+            scores.extend(commit.scores.flatten().tolist())
+
+    for scale in (1.0, 2.0):
+        sampler = CSpD(near, num_draft=3, head_steps="4,1", inner_temperature=0.5, max_rounds=1)
+        state = sampler.start(model, [3, 1, 2], steps=8, guidance_scale=scale, seed=4)
+        while not state.done:
+            proposal = sampler.step(model, state)
+            verdict = proposal.verdict
+            if verdict is not None:
+                kinds |= {"accepted"} if verdict.accepted.any() else set()
+                kinds |= {"drawn"} if (verdict.settled & ~verdict.accepted).any() else set()
+                kinds |= {"its own"} if not verdict.settled.all() else set()
+            note(state, sampler.commit(state, proposal))
+        assert not (state.tokens == 0).all(-1).any()
+    assert kinds == {"accepted", "drawn", "its own"} and all(0 <= score <= 1 for score in scores)
+
+
+def test_a_step_changes_nothing_and_proposals_go_stale(model: MARModel, near: MARModel) -> None:
+    sampler = CSpD(near, num_draft=3, head_steps="3,1")
+    state = sampler.start(model, [2, 4], steps=8, guidance_scale=1.5, seed=3)
+    while not state.done:
+        before, stream = state.tokens.clone(), torch.get_rng_state()
+        first, again = sampler.step(model, state), sampler.step(model, state)
+        assert torch.equal(first.values, again.values) and torch.equal(first.positions, again.positions)
+        assert torch.equal(state.tokens, before) and torch.equal(torch.get_rng_state(), stream)
+        assert state.index == state.commits == state.nfe[0]
+        commit = sampler.commit(state, again)
+        changed = (state.tokens != before).any(-1)
+        assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
+        with pytest.raises(ValueError, match="made from an earlier state"):
+            sampler.commit(state, first)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_row_alone_is_the_same(model: MARModel, near: MARModel, scale: float) -> None:
+    """With a seed of its own; in the published form the last row decides how often the first is drawn again."""
+    labels, seeds, sampler = [2, 4, 2], [5, 6, 7], CSpD(near, num_draft=4, head_steps="4,1", inner_temperature=0.5)
+    state = run(sampler, model, labels, seed=seeds, guidance_scale=scale)
+    for row, (label, seed) in enumerate(zip(labels, seeds, strict=True)):
+        alone = run(sampler, model, [label], seed=[seed], guidance_scale=scale)
+        torch.testing.assert_close(state.tokens[row], alone.tokens[0], atol=1e-9, rtol=1e-9)
+    published = replace(sampler, mended=False)
+    both = run(published, model, labels, seed=seeds, guidance_scale=scale)
+    alone = [run(published, model, [label], seed=[seed], guidance_scale=scale) for label, seed in zip(labels, seeds)]
+    assert (torch.cat([single.tokens for single in alone]) - both.tokens).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0, 0.1])
+def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -> None:
+    """At 0 the result is the model's own draw of every verification, which needs no draft."""
+    sampler = CSpD(near, num_draft=3, head_steps="4,1", temperature=temperature)
+    state = run(sampler, model)
+    assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()
+    own = run(replace(sampler, inner_temperature=1e-9, max_rounds=0), model)
+    assert torch.equal(state.tokens, own.tokens) == (temperature == 0)
+    with pytest.raises(ValueError, match="temperature=0 needs mended=True"):
+        CSpD(near, temperature=0, mended=False)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
+def test_narrow_types(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    model, draft = make(0, dtypes[0]), make(1, dtypes[1], width=8, head_width=8)
+    state = run(CSpD(draft, num_draft=3, head_steps="4,1"), model)
+    assert state.tokens.dtype == torch.float32 and state.tokens.isfinite().all()
+
+
+def test_one_row_one_step_and_one_position_a_step(model: MARModel, near: MARModel) -> None:
+    for steps in (1, 16):
+        state = run(CSpD(near, head_steps="2,1"), model, [9], steps=steps, guidance_scale=1.0)
+        assert state.done and (state.tokens != 0).all()
+        assert state.row_forwards.tolist() == state.nfe.tolist()
+
+
+def test_contexts(model: MARModel, near: MARModel) -> None:
+    sampler = CSpD(near, num_draft=3, head_steps="3,1")
+    expected = run(sampler, model).tokens
+    with torch.inference_mode():
+        state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=4)
+    while not state.done:
+        sampler.commit(state, sampler.step(model, state))  # outside, where gradients are on
+    assert torch.equal(state.tokens, expected) and not state.tokens.requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(sampler, model).tokens.isfinite().all()
+
+
+def test_threads_copies_and_pickles(model: MARModel, near: MARModel) -> None:
+    sampler = CSpD(near, num_draft=3, head_steps="3,1")
+    expected = [run(sampler, model, seed=seed).tokens for seed in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda seed: run(sampler, model, seed=seed % 2).tokens, range(4)))
+    assert all(torch.equal(tokens, expected[seed % 2]) for seed, tokens in enumerate(made))
+    state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=0)
+    for _ in range(3):
+        sampler.commit(state, sampler.step(model, state))
+    for twin_of in (copy.deepcopy, lambda what: pickle.loads(pickle.dumps(what))):
+        method, other, begun = twin_of(sampler), twin_of(model), twin_of(state)
+        assert method.draft is not near and method.draft.module is not near.module
+        decode(method, other, begun)
+        assert torch.equal(begun.tokens, expected[0]) and begun.draft_nfe.tolist() == [6, 6]
+    assert state.index == 3
+
+
+def test_it_is_written_without_its_draft_model(near: MARModel) -> None:
+    sampler = CSpD(near, head_steps="10,1", mended=False)
+    data = json.loads(json.dumps(sampler.to_dict()))
+    assert data.pop("draft") == near.facts.name
+    assert Sampler.from_dict(data) == replace(sampler, draft=None)
+    with pytest.raises(ValueError, match="sampler='cspd' has a drafter, .*, which cannot be saved"):
+        paradec.Request(sampler=sampler).save("nowhere.json")
+
+
+# ---- the doors ------------------------------------------------------------------------------------------------------
+
+
+def images(model: MARModel, **request: Any) -> Any:
+    given = {"class_labels": [1, 2], "steps": 8, "seed": 0, "output_type": "latent", "guidance_scale": 2.0}
+    return paradec.generate_images(model, **(given | request))
+
+
+def test_generate_images(model: MARModel, near: MARModel) -> None:
+    """What both models spent; a trace says when each token was final; the temperature is the request's."""
+    sampler = paradec.samplers.create("cspd", draft=near, num_draft=3, head_steps="3,1")
+    out = images(model, sampler=sampler, trace=True)
+    state = run(sampler, model, [1, 2], seed=0)
+    assert torch.equal(out.tokens, state.tokens) and out.images.shape == (2, 4, 4, 4)
+    assert (out.nfe, out.row_nfe, out.draft_nfe, out.row_forwards) == (5, [5, 5], [6, 6], 20)
+    assert out.accepted.shape == (5, 2) and out.accepted[:, 0].tolist() == [1, 1, 3, 8, 3]
+    assert out.trace.replay() == out.tokens.tolist() and (out.steps >= 0).all()
+    for index in range(5):
+        assert ((out.steps == index).sum((1, 2)) == out.accepted[index]).all()
+    cool = images(model, sampler=sampler, temperature=0.5).tokens
+    assert torch.equal(cool, images(model, sampler=replace(sampler, temperature=0.5)).tokens)
+    assert not torch.equal(cool, out.tokens)
+
+
+def test_an_interrupt_keeps_what_there_is(model: MARModel, near: MARModel) -> None:
+    def stop(state: Any, commit: Any) -> None:
+        if state.index == 3:
+            raise KeyboardInterrupt
+
+    sampler = paradec.samplers.create("cspd", draft=near, num_draft=3, head_steps="3,1")
+    with pytest.raises(paradec.Interrupted) as raised:
+        images(model, sampler=sampler, callback=stop, trace=True)
+    found = raised.value.output
+    assert found.images is None and found.row_nfe == [3, 3] and found.draft_nfe == [2, 2]
+    assert (found.steps >= 0).sum() == found.accepted.sum() == 2 * 5
+
+
+VAE = {"channels": 32, "channel_mult": (1, 1), "res_blocks": 1, "attention": False, "z_channels": 4}
+
+
+def with_vae(model: MARModel, seed: int) -> MARModel:
+    torch.manual_seed(seed)
+    return MARModel(model.module, KLDecoder(VQConfig(**VAE)), name=f"{model.facts.name}-{seed}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"side": 5}, "draft mar-1 has 25 tokens, mar-0 16; a draft model has as many"),
+        ({"channels": 3}, "draft mar-1 has 3 channels, mar-0 4"),
+        ({"classes": 9}, "draft mar-1 has 9 classes, mar-0 10"),
+    ],
+)
+def test_draft_models_that_do_not_fit(model: MARModel, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CSpD(make(1, **sizes)).start(model, [1])
+
+
+def test_draft_models_of_other_pictures(model: MARModel, draft: MARModel) -> None:
+    first, same, other = with_vae(model, 0), with_vae(draft, 0), with_vae(draft, 1)
+    for fits in (same, draft):
+        assert CSpD(fits).start(first, [1], steps=4).index == 0
+    with pytest.raises(ValueError, match="draft mar-1-1 has another VAE than mar-0-0"):
+        CSpD(other).start(first, [1], steps=4)
+    with pytest.raises(ValueError, match=r"draft is needed: .*create\('cspd', draft=a smaller MAR\)"):
+        images(model, sampler="cspd")
+    with pytest.raises(TypeError, match="draft of 'cspd' takes a model of continuous image tokens"):
+        CSpD(paradec.load("digits-maskgit"))
+    with pytest.raises(ValueError, match="draft='mar_base' must be a smaller MAR"):
+        CSpD("mar_base")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_draft": 0}, "num_draft=0 must be an integer"),
+        ({"ratio": 1.1}, r"ratio=1.1 must be a number in \[0, 1\]"),
+        ({"inner_temperature": 0}, "inner_temperature=0 must be a number"),
+        ({"mended": 1}, "mended=1 must be True or False"),
+        ({"max_rounds": -1}, "max_rounds=-1 must be an integer"),
+        ({"temperature": -1}, "temperature=-1 must be a number"),
+        ({"head_steps": 0}, "head_steps=0 must be an integer from 1 to 1000"),
+        ({"head_steps": "10,0"}, "head_steps='10,0' must be an integer, or several by commas"),
+        ({"head_steps": ""}, "head_steps='' must be"),
+        ({"head_steps": (10, 1.5)}, r"head_steps=\(10, 1.5\) must be"),
+        ({"head_steps": "501,1"}, "head_steps='501,1' must be"),
+        ({"head_steps": "ddim50"}, "head_steps='ddim50' must be"),
+        ({"guidance_schedule": "cosine"}, "unknown guidance_schedule: 'cosine'"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CSpD(**settings)
+
+
+@pytest.mark.parametrize("which", ["model", "draft model"])
+def test_numbers_that_are_not_finite_are_named(which: str, near: MARModel) -> None:
+    model = make(0)
+    broken = copy.deepcopy(near) if which == "draft model" else model
+    sampler = CSpD(broken if which == "draft model" else near, head_steps="2,1", ratio=0)
+    state = sampler.start(model, [1], steps=4, seed=0)
+    sampler.commit(state, sampler.step(model, state))
+    before = state.tokens.clone()
+    broken.module.diffloss.net.final_layer.linear.weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=f"the {which} returned NaN or infinite tokens at steps 1 to 3"):
+        sampler.commit(state, sampler.step(model, state))
+    assert state.index == 1 and torch.equal(state.tokens, before) and state.draft_nfe.tolist() == [0]
+
+
+@pytest.mark.parametrize("sections", [(4,), (1,), (3, 1), (10, 1), (2, 2, 3), (1000,)])
+def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
+    """So many in each part, the first and the last of a part among them where there are two."""
+    times, table = solver(sections)
+    assert times == sorted(set(times)) and all(len(column) == len(times) for column in table.values())
+    edges = [round(1000 * part / len(sections)) for part in range(len(sections) + 1)]
+    if 1000 % len(sections):
+        edges = [0, 334, 667, 1000]
+    for low, high, count in zip(edges, edges[1:], sections, strict=False):
+        inside = [time for time in times if low <= time < high]
+        assert len(inside) == count and inside[0] == low and (count == 1 or inside[-1] == high - 1)
+    assert sections_of(",".join(map(str, sections))) == sections_of(sections) == sections
+    assert CSpD(head_steps=list(sections)) == CSpD(head_steps=sections)
+
+
+def test_noise_belongs_to_a_position() -> None:
+    """The heads' noise has no other name; what accepts belongs to a commit too, what redraws to its round as well."""
+    draws = CounterDraws(torch.tensor([[1, 2], [3, 4]]), 16)
+    at = torch.tensor([[0, 3, 7], [3, 7, 9]])
+    chain = draws.chain(at, 5, 4)
+    assert torch.equal(chain[:, 1:2], draws.chain(at[:, 1:2], 5, 4)) and chain.shape == (2, 3, 6, 4)
+    rows, positions = torch.tensor([0, 0, 1]), torch.tensor([3, 7, 3])
+    found = {}
+    for commit in range(2):
+        accept = draws.accept(commit, at)
+        assert torch.equal(accept[:, 2:], draws.accept(commit, at[:, 2:]))
+        found[commit] = accept.flatten().tolist()
+        for number in range(3):
+            normals, uniforms = draws.redraw(commit, number, rows, positions, 4)
+            assert torch.equal(normals[1:], draws.redraw(commit, number, rows[1:], positions[1:], 4)[0])
+            found[commit, number] = normals.flatten().tolist() + uniforms.tolist()
+    every = [number for numbers in found.values() for number in numbers] + chain.flatten().tolist()
+    assert len(set(every)) == len(every) == 2 * (6 + 3 * 15) + chain.numel()
+
+
+def test_progress(model: MARModel, near: MARModel) -> None:
+    seen = []
+    sampler = CSpD(near, num_draft=3, head_steps="2,1")
+    images(model, sampler=sampler, callback=lambda state, commit: seen.append(state.progress))
+    assert seen == [(2, 32), (4, 32), (10, 32), (26, 32), (32, 32)]
