@@ -140,7 +140,8 @@ class CanvasState:
     generator: torch.Generator | None
     """The caller's, for `rng="reference"`."""
     suppressed: Tensor | None
-    """[S] int64 ids that are never proposed, beside the mask id; None when there are none."""
+    """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
+    own, filled up with the mask id."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     length: Numbers

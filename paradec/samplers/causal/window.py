@@ -68,10 +68,10 @@ class JacobiSampler(ChainSampler):
             raise ValueError(f"init={self.init!r} needs a grid; text has no rows: use 'random' or a horizontal init")
         return super()._new_tokens(model, grid, new)
 
-    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        specs = super()._memory(width, dtype)
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        specs = super()._memory(dtype)
         if self.refresh == "gumbel":
-            specs["noise"] = MemorySpec((width, "vocab"), dtype, reset="sequence")
+            specs["noise"] = MemorySpec(("slot", "vocab"), dtype, reset="sequence")
         if self.init.startswith("sample"):
             specs["best"] = MemorySpec(("position",), torch.int64, -1, reset="sequence")
         return specs
