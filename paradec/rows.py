@@ -1,9 +1,9 @@
 """Rows that leave a batch and rows that take their place: what states, stores and memories do this with.
 
-Everything that a state keeps for each of its rows is an array on the host or a tensor, with the rows along one axis; some
-have a column for every position of the canvas besides. `taken` picks rows, `put` replaces them, `fitted` changes the
-number of columns. What keeps rows in another form (a cache's record, a stop rule) has methods `taken(rows, columns)` and
-`put(slots, other)` of its own.
+Everything that a state keeps for each of its rows is an array on the host or a tensor, with the rows along one axis;
+some have a column for every position of the canvas besides. `taken` picks rows, `put` replaces them, `fitted` changes
+the number of columns. What keeps rows in another form (a cache's record, a stop rule) has methods `taken(rows,
+columns)` and `put(slots, other)` of its own.
 """
 
 from __future__ import annotations
