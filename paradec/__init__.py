@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paradec.hf import hf_generate
     from paradec.hooks.session import accelerate
     from paradec.images import generate_images
+    from paradec.many import generate_many
     from paradec.models.checkpoint import CheckpointError
     from paradec.models.eagle import load_drafter
     from paradec.models.loading import load
@@ -57,6 +58,7 @@ __all__ = [
     "decode",
     "generate",
     "generate_images",
+    "generate_many",
     "hf_generate",
     "infill",
     "load",
@@ -80,6 +82,7 @@ LATER = {
     "decode": "paradec.protocol",
     "generate": "paradec.generate",
     "generate_images": "paradec.images",
+    "generate_many": "paradec.many",
     "hf_generate": "paradec.hf",
     "infill": "paradec.generate",
     "load": "paradec.models.loading",

@@ -140,7 +140,8 @@ class CanvasState:
     generator: torch.Generator | None
     """The caller's, for `rng="reference"`."""
     suppressed: Tensor | None
-    """[S] int64 ids that are never proposed, beside the mask id; None when there are none."""
+    """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
+    own, filled up with the mask id."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     length: Numbers
@@ -194,6 +195,8 @@ class CanvasState:
     """[B, L]: the position of every entry of the canvas."""
     level: bool
     """Whether all rows have one length."""
+    most_calls: int = 3
+    """Calls of one kind that a step may make, so that rows of unequal lengths are not padded far."""
     pads: bool
     """Whether the model takes rows of several lengths in one call."""
     reuses: bool

@@ -88,6 +88,12 @@ class Output:
     """Forward calls of the model that drafts, for each row; None where there is none."""
     logprobs: LogProbs | None = None
     """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
+    index: int | None = None
+    """From `generate_many`: which prompt this answers, from 0."""
+    id: Any = None
+    """From `generate_many`: what the caller named the prompt."""
+    error: Exception | None = None
+    """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
 
     @property
     def nfe(self) -> int:
@@ -209,13 +215,13 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
             kept = state.kept_prefix(model)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
-        stopped.output = _output(model, state, prompts, time.perf_counter() - begin)
+        stopped.output = output_of(model, state, prompts, time.perf_counter() - begin)
         if race is not None:
             stopped.output = _of_row(stopped.output, _first(state))
         raise stopped from interrupt
     if state.canvas.is_cuda:
         torch.cuda.synchronize(state.canvas.device)
-    output = _output(model, state, prompts, time.perf_counter() - begin)
+    output = output_of(model, state, prompts, time.perf_counter() - begin)
     output.prefix = kept
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
@@ -360,8 +366,8 @@ def _of_row(output: Output, row: int) -> Output:
     return replace(output, **changes, race_winner=row)
 
 
-def _output(model: Any, state: TextState, prompts: Prompts, seconds: float) -> Output:
-    """Read the canvas: rows that start at 0 become rows that end at the same column, padded on the left."""
+def output_of(model: Any, state: TextState, prompts: Prompts, seconds: float) -> Output:
+    """Read the canvas of a state: rows that start at 0 become rows that end at the same column, padded on the left."""
     facts, width = state.facts, int(state.asked.max())
     ids, given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
     column, length, end = torch.arange(width), _column(state.asked), _column(state.end)
@@ -413,6 +419,8 @@ def _plain(value: Any) -> Any:
     """A field of an output as data that JSON can hold."""
     if isinstance(value, Tensor):
         return value.tolist()
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {value}"
     if hasattr(value, "to_dict"):
         return value.to_dict()
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec import rows as of_rows
+
 CHUNK = 2**23
 """Logits that are held in float32 at a time."""
 
@@ -101,6 +103,8 @@ class StepLogProbs:
 
 
 NAMES = ("chosen", "best", "best_tokens")
+FILLS = (math.nan, math.nan, -1, -1)
+"""What stands in these and in `LogProbs.step` where nothing was decided."""
 
 
 def _finite(value: float) -> float | None:
@@ -167,6 +171,19 @@ class LogProbs:
         nan = torch.nan
         best, tokens = moved(self.best, nan), moved(self.best_tokens, -1)
         return LogProbs(moved(self.chosen, nan), best, tokens, moved(self.step, -1))
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> LogProbs:
+        """A copy of the `rows` [N] alone, with so many columns."""
+        found = [of_rows.taken(getattr(self, name), rows) for name in (*NAMES, "step")]
+        if columns is not None:
+            found = [of_rows.fitted(each, columns, fill) for each, fill in zip(found, FILLS, strict=True)]
+        return LogProbs(*found)
+
+    def put(self, slots: np.ndarray, other: LogProbs) -> None:
+        """Replace the rows `slots` [N] by those of another request, which has as many columns at most."""
+        wide = other.taken(np.arange(len(slots)), self.chosen.shape[1])
+        for name in (*NAMES, "step"):
+            of_rows.put(getattr(self, name), slots, getattr(wide, name))
 
     def row(self, row: int) -> LogProbs:
         """Those of one row, [1, ...]."""

@@ -42,6 +42,8 @@ class Prompts:
     """How many equal rows stand before each, those of other batches included; None where this is the only batch."""
     images: list[Tensor | None] | None = None
     """What stands at the image tokens of each row, [N, D], on models that read images."""
+    among: bool = False
+    """Whether they join rows that are being decoded already (`paradec.batching`)."""
 
     def repeated(self, times: int) -> Prompts:
         """Every row `times` times, copies side by side."""

@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec import rows as of_rows
 from paradec.checks import check_choice, check_model
 from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.registry import Registry, present_settings
@@ -331,6 +332,50 @@ class Memory:
                     shape[axis] = size - shape[axis]
                     self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
 
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Memory:
+        """A copy that has the `rows` [N] alone, with so many positions."""
+        other = object.__new__(Memory)
+        other.specs, other.tensors = dict(self.specs), {}
+        for name, tensor in self.tensors.items():
+            found = of_rows.taken(tensor, rows)
+            for axis, dim in enumerate(self.specs[name].dims, start=1):
+                if dim == "position" and columns is not None:
+                    found = of_rows.fitted(found, columns, self.specs[name].fill, axis)
+            other.tensors[name] = found
+        return other
+
+    def put(self, slots: np.ndarray, other: Memory) -> None:
+        """Replace the rows `slots` [N] by those of another request of the same method, whose dimensions are as large at
+        most; what that one has not begun to remember starts from its fill value."""
+        for name, spec in other.specs.items():
+            if name not in self.specs:  # known once a step has been taken
+                shape = other.tensors[name].shape[1:]
+                self.specs[name] = spec
+                rows = len(next(iter(self.tensors.values())))
+                self.tensors[name] = other.tensors[name].new_full((rows, *shape), spec.fill)
+        for name, spec in self.specs.items():
+            own = self.tensors[name].clone()  # proposals and copies may still hold the old one
+            index = torch.as_tensor(slots, device=own.device)
+            own.index_fill_(0, index, spec.fill)
+            if name in other:
+                part = own
+                for axis, size in enumerate(other[name].shape[1:], start=1):
+                    part = part.narrow(axis, 0, size)
+                part.index_copy_(0, index, other[name].to(own.dtype))
+            self.tensors[name] = own
+
+    def size(self, dim: str) -> int:
+        """Of the dimensions called `dim`, the largest; 0 without any."""
+        sizes = [0]
+        for name, spec in self.specs.items():
+            sizes += [self.tensors[name].shape[axis] for axis, own in enumerate(spec.dims, start=1) if own == dim]
+        return max(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 @dataclass
 class State:
@@ -385,6 +430,34 @@ class State:
     def cache_advice(self) -> str | None:
         """Why the cache cannot win for this request, if it cannot."""
         return None
+
+    # ---- rows that come and go ------------------------------------------------------------------------------------
+
+    def fixed(self) -> str | None:
+        """Why rows cannot leave this state and others take their place; None where they can."""
+        return f"{type(self).__name__} does not give its rows away"
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
+        """A copy that has the `rows` [N] alone, in this order, with so many positions; a row may stand there several
+        times."""
+        raise NotImplementedError
+
+    def put(self, slots: np.ndarray, other: Self) -> None:
+        """Replace the rows `slots` [N] by all rows of the state of another request, which is alike but for its rows.
+        The prompts that were there have left the batch; what other rows decode does not change."""
+        raise NotImplementedError
+
+    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
+        """Let `rows` [N] go on no further. wipe: whether what they have stored may hold NaN, which spreads."""
+        raise NotImplementedError
+
+    def final(self, rows: np.ndarray) -> np.ndarray:
+        """[N] int64: the position up to which all of each row is final, and stays so."""
+        raise NotImplementedError
+
+    def extent(self, rows: np.ndarray) -> int:
+        """Columns that `rows` [N] need."""
+        raise NotImplementedError
 
     def check_current(self, proposal: Proposal | LatentProposal) -> None:
         """Raise ValueError if `proposal` was made before another commit."""
@@ -495,6 +568,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [plain(entry) for entry in value]
     return value
+
+
+class NotFinite(FloatingPointError):
+    """The model returned NaN or infinite logits. Nothing of the step has been written."""
+
+    def __init__(self, message: str, rows: np.ndarray):
+        super().__init__(message)
+        self.rows = rows
+        """[N] int64: the state's rows that it returned them for; the others' answers were sound."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.rows)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from paradec import rows as of_rows
 from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_int
 
@@ -114,7 +116,8 @@ class Cache:
         raise NotImplementedError
 
     def begin(self, state: CanvasState) -> Any:
-        """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it."""
+        """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it. Batches
+        that are refilled take an array or tensor of B rows, or what is `paradec.rows.Rows`."""
         return None
 
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
@@ -229,6 +232,19 @@ class ChangeLog:
         self.changed_at[rows, positions] = np.where(changed, state.row_step[rows], self.changed_at[rows, positions])
         self.canvas[rows, positions] = tokens
 
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> ChangeLog:
+        """A copy of the `rows` [N] alone, with so many columns."""
+        other = copy.copy(self)
+        size = self.canvas.shape[1] if columns is None else columns
+        other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
+        other.changed_at = of_rows.fitted(self.changed_at[rows], size, -1)
+        return other
+
+    def put(self, slots: np.ndarray, other: ChangeLog) -> None:
+        """Replace the rows `slots` [N] by those of another request, which has as many columns at most."""
+        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
+        self.canvas[slots], self.changed_at[slots] = wide.canvas, wide.changed_at
+
     def undecided(self, rows: np.ndarray) -> np.ndarray:
         """[N, L] bool."""
         return self.canvas[rows] == self.mask_id
@@ -264,7 +280,7 @@ def spans(
     """
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[chosen]])
-    groups = buckets(stop - start, exact=not state.pads, most=most)
+    groups = buckets(stop - start, exact=not state.pads, most=min(most, state.most_calls))
     if multiple == 1:
         return [Part.span(chosen[g], start[g], stop[g], kind) for g in groups]
     return [
@@ -278,7 +294,7 @@ def subsets(state: CanvasState, chosen: np.ndarray, needed: np.ndarray, most: in
     if state.reuses:
         needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[chosen], None])
     sizes = needed.sum(1)
-    groups = buckets(sizes, exact=not state.pads, most=most)
+    groups = buckets(sizes, exact=not state.pads, most=min(most, state.most_calls))
     if multiple == 1:
         return [Part.subset(chosen[g], needed[g]) for g in groups]
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from paradec import rows as of_rows
 from paradec.caches.kept import KeptPrefix, SharedPrefix
 from paradec.protocol import Query
 
@@ -238,6 +239,45 @@ class KeyValueStore(Cache):
         gone = torch.arange(self.slots + 1, device=first.device) >= first.unsqueeze(1)
         self.token_at_write[index] = self.token_at_write[index].masked_fill(gone, -1)
         self._filled_to[rows] = np.minimum(self._filled_to[rows], slots)
+
+    def taken(self, rows: np.ndarray, length: int | None = None) -> KeyValueStore:
+        """A copy that has the `rows` [N] alone, in this order (a row may stand there several times), with so many
+        positions; of a store without a shared prefix."""
+        assert self.shared is None and not self.start
+        other = KeyValueStore(len(rows), length or self.length, self.token_at_write.device, self.dtype)
+        size = min(self.slots, other.slots)
+        for name in ("token_at_write", "step_at_write"):
+            getattr(other, name)[:, :size] = of_rows.taken(getattr(self, name)[:, :size], rows)
+        for own, copies in ((self.layer_keys, other.layer_keys), (self.layer_values, other.layer_values)):
+            for layer, tensor in own.items():
+                copies[layer] = tensor.new_zeros((len(rows), other.slots + 1, *tensor.shape[2:]))
+                copies[layer][:, :size] = of_rows.taken(tensor[:, :size], rows)
+        other._filled_to, other._loaded = np.minimum(self._filled_to[rows], size), np.minimum(self._loaded[rows], size)
+        other.peak_bytes = max(self.peak_bytes, other.nbytes)
+        return other
+
+    def put(self, slots: np.ndarray, other: KeyValueStore) -> None:
+        """Replace the rows `slots` [N] by all rows of another store, which has as many positions at most."""
+        assert self.shared is None and other.shared is None and not other.start
+        index, size = torch.as_tensor(slots, device=self.token_at_write.device), other.slots
+        for name in ("token_at_write", "step_at_write"):
+            getattr(self, name).index_fill_(0, index, -1)
+            getattr(self, name)[:, :size].index_copy_(0, index, getattr(other, name)[:, :size])
+        for own, new in ((self.layer_keys, other.layer_keys), (self.layer_values, other.layer_values)):
+            for layer, tensor in new.items():
+                if layer not in own:
+                    own[layer] = tensor.new_zeros((self.rows, self.slots + 1, *tensor.shape[2:]))
+                of_rows.put(own[layer][:, :size], slots, tensor[:, :size])
+        self._filled_to[slots], self._loaded[slots] = other._filled_to, other._loaded
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def wipe(self, rows: np.ndarray) -> None:
+        """Empty `rows` [N], and overwrite what they hold: hidden values are multiplied by 0, and NaN stays NaN."""
+        for layers in (self.layer_keys, self.layer_values):
+            for tensor in layers.values():
+                tensor.index_fill_(0, torch.as_tensor(rows, device=tensor.device), 0)
+        self.token_at_write.index_fill_(0, torch.as_tensor(rows, device=self.token_at_write.device), -1)
+        self._filled_to[rows] = self._loaded[rows] = 0
 
     def release(self) -> None:
         """Give the memory back. A forward after this starts with an empty store; what was shared is missing then."""

@@ -284,6 +284,13 @@ class Decoder(Model):
         name = self.attn_implementation or config._attn_implementation
         return plain and not getattr(self.module, "_is_stateful", False) and name == "sdpa"
 
+    def store_bytes(self, rows: int, length: int, store_dtype: str | None = None) -> int:
+        """Bytes that a store of `rows` rows and `length` positions will take."""
+        from paradec.caches.store import store_bytes
+
+        dtype = self.dtype if store_dtype is None else getattr(torch, store_dtype)
+        return store_bytes(self.text_config, rows, length, dtype)
+
     def make_store(
         self,
         rows: int,
@@ -297,13 +304,13 @@ class Decoder(Model):
         Raises:
             ValueError: it would not fit into `max_memory` bytes, or into what the device has.
         """
-        from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+        from paradec.caches.store import KeyValueStore, check_memory
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
-        needed = store_bytes(self.text_config, rows, length - start, dtype or self.dtype)
+        needed = self.store_bytes(rows, length - start, store_dtype)
         what = f"the key/value store of {rows} x {length - start} positions"
         if start:
-            needed += store_bytes(self.text_config, 1, start - 1, dtype or self.dtype)
+            needed += self.store_bytes(1, start - 1, store_dtype)
             what += f" and {start} that all rows share"
         try:
             check_memory(needed, self.device, max_memory, what)

@@ -22,7 +22,7 @@ from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts, encode
-from paradec.protocol import Cost, Memory, MemorySpec, Proposal, Query, Sampler
+from paradec.protocol import Cost, Memory, MemorySpec, NotFinite, Proposal, Query, Sampler
 from paradec.request import Request, randomness, request_for, stop_texts
 from paradec.samplers.causal.state import CausalState, JacobiState
 from paradec.samplers.causal.stopping import AnswerTexts
@@ -118,7 +118,9 @@ class CausalSampler(Sampler):
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
         state = self.state_type(
             batch=batch,
-            memory=Memory(self._memory(width, dtype), batch, {"vocab": facts.vocab_size, "position": longest}, device),
+            memory=Memory(
+                self._memory(dtype), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device
+            ),
             facts=facts,
             request=request.without_objects(),
             pads=model.pads,
@@ -177,8 +179,8 @@ class CausalSampler(Sampler):
         """Slots of a row's window, for an answer of so many tokens."""
         return 1
 
-    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        """What the method remembers between steps."""
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        """What the method remembers between steps. "slot" is a dimension of the window's slots."""
         return {}
 
     def _open(self, state: CausalState, model: Any) -> None:
@@ -226,7 +228,7 @@ class CausalSampler(Sampler):
         broken = ~(healthy[0].all(1, keepdim=True) & healthy[1].all(1, keepdim=True))
         columns = [count, ended.long(), broken.long()]
         if state.drafting is not None and state.drafting.broken is not None:
-            columns.append(state.drafting.broken.long().expand_as(count))
+            columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].long().unsqueeze(1))
         flags = len(columns)
         if state.texts is not None:
             columns.append(tokens)
@@ -235,11 +237,12 @@ class CausalSampler(Sampler):
         written, ends, failed, *drafter = found[:flags]
         if failed.any():
             row = int(proposal.rows[failed.argmax()])
-            raise FloatingPointError(
-                f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
+            raise NotFinite(
+                f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}",
+                proposal.rows[failed > 0],
             )
         if drafter and drafter[0].any():
-            raise FloatingPointError("the drafter returned NaN or infinite logits")
+            raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
         if state.texts is not None:
             written, stops = state.texts.cut(proposal.rows, found[flags:].T, written)
             state.stopped[proposal.rows[stops]] = True

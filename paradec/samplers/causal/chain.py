@@ -65,11 +65,11 @@ class ChainSampler(CausalSampler):
     def _width(self, new: int) -> int:
         return min(self.window, new)
 
-    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
         return {
-            "drafts": MemorySpec((width,), torch.int64, reset="sequence"),
-            "draft_source": MemorySpec((width,), torch.int64, UNIFORM, reset="sequence"),
-            "draft_distribution": MemorySpec((width, "vocab"), dtype, reset="sequence"),
+            "drafts": MemorySpec(("slot",), torch.int64, reset="sequence"),
+            "draft_source": MemorySpec(("slot",), torch.int64, UNIFORM, reset="sequence"),
+            "draft_distribution": MemorySpec(("slot", "vocab"), dtype, reset="sequence"),
         }
 
     def _open(self, state: CausalState, model: Any) -> None:
@@ -95,9 +95,10 @@ class ChainSampler(CausalSampler):
         """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
-        begin = np.zeros_like(committed) if state.commits == 0 else committed - 1
+        fresh = state.row_step[rows] == 0
+        begin = np.where(fresh, 0, committed - 1)
         stop = committed - 1 + self._evaluated(state)
-        return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width)
+        return state.calls(state.store, state.pads, rows, drafts, begin, stop, committed - 1, state.width, fresh)
 
     def _evaluated(self, state: CausalState) -> np.ndarray:
         """[R] int64: slots of each running row's window that this step evaluates."""

@@ -135,8 +135,8 @@ class DraftingSampler(ChainSampler):
             return super()._width(new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
-    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        specs = super()._memory(width, dtype)
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        specs = super()._memory(dtype)
         return specs if self.tree is None else {name: specs[name] for name in ("drafts", "draft_distribution")}
 
     def _layout(self, state: CausalState) -> Layout:
@@ -210,7 +210,7 @@ class DraftingSampler(ChainSampler):
             stop = state.committed[rows] + slot
             calls = state.calls(own.store, own.model.pads, rows, drafts[index], own.fed[rows], stop, stop - 1, 1)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
-            q = _checked(own, state.distribution(self._read(state, calls), rows, positions))
+            q = _checked(own, rows, state.distribution(self._read(state, calls), rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
             every_q[index, slot] = q.squeeze(1).to(every_q.dtype)
             own.fed[rows] = stop
@@ -255,7 +255,8 @@ class DraftingSampler(ChainSampler):
             known = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
             query = tree_query(state, own.store, rows, tree.layout, drafts, begin, known, nodes)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            q = _checked(own, drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes))))
+            q = drawn_from.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
+            q = _checked(own, rows, q)
             every_q[:, nodes] = q.to(every_q.dtype)
             counts = (children[nodes] >= 0).sum(1)
             most = int(counts.max())
@@ -289,7 +290,7 @@ class DraftingSampler(ChainSampler):
             layout = Layout(parents, level, top)
             query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
-            q = _checked(own, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
+            q = _checked(own, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
             best = q.topk(top, -1)
             total = (score.unsqueeze(-1) + best.values.log()).flatten(1).masked_fill(limit <= level, -torch.inf)
             first = 1 + sum(part.shape[1] for part, *_ in named)
@@ -469,10 +470,14 @@ def _drafting(state: CausalState) -> Drafting:
     return state.drafting
 
 
-def _checked(own: Drafting, q: Tensor) -> Tensor:
-    """A distribution of the drafter, [..., V]; whether one was NaN is found out with the next commit's transfer."""
-    broken = q[..., 0].isnan().any()
-    own.broken = broken if own.broken is None else own.broken | broken
+def _checked(own: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
+    """Distributions of the drafter for rows, [R, ..., V]; whether one was NaN is found out with the next commit's
+    transfer."""
+    broken = q[..., 0].isnan().flatten(1).any(1)
+    if own.broken is None:
+        own.broken = torch.zeros(len(own.nfe), dtype=torch.bool, device=q.device)
+    index = torch.as_tensor(rows, device=q.device)
+    own.broken = own.broken.index_copy(0, index, own.broken[index] | broken)
     return q
 
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradec import rng
+from paradec import rows as of_rows
 from paradec.models.facts import ModelFacts
 from paradec.models.images.grid import Grid
 from paradec.protocol import Query, State
@@ -63,9 +64,31 @@ class Drafting:
     features: Tensor | None = None
     """[branches * R, F, D]: hidden states of the step that is being committed, for a drafter that reads them."""
     broken: Tensor | None = None
-    """[] bool: whether it has returned NaN or infinite logits."""
+    """[B] bool: whether it has returned NaN or infinite logits for a row."""
     parents: Tensor | None = None
     """[B, N] int64: each node's parent, where the rows have trees of their own; -1 for the root."""
+
+    def taken(self, rows: np.ndarray, every: np.ndarray, columns: int | None) -> Drafting:
+        """A copy that has the `rows` [N] alone; `every` [branches * N] are those of the store."""
+        changes: dict[str, Any] = {
+            name: of_rows.kept(getattr(self, name), rows, None) for name in ("nfe", "fed", "held", "broken", "parents")
+        }
+        store = None if self.store is None else self.store.taken(every, columns)
+        return dataclasses.replace(self, **changes, store=store, features=None)
+
+    def put(self, slots: np.ndarray, every: np.ndarray, other: Drafting) -> None:
+        """Replace the rows `slots` [N]; `every` [branches * N] are those of the store."""
+        for name in ("nfe", "fed", "held", "parents"):
+            of_rows.exchange(getattr(self, name), slots, getattr(other, name))
+        if self.broken is not None or other.broken is not None:
+            none = self.nfe.astype(bool) & False
+            own, new = (
+                torch.as_tensor(none[: len(each.nfe)]) if each.broken is None else each.broken for each in (self, other)
+            )
+            self.broken = own.to(new.device).clone()
+            of_rows.put(self.broken, slots, new)
+        if self.store is not None and other.store is not None:
+            self.store.put(every, other.store)
 
 
 @dataclass
@@ -232,6 +255,7 @@ class CausalState(State):
         stop: np.ndarray,
         first: np.ndarray,
         count: int,
+        fresh: np.ndarray | None = None,
     ) -> list[Query]:
         """Evaluate spans of rows: one call, or one per length for models without padding.
 
@@ -240,9 +264,12 @@ class CausalState(State):
             drafts: [R, W] int64: tokens from `committed` on.
             begin, stop: [R] int64: the positions to evaluate; from 0 on this is the branch's own whole prompt.
             first: [R] int64: logits are wanted of `count` positions from here on; those past the span repeat its last.
+            fresh: [R] bool: rows whose prompts are evaluated, which over a store have a call of their own.
         """
         begin = np.zeros_like(begin) if store is None else begin
         groups = [np.arange(len(rows))]
+        if store is not None and fresh is not None and fresh.any() and not fresh.all():
+            groups = [np.flatnonzero(fresh), np.flatnonzero(~fresh)]
         if not pads:
             spans = np.stack((begin, stop), 1)
             groups = [np.flatnonzero((spans == span).all(1)) for span in np.unique(spans, axis=0)]
@@ -294,6 +321,111 @@ class CausalState(State):
             return query
         slots = torch.as_tensor(np.where(valid, column, -1), device=device)
         return query.but(store_rows=at, store_index=store_rows, slots=slots, reach=int(stop.max()))
+
+    # ---- rows that come and go ------------------------------------------------------------------------------------
+
+    OF_ROWS: ClassVar[tuple[str, ...]] = (
+        *("prompt_length", "length", "keys", "committed", "row_step", "end", "stopped", "reused"),
+    )
+    """Arrays and tensors [B] or [B, n] that rows take along."""
+
+    def fixed(self) -> str | None:
+        if self.trace is not None:
+            return "a trace is of the rows that it began with"
+        if self.drafting is not None and getattr(self.drafting.model, "reads_features", False):
+            return "its drafter reads what the model's last forward left of all rows"
+        return None
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
+        other, every = copy.copy(self), self._every(rows)
+        other.batch = len(rows)
+        for name in self.OF_ROWS:
+            setattr(other, name, of_rows.taken(getattr(self, name), rows))
+        other._named()
+        other.context = of_rows.taken(self.context, every)
+        if columns is not None:
+            other.context = of_rows.fitted(other.context, columns, self.facts.fill_token_id)
+        other.shift = of_rows.taken(self.shift, rows, 1)
+        other._counts, other._calls = of_rows.taken(self.counts, rows, 1), []
+        other.accepted = [of_rows.taken(made, rows) for made in self.accepted[-1:]]
+        other.memory = self.memory.taken(rows, columns)
+        other.store = None if self.store is None else self.store.taken(every, columns)
+        other.texts = None if self.texts is None else self.texts.taken(rows, columns)
+        other.drafting = None if self.drafting is None else self.drafting.taken(rows, every, columns)
+        other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
+        other.rows = np.flatnonzero(self.running[rows])
+        return other
+
+    def put(self, slots: np.ndarray, other: Self) -> None:
+        width = max(self.width, other.width)
+        self.widen(width)
+        other.widen(width)
+        self.counts, other.counts  # noqa: B018 - what was counted is summed now
+        running, every = self.running, self._every(slots)
+        for name in self.OF_ROWS:
+            of_rows.put(getattr(self, name), slots, getattr(other, name))
+        self._named()
+        index = torch.as_tensor(every, device=self.context.device)
+        self.context.index_fill_(0, index, self.facts.fill_token_id)
+        self.context.narrow(1, 0, other.context.shape[1]).index_copy_(0, index, other.context)
+        self.shift[:, slots], self._counts[:, slots] = other.shift, other._counts
+        self.accepted = self.accepted[-1:]  # nothing reads those before, and there is no end of them
+        self.memory.put(slots, other.memory)
+        if self.store is not None and other.store is not None:
+            self.store.put(every, other.store)
+        if self.texts is not None or other.texts is not None:
+            own, new = (state.texts or AnswerTexts((), self._tokenizer(other), state.batch) for state in (self, other))
+            own.put(slots, new)
+            self.texts = own
+        if self.drafting is not None and other.drafting is not None:
+            self.drafting.put(slots, every, other.drafting)
+        if self.logprobs is not None and other.logprobs is not None:
+            self.logprobs.put(slots, other.logprobs)
+        running[slots] = other.running
+        self.rows = np.flatnonzero(running)
+        self.commits += 1  # what was proposed before is of other rows
+
+    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
+        self.end[rows] = self.committed[rows]  # commits ask which rows have not reached their ends
+        self.rows = np.setdiff1d(self.rows, rows)
+        self.commits += 1
+        for store in (self.store, None if self.drafting is None else self.drafting.store):
+            if wipe and store is not None:
+                store.wipe(self._every(rows))
+        if wipe:  # memory may hold it too
+            for name, tensor in self.memory.tensors.items():
+                at = torch.as_tensor(rows, device=tensor.device)
+                self.memory.tensors[name] = tensor.index_fill(0, at, self.memory.specs[name].fill)
+
+    def final(self, rows: np.ndarray) -> np.ndarray:
+        return np.minimum(self.committed[rows], self.end[rows])
+
+    def extent(self, rows: np.ndarray) -> int:
+        return int((self.length[rows] + self.shift[:, rows]).max())
+
+    def widen(self, width: int) -> None:
+        """Give the rows so many slots; those that are new lie past every row's end."""
+        before, self.width = self.width, max(self.width, width)
+        self.memory.grow("slot", self.width)
+        if "noise" in self.memory and self.width > before:  # a position has its place by its number
+            noise = self.memory["noise"]
+            position = self.committed[:, None] + np.arange(before)
+            row = torch.arange(self.batch, device=noise.device).unsqueeze(1)
+            old, new = (torch.as_tensor(position % size, device=noise.device) for size in (before, self.width))
+            moved = torch.zeros_like(noise)
+            moved[row, new] = noise[row, old]
+            self.memory["noise"] = moved
+
+    def _every(self, rows: np.ndarray) -> np.ndarray:
+        """[branches * R]: the rows of the context and the store that are those of `rows` [R]."""
+        return np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+
+    def _named(self) -> None:
+        """Names that mean the same array."""
+        self.asked, self.answer_start = self.length, self.prompt_length
+
+    def _tokenizer(self, other: Self) -> Any:
+        return next(state.texts.tokenizer for state in (self, other) if state.texts is not None)
 
     @contextmanager
     def freed_store(self) -> Iterator[None]:

@@ -22,9 +22,21 @@ class AnswerTexts:
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, rows: int):
-        self.texts = tuple(texts)
+        self.texts = [tuple(texts)] * rows
+        """Of each row; none of rows that have none."""
         self.tokenizer = tokenizer
         self.answers: list[list[int]] = [[] for _ in range(rows)]
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> AnswerTexts:
+        """See `paradec.rows.Rows`."""
+        other = AnswerTexts((), self.tokenizer, 0)
+        other.texts, other.answers = [self.texts[row] for row in rows], [list(self.answers[row]) for row in rows]
+        return other
+
+    def put(self, slots: np.ndarray, other: AnswerTexts) -> None:
+        """See `paradec.rows.Rows`."""
+        for slot, texts, answer in zip(slots.tolist(), other.texts, other.answers, strict=True):
+            self.texts[slot], self.answers[slot] = texts, list(answer)
 
     def cut(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How many of the new tokens of each row are kept, and remember these.
@@ -40,12 +52,14 @@ class AnswerTexts:
             answer, new = self.answers[row], tokens[index, : counts[index]].tolist()
             before = len(answer)
             answer += new
-            if new and self._holds(answer):
-                end = next(end for end in range(before + 1, len(answer) + 1) if self._holds(answer[:end]))
+            if new and self._holds(answer, row):
+                end = next(end for end in range(before + 1, len(answer) + 1) if self._holds(answer[:end], row))
                 kept[index], stops[index] = end - before, True
                 del answer[end:]
         return kept, stops
 
-    def _holds(self, answer: list[int]) -> bool:
+    def _holds(self, answer: list[int], row: int) -> bool:
+        if not self.texts[row]:
+            return False
         text = self.tokenizer.decode(answer, skip_special_tokens=False)
-        return any(wanted in text for wanted in self.texts)
+        return any(wanted in text for wanted in self.texts[row])

@@ -70,10 +70,10 @@ class JacobiSampler(ChainSampler):
             raise ValueError(f"init={self.init!r} needs a grid; text has no rows: use 'random' or a horizontal init")
         return super()._new_tokens(model, grid, new)
 
-    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
-        specs = super()._memory(width, dtype)
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        specs = super()._memory(dtype)
         if self.refresh == "gumbel":
-            specs["noise"] = MemorySpec((width, "vocab"), dtype, reset="sequence")
+            specs["noise"] = MemorySpec(("slot", "vocab"), dtype, reset="sequence")
         if self.init.startswith("sample"):
             specs["best"] = MemorySpec(("position",), torch.int64, -1, reset="sequence")
         return specs
@@ -271,7 +271,7 @@ class Jacobi(JacobiSampler):
     def _evaluated(self, state: CausalState) -> np.ndarray:
         found = super()._evaluated(state)
         # a block begins with a known token, and the first one with what the prompt says
-        return np.ones_like(found) if self.group is not None and state.commits == 0 else found
+        return found if self.group is None else np.where(state.row_step[state.rows] == 0, 1, found)
 
     def _final(self, state: CausalState, proposal: Proposal, found: Verified) -> Tensor:
         right = super()._final(state, proposal, found)

@@ -27,7 +27,7 @@ from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import noting, reference, revising
-from paradec.samplers.masked.queries import part_query
+from paradec.samplers.masked.queries import owners, part_query
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
@@ -298,7 +298,11 @@ class MaskedSampler(Sampler):
         if not self._weighs_mask(state):
             logits.select(-1, state.mask_id).fill_(-torch.inf)
         if state.suppressed is not None:
-            logits.index_fill_(-1, state.suppressed, -torch.inf)
+            if state.suppressed.ndim == 1:
+                logits.index_fill_(-1, state.suppressed, -torch.inf)
+            else:  # of each row its own
+                own = state.suppressed[torch.as_tensor(owners(query, len(logits)), device=logits.device)]
+                logits.scatter_(-1, own.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
         return logits
 
     def _keep_ends_out(self, state: CanvasState, logits: Tensor, holes: Tensor) -> None:

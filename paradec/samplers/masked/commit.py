@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.logprobs import StepLogProbs
-from paradec.protocol import Cost
+from paradec.protocol import Cost, NotFinite
 from paradec.samplers.masked import revising
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
@@ -60,9 +60,10 @@ def _transferred(tensors: dict[str, Tensor]) -> dict[str, np.ndarray]:
 def check(sampler: Any, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray) -> None:
     """Raise where the model's answer [R, W] is not finite, or too little becomes final: `committed` [R] int64."""
     if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
-        row = int(rows[np.isfinite(confidence).all(1).argmin()])
-        raise FloatingPointError(
-            f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
+        broken = rows[~np.isfinite(confidence).all(1)]
+        row = int(broken[0])
+        raise NotFinite(
+            f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}", broken
         )
     idle = (committed < revising.least(sampler, state, rows)).any() if sampler.revises else 0 in committed.tolist()
     # a method that may wait must have filled the block by its last planned step

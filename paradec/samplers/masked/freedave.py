@@ -20,7 +20,7 @@ from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.logprobs import StepLogProbs
-from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.protocol import Commit, Cost, MemorySpec, NotFinite, Query, Sampler
 from paradec.registry import Registry
 from paradec.request import Request, request_for
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
@@ -432,8 +432,9 @@ class FreeDave(MaskedSampler):
         if broken.any():
             at = int(broken.any(0).argmax())
             step = int(state.row_step[rows[at]] + broken[:, at].argmax())
-            raise FloatingPointError(
-                f"the model returned NaN or infinite logits for row {int(rows[at])} at its step {step}"
+            raise NotFinite(
+                f"the model returned NaN or infinite logits for row {int(rows[at])} at its step {step}",
+                rows[broken.any(0)],
             )
         idle = within & (counts == 0)
         if self.may_wait:

@@ -106,3 +106,12 @@ def per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
     """[N, ...] on the host -> [branches * N, ...] on the device."""
     tensor = torch.as_tensor(array, device=state.canvas.device)
     return torch.cat((tensor, tensor)) if state.branches == 2 else tensor
+
+
+def owners(query: Query, count: int) -> np.ndarray:
+    """[count] int64: the state's row of each row of logits that answer a query; drafts may have rows of their own."""
+    if query.copies is None or count == len(query.rows):
+        return query.rows
+    _, owner = (np.arange(query.copies.max())[:, None] < query.copies).nonzero()
+    rows: np.ndarray = query.rows[owner]
+    return rows

@@ -43,7 +43,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
     answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != mask), 0) for r in rows], np.int64)
     lengths = np.array([len(row) for row in rows], np.int64)
-    check_steps(request, policy, starts, lengths + new)
+    check_steps(request, policy, starts, lengths + new, alone=not prompts.among)
     suppressed = _suppressed(request, facts, holes=bool((answers > starts).any()))
     cache = cache_of(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + new - starts).max()))
@@ -229,13 +229,16 @@ def _named_policy(
     return WholeCanvas(), None
 
 
-def check_steps(request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> None:
-    """Raise ValueError where `steps` cannot be spread evenly over the blocks."""
+def check_steps(
+    request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray, alone: bool = True
+) -> None:
+    """Raise ValueError where `steps` cannot be spread evenly over the blocks. alone: whether these are all rows; what
+    is uneven because prompts differ in length is not refused."""
     if request.steps is None:
         return
     counts = block_counts(request.steps, policy, starts, lengths)
     count = int(counts.max())
-    if request.steps % count and (counts == count).all():
+    if request.steps % count and alone and (counts == count).all():
         raise ValueError(
             f"steps={request.steps} must be a multiple of the number of blocks ({count}): every block has as many"
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paradec import rows as of_rows
 from paradec.blocks import BlockPolicy, Opening
 from paradec.caches.base import Cache, StoredCache, outward
 from paradec.caches.cost import advice
@@ -20,7 +22,7 @@ from paradec.checks import shown
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Call, State
 from paradec.request import Request
-from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule
+from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules
 from paradec.trace import TraceStep
 
 
@@ -55,7 +57,8 @@ class MaskedState(CanvasState, State):
     """[B, 2] int64 random keys."""
     generator: torch.Generator | None
     suppressed: Tensor | None
-    """[S] int64 ids that are never proposed, beside the mask id; None when there are none."""
+    """[S] int64 ids that are never proposed, beside the mask id; None when there are none. [B, S] where rows have their
+    own, filled up with the mask id."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False
@@ -67,6 +70,14 @@ class MaskedState(CanvasState, State):
     """What the cache keeps (see `paradec.caches.base.Cache.begin`); it changes in commits."""
     attention_state: Any = None
     """What the attention method keeps (`paradec.attention`); None where every call attends to everything."""
+
+    OF_ROWS: ClassVar[tuple[str, ...]] = (
+        *("prompt_length", "answer_start", "length", "asked", "keys", "block_start", "block_end", "remaining"),
+        *("masks_at_open", "opening", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
+    )
+    """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
+    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "_masks_before")
+    """Those with a column for every position as well (`_masks_before` for one more)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -349,6 +360,120 @@ class MaskedState(CanvasState, State):
                 if kept is not None:
                     kept.release()
 
+    # ---- rows that come and go ------------------------------------------------------------------------------------
+
+    def fixed(self) -> str | None:
+        if self.generator is not None:
+            return "rng='reference' draws all rows from one stream"
+        if self.attention_state is not None:
+            return "sparse attention keeps a pattern of all rows"
+        if self.reuses or self.settled is not None:
+            return "a prefix that is taken over or kept is laid out for all rows"
+        if self.trace is not None:
+            return "a trace is of the rows that it began with"
+        if not of_rows.exchangeable(self.cache_state, self.batch):
+            kept = type(self.cache_state).__name__
+            return f"cache {self.cache.name!r} keeps a {kept}, which has no `taken` and `put` for its rows"
+        for rule in self.stop_rules:
+            if not isinstance(rule, of_rows.Rows):
+                return f"stop={shown(rule)} has no `taken` and `put` for its rows"
+        return None
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Self:
+        other = copy.copy(self)
+        other.batch, other.columns = len(rows), self.columns[np.zeros(len(rows), np.int64)]
+        for name in (*self.OF_ROWS, *self.OF_POSITIONS):
+            setattr(other, name, of_rows.kept(getattr(self, name), rows, None))
+        if self.suppressed is not None and self.suppressed.ndim == 2:
+            other.suppressed = of_rows.taken(self.suppressed, rows)
+        if columns is not None:
+            other.columns = np.tile(np.arange(columns), (len(rows), 1))
+            other.canvas = of_rows.fitted(other.canvas, columns, self.facts.fill_token_id)
+            other.given = of_rows.fitted(other.given, columns, False)
+            # what lies beyond a row has no masks
+            last = np.repeat(other._masks_before[:, -1:], max(columns + 1 - other._masks_before.shape[1], 0), 1)
+            other._masks_before = np.concatenate((other._masks_before[:, : columns + 1], last), 1)
+        other.total = other._masks_before[:, -1]
+        other._counts, other._calls = of_rows.taken(self.counts, rows, 1), []
+        other._steps = of_rows.taken(self._steps, rows, 1)
+        other.block_step, other.row_step = other._steps
+        other.memory = self.memory.taken(rows, columns)
+        if self.store is not None:
+            every = np.concatenate([rows + branch * self.batch for branch in range(self.branches)])
+            other.store = self.store.taken(every, columns)
+        other.cache_state = of_rows.kept(self.cache_state, rows, columns)
+        other.stop_rules = tuple(rule.taken(rows, columns) for rule in self.stop_rules)  # type: ignore[attr-defined]
+        other.logprobs = None if self.logprobs is None else self.logprobs.taken(rows, columns)
+        other._moved()
+        return other
+
+    def put(self, slots: np.ndarray, other: Self) -> None:
+        self.counts, other.counts  # noqa: B018 - what was counted is summed now
+        width = other.canvas.shape[1]
+        for name in self.OF_ROWS:
+            of_rows.exchange(getattr(self, name), slots, getattr(other, name))
+        index = torch.as_tensor(slots, device=self.canvas.device)
+        for own, new, fill in (
+            (self.canvas, other.canvas, self.facts.fill_token_id),
+            (self.given, other.given, False),
+        ):
+            own.index_fill_(0, index, fill)
+            own.narrow(1, 0, width).index_copy_(0, index, new)
+        self._masks_before[slots] = other._masks_before[:, -1:]
+        self._masks_before[slots, : width + 1] = other._masks_before
+        self._counts[:, slots], self._steps[:, slots] = other._counts, other._steps
+        self._put_suppressed(slots, other)
+        self.memory.grow("window", max(self.memory.size("window"), other.memory.size("window")))
+        self.memory.put(slots, other.memory)
+        if self.store is not None:
+            every = np.concatenate([slots + branch * self.batch for branch in range(self.branches)])
+            self.store.put(every, other.store)
+        of_rows.exchange(self.cache_state, slots, other.cache_state)
+        self.stop_rules = exchanged_rules(self, slots, other)
+        if self.logprobs is not None:
+            self.logprobs.put(slots, other.logprobs)
+        self.guards_holes |= other.guards_holes
+        self.commits += 1  # what was proposed before is of other rows
+        self._moved()
+
+    def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
+        self.finish(rows)
+        if wipe and self.store is not None:
+            self.store.wipe(np.concatenate([rows + branch * self.batch for branch in range(self.branches)]))
+        self.commits += 1
+        self._moved()
+
+    def final(self, rows: np.ndarray) -> np.ndarray:
+        undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
+        undecided &= np.arange(undecided.shape[1]) < self.end[rows, None]
+        final = np.where(undecided.any(1), undecided.argmax(1), self.end[rows])
+        if self.revises:  # what stands in an open block may be taken back
+            final = np.where(self.running[rows], np.minimum(final, self.block_start[rows]), final)
+        found: np.ndarray = final
+        return found
+
+    def extent(self, rows: np.ndarray) -> int:
+        return int(np.maximum(self.length[rows], self.asked[rows]).max())
+
+    def _moved(self) -> None:
+        """Make again what was made for the rows that there were."""
+        self.total = self._masks_before[:, -1]
+        self.level = bool((self.length == self.canvas.shape[1]).all())
+        self.forget_made()
+        self._make_window()
+
+    def _put_suppressed(self, slots: np.ndarray, other: Self) -> None:
+        """The words that are never proposed; one list for all rows as long as they have the same."""
+        own, new = self.suppressed, other.suppressed
+        if own is None and new is None or own is not None and new is not None and own.ndim == 1 == new.ndim:
+            if own is None or new is not None and torch.equal(own, new):
+                return
+        wide = [_of_each(state.suppressed, state.batch, self.mask_id, self.canvas.device) for state in (self, other)]
+        size = max(part.shape[1] for part in wide)
+        own, new = (of_rows.fitted(part, size, self.mask_id) for part in wide)
+        of_rows.put(own, slots, new)
+        self.suppressed = own
+
     def take_over(self, reuse: Reuse, model: Any) -> None:
         """Put the prefix of a request into its store. One that is evaluated for that is a forward of every row's, whose
         positions are the first row's."""
@@ -370,6 +495,13 @@ class MaskedState(CanvasState, State):
         if self.reuses:
             return None  # it has won already
         return advice(self.cache, self.batch, int(self.length.max()), self.canvas.device.type)
+
+
+def _of_each(suppressed: Tensor | None, batch: int, mask: int, device: torch.device) -> Tensor:
+    """[B, S]: the words that each row never proposes, the mask at least."""
+    if suppressed is None:
+        return torch.full((batch, 1), mask, dtype=torch.int64, device=device)
+    return suppressed.expand(batch, -1).clone() if suppressed.ndim == 1 else suppressed.clone()
 
 
 def block_counts(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

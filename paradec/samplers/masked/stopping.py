@@ -6,11 +6,13 @@ text after it, ends nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from paradec import rows as of_rows
 from paradec.canvas import CanvasState
 from paradec.checks import shown
 
@@ -88,6 +90,17 @@ class EndOfText:
         stops = is_end[np.arange(len(column)), column]
         return np.where(stops, state.block_start[window.rows] + column + 1, NEVER) if stops.any() else None
 
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> EndOfText:
+        """See `paradec.rows.Rows`."""
+        return EndOfText(self.ids, self.mask, None if self.first is None else self.first[rows])
+
+    def put(self, slots: np.ndarray, other: EndOfText) -> None:
+        """See `paradec.rows.Rows`."""
+        if self.first is None or other.first is None:
+            self.first = other.first = None  # `exchanged_rules` has seen to it that both say so or neither
+        else:
+            self.first[slots] = other.first
+
 
 class StopStrings:
     """End a row at the token that completes one of some texts, once nothing before it is undecided.
@@ -105,12 +118,29 @@ class StopStrings:
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, mask: int, canvas: np.ndarray, first: np.ndarray):
-        self.texts = tuple(texts)
+        self.texts = [tuple(texts)] * len(canvas)
+        """Of each row; none of rows that have none."""
         self.tokenizer = tokenizer
         self.mask = mask
         self.canvas = canvas.copy()  # on the host, kept up to date from the windows
-        self.first = first
+        self.first = first.copy()
         self.read = first.copy()
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> StopStrings:
+        """See `paradec.rows.Rows`."""
+        other = copy.copy(self)
+        size = self.canvas.shape[1] if columns is None else columns
+        other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
+        other.texts = [self.texts[row] for row in rows]
+        other.first, other.read = self.first[rows], self.read[rows]
+        return other
+
+    def put(self, slots: np.ndarray, other: StopStrings) -> None:
+        """See `paradec.rows.Rows`."""
+        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
+        self.canvas[slots], self.first[slots], self.read[slots] = wide.canvas, wide.first, wide.read
+        for slot, texts in zip(slots.tolist(), wide.texts, strict=True):
+            self.texts[slot] = texts
 
     def __call__(self, state: CanvasState, tokens: np.ndarray) -> np.ndarray | None:
         rows = state.window.rows
@@ -126,15 +156,38 @@ class StopStrings:
         ends = np.full(len(rows), NEVER)
         for index in (decided > self.read[rows]).nonzero()[0]:
             row, end = rows[index], decided[index]
-            if self._holds(row, end):
+            if self.texts[row] and self._holds(row, end):
                 ends[index] = next(stop for stop in range(self.read[row] + 1, end + 1) if self._holds(row, stop))
             self.read[row] = end
         return ends if (ends < NEVER).any() else None
 
+    def silent(self, state: Any) -> StopStrings:
+        """The same without texts, for the rows of a state."""
+        canvas = state.canvas.cpu().numpy()
+        return StopStrings((), self.tokenizer, self.mask, canvas, state.answer_start)
+
     def _holds(self, row: int, end: int) -> bool:
         """Whether the answer of a row up to the position `end` (exclusive) holds one of the texts."""
         text = self.tokenizer.decode(self.canvas[row, self.first[row] : end].tolist(), skip_special_tokens=False)
-        return any(wanted in text for wanted in self.texts)
+        return any(wanted in text for wanted in self.texts[row])
+
+
+def exchanged_rules(state: Any, slots: np.ndarray, other: Any) -> tuple[StopRule, ...]:
+    """The stop rules of a masked state whose rows `slots` [N] have become those of the state `other`; a rule that one
+    of the two lacks speaks of the other's rows alone. Call it once the rows are there."""
+    own = {type(rule): rule for rule in state.stop_rules}
+    new = {type(rule): rule for rule in other.stop_rules}
+    for kind in (*own, *new):
+        for rules, of, like in ((own, state, new), (new, other, own)):
+            if kind not in rules:
+                rules[kind] = like[kind].silent(of)
+    ends = [rule for rule in (own.get(EndOfText), new.get(EndOfText)) if rule is not None]
+    if any(rule.first is not None for rule in ends):
+        for rule, of in zip(ends, (state, other), strict=True):
+            rule.first = of.answer_start.copy() if rule.first is None else rule.first
+    for kind, rule in own.items():
+        rule.put(slots, new[kind])
+    return tuple(own.values())
 
 
 def check_stop(value: Any, sampler: Any) -> tuple[tuple[StopRule, ...], tuple[EarlyRule, ...]]:

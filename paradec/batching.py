@@ -1,0 +1,669 @@
+"""A batch that stays full: the slot of a row that has ended goes to the next prompt that waits.
+
+`Batch` is what `paradec.generate_many` and servers decode with. Prompts come in at any time and from any thread; every
+`step` lets in what fits, takes one step of the protocol and gives back what has ended. Each prompt's tokens are those
+of `paradec.generate` on the list of all prompts in the order in which they came: a row begins as the sampler's `start`
+makes it, takes a slot in the canvas, the memory and the store of the state (`State.put`), and depends on no neighbour.
+
+Continuous batching is Yu et al., "Orca" (OSDI 2022): iteration-level scheduling.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import samplers
+from paradec.checks import check_int, check_model, shown
+from paradec.generate import Output, output_of, own_defaults, sampler_on
+from paradec.interrupts import held_back
+from paradec.prompts import Prompts, encode
+from paradec.protocol import Memory, NotFinite, State
+from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments
+from paradec.streaming import check_streamer
+
+__all__ = ["OWN", "Batch", "Cancelled", "Ticket", "refusal"]
+
+MADE = ("text", "codes", "masked image")
+"""Kinds of model (`paradec.checks.MODELS`) whose batches can be refilled."""
+OWN = ("seed", "max_new_tokens", "stop_strings", "chat")
+"""Fields of a request in which the rows of one batch may differ."""
+OWN_MASKED = (*OWN, "suppress_tokens")
+"""The same for masked samplers."""
+REFUSED = {
+    "num_return_sequences": "give the prompt as often as it is to be answered",
+    "race": "a race is one prompt's own batch; use paradec.generate",
+    "generator": "give a seed: what a row draws does not depend on when it begins",
+    "prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
+    "keep_prefix": "what rows that have left have stored is gone; use paradec.generate",
+    "share_prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
+    "attention": "sparse attention keeps a pattern of all rows; use paradec.generate",
+    "callback": "there is no state of one request to look at; give each prompt a streamer",
+    "streamer": "a streamer is one prompt's: give it with the prompt",
+    "trace": "a trace is of the rows that it began with; use paradec.generate",
+    "compile": "the device step replays whole requests; use paradec.generate",
+    "progress": "count the outputs as they come",
+}
+"""Fields that mean nothing here, and what to do instead."""
+WIDTHS = 32
+"""Canvases that have to grow are rounded up to a multiple of this."""
+
+
+class Cancelled(Exception):
+    """A prompt was taken back before its answer was whole."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A prompt that was given to a `Batch`: the handle to cancel it by, and where its answer will be."""
+
+    number: int
+    """How many prompts came before it."""
+    id: Any
+    prompts: Prompts
+    request: Request
+    streamer: Any = None
+    on_done: Callable[[Ticket], None] | None = None
+    output: Output | None = None
+    """Of one row; None as long as it is being decoded or waits."""
+    cancelled: bool = False
+    new: int = field(default=0, repr=False)
+    began: float = field(default=0.0, repr=False)
+    sent: int | None = field(default=None, repr=False)
+    """Positions that the streamer has been given; None before it has begun."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, whatever the reason."""
+        return self.output is not None
+
+
+class Batch:
+    """Decode prompts that come and go, up to `batch_size` of them at once.
+
+    >>> batch = Batch(model, batch_size=8, cache="dual", temperature=0.5, seed=1)     # doctest: +SKIP
+    >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
+    >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
+
+    Prompts that differ in nothing but `OWN` (masked samplers: `suppress_tokens` too) share their model calls. Others
+    are decoded beside them in groups of their own, of which every step takes one step each. Groups share the rows: one
+    that is free goes to the prompt that has waited longest, so that none starves.
+
+    `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. An
+    exception from `step` that is no prompt's own, Ctrl-C among them, leaves the batch at its last commit: call it
+    again.
+
+    Out of memory: of the rows that were being evaluated the younger half begins anew once there is room, with the same
+    result, and as many positions are not evaluated together again. A row that does not fit alone fails.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`; of the kinds `MADE`.
+        batch_size: rows at most.
+        max_memory: bytes that keys, values and the methods' memory may take together; None leaves it to `batch_size`
+            and to what the device has.
+        calls_per_step: how many calls a step of masked rows of unequal lengths may be split into: 3 pads little, which
+            counts where a call costs what its positions cost; 1 pads all rows to the longest, which counts where it
+            costs its launch. (Rows that a cache evaluates whole and those that it evaluates in part never share one.)
+        preset, arguments: the fields of `paradec.Request` that prompts begin from, as in `generate`. Without a `seed`
+            one is drawn for all. Those of `REFUSED` have no meaning here.
+
+    Raises:
+        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
+            refilled with; the message names it.
+    """
+
+    @takes_arguments()
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch_size: int = 8,
+        max_memory: int | None = None,
+        calls_per_step: int = 3,
+        preset: Preset | None = None,
+        **arguments: Unpack[Arguments],
+    ):
+        check_model("Batch", model, MADE)
+        check_int("batch_size", batch_size, low=1)
+        check_int("calls_per_step", calls_per_step, low=1, high=3)
+        check_int("max_memory", max_memory, low=1, none=True)
+        self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
+        self.calls_per_step = calls_per_step
+        self.request = Request.of(arguments, preset, **own_defaults(model))
+        check_request(model, self.request)
+        if isinstance(self.request.seed, tuple):
+            raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
+        method = method_of(model, self.request)
+        if self.request.steps is not None and not method.uses_steps:
+            warnings.warn(
+                f"steps={self.request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=2
+            )
+        self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
+        self._waiting: deque[Ticket] = deque()
+        self._groups: list[_Group] = []
+        self._copies: Counter[bytes] = Counter()
+        self._number = 0
+        self._ended: list[Ticket] = []
+        self._most_positions: int | None = None  # rows times columns, once memory was too small for more
+        self._closed = False
+        self._changed = threading.Condition()
+        self._stepping = threading.Lock()
+
+    # ---- any thread -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Any,
+        *,
+        streamer: Any = None,
+        on_done: Callable[[Ticket], None] | None = None,
+        id: Any = None,
+        preset: Preset | None = None,
+        **changes: Any,
+    ) -> Ticket:
+        """Let a prompt wait for a row.
+
+        Args:
+            prompt: one of what `generate` takes: text, a chat, ids, or what a tokenizer returns.
+            streamer: `put(ids)` and `end()`, as transformers' streamers: ids [1, n] that are final with everything left
+                of them final, the prompt's at first; `put_draft` as in `paradec.streaming`. Called from `step`; an
+                exception from it ends this prompt alone.
+            on_done: called from `step` with the ticket, once its output is there.
+            id: whatever names the prompt for the caller, in `Ticket.id` and `Output.id`.
+            preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
+
+        Raises:
+            ValueError, TypeError: a prompt or an argument that cannot be used; it takes no number then.
+            RuntimeError: the batch is closed.
+        """
+        request = self.request
+        if preset is not None or changes:
+            request = Request.of({**self.request.changes(), **Request.said(changes, preset)})
+            check_request(self.model, request)
+        if isinstance(request.seed, tuple):
+            if len(request.seed) != 1:
+                raise ValueError(f"seed={shown(request.seed)} has {len(request.seed)} entries for one prompt")
+            request = replace(request, seed=request.seed[0])
+        if request.seed is None:
+            request = replace(request, seed=self._seed)
+        prompts = encode(self.model, prompt, None, request.chat)
+        if len(prompts.rows) != 1:
+            raise ValueError(f"prompt holds {len(prompts.rows)} rows; add them one by one")
+        if streamer is not None:
+            check_streamer(streamer, 1)
+        identity = np.asarray([request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
+        key = hashlib.blake2b(identity, digest_size=16).digest()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("this batch is closed")
+            # what `paradec.rng.row_keys` counts in a list
+            before = self._copies[key]
+            self._copies[key] += 1
+            mine = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
+            ticket = Ticket(self._number, id, mine, request, streamer, on_done)
+            self._number += 1
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a prompt back; the next step ends it with the error `Cancelled`. False if it has ended already."""
+        with self._changed:
+            if ticket.done:
+                return False
+            ticket.cancelled = True
+            self._changed.notify_all()
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep until there is something to step, for `timeout` seconds at most; whether there is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._groups or self._ended, timeout)
+            return bool(self._waiting or self._groups or self._ended)
+
+    @property
+    def occupied(self) -> int:
+        """Rows that are being decoded."""
+        return sum(group.occupied for group in self._groups)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row."""
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """End what is not done with the error `Cancelled`, and give the memory back. Waits for a step that runs."""
+        with self._changed:
+            self._closed = True
+            for ticket in self._waiting:
+                ticket.cancelled = True
+            self._changed.notify_all()
+        with self._stepping:
+            for group in self._groups:
+                for ticket in group.tickets:
+                    if ticket is not None:
+                        ticket.cancelled = True
+            self._cancel()
+            self._groups.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.close()
+
+    # ---- one thread at a time -------------------------------------------------------------------------------------
+
+    def step(self) -> list[Ticket]:
+        """Let in the prompts that fit, take one step of every group, and return the tickets that have ended since."""
+        with self._stepping, torch.inference_mode():
+            with held_back():
+                self._cancel()
+            self._admit()
+            for group in list(self._groups):
+                self._advance(group)
+            with held_back():
+                self._groups = [group for group in self._groups if group.occupied]
+                if not self._waiting:
+                    for group in self._groups:
+                        group.compact()
+            return self.ended()
+
+    def ended(self) -> list[Ticket]:
+        """The tickets that have ended and were not returned yet, as after a step that was interrupted."""
+        found, self._ended = self._ended, []
+        return found
+
+    # ---- letting in -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while True:
+            with self._changed:
+                ticket = self._waiting[0] if self._waiting else None
+            if ticket is None or self.occupied >= self.batch_size:
+                return
+            try:
+                method, state = self._start(ticket)
+            except (ValueError, TypeError, FloatingPointError) as error:
+                with held_back():
+                    self._leave_queue(ticket)
+                    self._end(ticket, failed(self.model, ticket, error))
+                continue
+            except Exception as error:
+                if not out_of_memory(error) or not self.occupied:
+                    raise
+                state = None
+            if state is None or not self._enter(ticket, method, state):
+                return  # once other rows have ended there is room
+
+    def _start(self, ticket: Ticket) -> tuple[Any, State]:
+        """The sampler of a prompt, and the state of a request that has this row alone."""
+        method = method_of(self.model, ticket.request)
+        state = method.start(self.model, ticket.prompts, ticket.request)
+        if method.family == "masked":
+            state.most_calls = self.calls_per_step
+        if why := state.fixed():
+            raise ValueError(f"sampler {method.name!r} with this request cannot be refilled: {why}")
+        return method, state
+
+    def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
+        """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
+        key = _key(method, ticket.request, state)
+        group = next((group for group in self._groups if group.key == key), None)
+        width = state.extent(np.zeros(1, np.int64))
+        if group is not None:
+            width = max(width, group.width)
+        row = bytes_of_row(self.model, method, state, width)
+        others = sum(g.nbytes for g in self._groups if g is not group)
+        most = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
+        if self.max_memory is not None:
+            most = min(most, (self.max_memory - others) // row)
+        if self._most_positions is not None:
+            most = min(most, max(1, self._most_positions // width))
+        occupied = 0 if group is None else group.occupied
+        if most <= occupied:
+            if self.occupied:
+                return False
+            if self.max_memory is not None and row > self.max_memory:
+                error = ValueError(f"the prompt needs {row} bytes, more than max_memory={self.max_memory}")
+                with held_back():
+                    self._leave_queue(ticket)
+                    self._end(ticket, failed(self.model, ticket, error))
+                return True
+            most = 1
+        try:
+            with held_back():
+                ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
+                if group is None:
+                    group = _Group(key, method, state, row)
+                    self._groups.append(group)
+                group.make_room(most, self.waiting, width)
+                slot = group.enter(ticket, state)
+                group.row_bytes = row
+                self._leave_queue(ticket)
+                self._feed(group, slot, ticket)
+                if ticket.done:  # its streamer failed
+                    group.state.dismiss(np.array([slot]))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            assert group is not None
+            if not group.occupied:
+                self._groups.remove(group)
+            if not self.occupied:
+                with held_back():
+                    self._leave_queue(ticket)
+                    self._end(ticket, failed(self.model, ticket, error))
+                return True
+            return False
+        return True
+
+    def _leave_queue(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._waiting.remove(ticket)
+
+    # ---- stepping -------------------------------------------------------------------------------------------------
+
+    def _advance(self, group: _Group) -> None:
+        """One step of a group, and the end of the rows that have ended with it."""
+        while not group.state.done:
+            between, error = True, None
+            try:
+                proposal = group.method.step(self.model, group.state)
+                with held_back():
+                    between = False
+                    group.method.commit(group.state, proposal)
+                    self._harvest(group)
+                return
+            except NotFinite as found:
+                error = found.with_traceback(None)  # else it would hold on to the step's tensors
+            except Exception as found:
+                if not out_of_memory(found):
+                    raise
+                error = found.with_traceback(None)
+            with held_back():
+                if not isinstance(error, NotFinite):
+                    self._shrink(group, error, keep=between)
+                    return
+                for slot in error.rows.tolist():
+                    self._let_go(group, slot, FloatingPointError(_without_row(error)))
+                group.state.dismiss(error.rows, wipe=True)
+
+    def _harvest(self, group: _Group) -> None:
+        """Hand on what is final, and let go of the rows that have ended."""
+        running = group.state.running
+        for slot, ticket in enumerate(group.tickets):
+            if ticket is None:
+                continue
+            self._feed(group, slot, ticket)
+            if ticket.done:  # its streamer failed
+                group.state.dismiss(np.array([slot]))
+            elif not running[slot]:
+                self._let_go(group, slot, None)
+
+    def _let_go(self, group: _Group, slot: int, error: Exception | None) -> None:
+        """End the ticket of a slot, with what was decoded."""
+        ticket = group.tickets[slot]
+        assert ticket is not None
+        group.tickets[slot] = None
+        self._end(ticket, read(self.model, group.state, slot, ticket, error))
+
+    def _end(self, ticket: Ticket, output: Output) -> None:
+        output.index, output.id = ticket.number, ticket.id
+        if ticket.streamer is not None and ticket.sent is not None:
+            try:
+                ticket.streamer.end()
+            except Exception as error:  # the row is over all the same
+                output.error = output.error or error
+        ticket.output = output
+        self._ended.append(ticket)
+        if ticket.on_done is not None:
+            ticket.on_done(ticket)
+
+    def _feed(self, group: _Group, slot: int, ticket: Ticket) -> None:
+        """Give a ticket's streamer what has become final; one that raises ends the ticket."""
+        streamer, state = ticket.streamer, group.state
+        if streamer is None:
+            return
+        try:
+            if ticket.sent is None:
+                ticket.sent = int(state.prompt_length[slot])
+                streamer.put(state.canvas[slot, : ticket.sent].cpu().unsqueeze(0).clone())
+            final = int(state.final(np.array([slot]))[0])
+            if final > ticket.sent:
+                streamer.put(state.canvas[slot, ticket.sent : final].cpu().unsqueeze(0).clone())
+                ticket.sent = final
+            stop = int(state.end[slot])
+            drafts = getattr(streamer, "put_draft", None)
+            if drafts is not None and state.facts.hole_id is not None and final < stop:
+                drafts(state.canvas[slot, final:stop].cpu().unsqueeze(0).clone())
+        except Exception as error:
+            output = read(self.model, state, slot, ticket, error)
+            group.tickets[slot] = None
+            self._end(ticket, output)
+
+    def _cancel(self) -> None:
+        """End what was taken back."""
+        with self._changed:
+            gone = [ticket for ticket in self._waiting if ticket.cancelled]
+            for ticket in gone:
+                self._waiting.remove(ticket)
+        for ticket in gone:
+            self._end(ticket, failed(self.model, ticket, Cancelled(f"prompt {ticket.number} was cancelled")))
+        for group in self._groups:
+            for slot, running in enumerate(group.tickets):
+                if running is not None and running.cancelled:
+                    self._let_go(group, slot, Cancelled(f"prompt {running.number} was cancelled"))
+                    group.state.dismiss(np.array([slot]))
+
+    def _shrink(self, group: _Group, error: Exception, keep: bool) -> None:
+        """Memory was too small for the rows of a group: the younger half waits again, all of them where the state is
+        between two commits (`keep` False)."""
+        tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
+        self._most_positions = max(1, len(tickets) // 2) * group.width
+        if len(tickets) == 1 and self.occupied == 1:
+            group.tickets = [None] * len(group.tickets)
+            self._groups.remove(group)
+            self._end(tickets[0], failed(self.model, tickets[0], error))
+        else:
+            stay = tickets[: len(tickets) // 2] if keep else []
+            try:
+                group.keep([group.tickets.index(ticket) for ticket in stay])
+            except Exception as again:
+                if not out_of_memory(again):
+                    raise
+                stay = []
+            if not stay:
+                self._groups.remove(group)
+            with self._changed:
+                back = [ticket for ticket in tickets if ticket not in stay]
+                # where they stood: nothing that waits is older than any of them, but what came back before
+                self._waiting = deque(sorted((*back, *self._waiting), key=lambda ticket: ticket.number))
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Group:
+    """Rows that share their calls: one state, whose rows are slots."""
+
+    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int):
+        self.key, self.method, self.state, self.row_bytes = key, method, state, row_bytes
+        self.tickets: list[Ticket | None] = [None] * state.batch
+        """By slot; None is free."""
+
+    @property
+    def occupied(self) -> int:
+        """Slots that are taken."""
+        return sum(ticket is not None for ticket in self.tickets)
+
+    @property
+    def width(self) -> int:
+        """Columns of the canvas."""
+        return int(self.state.canvas.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its rows take, about."""
+        return len(self.tickets) * self.row_bytes
+
+    def make_room(self, most: int, waiting: int, width: int) -> None:
+        """Have a free slot of so many columns; of no more than `most` slots, as many as will soon be asked for."""
+        slots, columns = len(self.tickets), self.width
+        occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
+        wanted = slots
+        if len(occupied) == slots:
+            wanted = min(most, slots + max(waiting, slots // 2, 1))
+        elif slots > most:
+            wanted = most
+        if width > columns:
+            columns = -(-width // WIDTHS) * WIDTHS
+        if (wanted, columns) != (slots, self.width):
+            self._arrange(occupied, wanted, columns)
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Have these slots alone."""
+        if slots:
+            self._arrange(slots, len(slots), self.state.extent(np.array(slots)))
+
+    def compact(self) -> None:
+        """Give back what half of the slots and more have no use for."""
+        occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
+        if occupied and 2 * len(occupied) <= len(self.tickets):
+            self.keep(occupied)
+
+    def enter(self, ticket: Ticket, state: Any) -> int:
+        """Put a row into a free slot."""
+        slot = self.tickets.index(None)
+        if state is not self.state:
+            self.state.put(np.array([slot]), state)
+        self.tickets[slot] = ticket
+        return slot
+
+    def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
+        """Have so many slots, the `occupied` ones first; the others hold copies that nobody decodes."""
+        first = occupied[0] if occupied else 0
+        rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
+        state = self.state.taken(rows, columns)
+        if slots > len(occupied):
+            state.dismiss(np.arange(len(occupied), slots))
+        self.state = state
+        self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
+
+
+def method_of(model: Any, request: Request) -> Any:
+    """The sampler that a request is decoded with."""
+    method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
+    return sampler_on(model, method)
+
+
+def refusal(model: Any, request: Request) -> str | None:
+    """Why a batch cannot be refilled with such a request, in one line; None where it can be."""
+    for name, instead in REFUSED.items():
+        value = getattr(request, name)
+        if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
+            return f"{name}={shown(value)} does not work with batches that are refilled: {instead}"
+    if request.rng != "counter":
+        return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
+    method = method_of(model, request)
+    if method.family not in ("masked", "draft_verify"):
+        return (
+            f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; "
+            "'masked' and 'draft_verify' do"
+        )
+    return None
+
+
+def check_request(model: Any, request: Request) -> None:
+    """Raise ValueError where a batch cannot be refilled with such a request."""
+    if why := refusal(model, request):
+        raise ValueError(why)
+
+
+def _key(method: Any, request: Request, state: Any) -> tuple[Any, ...]:
+    """What rows must have in common to share their calls."""
+    own = OWN_MASKED if method.family == "masked" else OWN
+    changes = {name: value for name, value in request.changes().items() if name not in (*own, "sampler")}
+    return method, changes, getattr(state, "blocks", None)
+
+
+def bytes_of_row(model: Any, method: Any, state: Any, width: int) -> int:
+    """Bytes that one row of so many columns takes in canvas, memory and stores, about."""
+    needed = state.memory.nbytes + 32 * width
+    branches = state.branches
+    if state.store is not None:
+        needed += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
+    drafting = getattr(state, "drafting", None)
+    if drafting is not None and drafting.store is not None:
+        needed += drafting.model.store_bytes(branches, width)
+    return int(needed)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def read(model: Any, state: Any, slot: int, ticket: Ticket, error: Exception | None) -> Output:
+    """The output of one row of a state."""
+    light = copy.copy(state)
+    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
+    if drafting := getattr(state, "drafting", None):
+        light.drafting = replace(drafting, store=None, broken=None, parents=None)
+    alone = light.taken(np.array([slot]))
+    alone.store = state.store
+    if not isinstance(getattr(type(alone), "max_new_tokens", None), property):
+        alone.max_new_tokens = ticket.new
+    output = output_of(model, alone, ticket.prompts, time.perf_counter() - ticket.began)
+    output.error = error
+    return output
+
+
+def failed(model: Any, ticket: Ticket, error: Exception) -> Output:
+    """The output of a prompt that nothing was decoded of."""
+    return nothing(model, ticket.prompts.rows[0], error)
+
+
+def nothing(model: Any, ids: Sequence[int], error: Exception) -> Output:
+    """An output without an answer: the prompt's ids, if there are any, and the error."""
+    sequence = torch.tensor([list(ids)], dtype=torch.int64)
+    return Output(
+        text=None if model.tokenizer is None else "",
+        sequences=sequence,
+        new_tokens=sequence[:, :0],
+        attention_mask=torch.ones_like(sequence),
+        filled=torch.zeros_like(sequence, dtype=torch.bool),
+        row_nfe=[0],
+        row_forwards=0,
+        forwarded_tokens=0,
+        tokens=[0],
+        finished=[False],
+        seconds=0.0,
+        error=error.with_traceback(None),
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory was too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _without_row(error: NotFinite) -> str:
+    """The message without the number of a row, which is none of the caller's."""
+    return str(error).replace(" for row ", " for slot ")
+
+
+def final_ids(output: Output) -> Tensor:
+    """[N] int64: the ids of an answer, its end token included and the padding behind it excluded."""
+    return output.sequences[0, output.filled[0]][: output.tokens[0]]

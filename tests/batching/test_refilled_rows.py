@@ -1,0 +1,153 @@
+"""A row that takes the slot of one that has ended decodes what `generate` decodes, in float64: for every registered
+masked and causal sampler and every cache, without a test of their own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.batching import Batch, Ticket
+from paradec.caches.table import REFUSED, verdict
+from paradec.models.adapter import Model
+from paradec.models.facts import ModelFacts
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name != "mar"]
+CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+TOPOLOGY = {"bidirectional same": ("bidirectional", "same"), "bidirectional shifted": ("bidirectional", "shifted")}
+TOPOLOGY |= {"block_causal same": ("block_causal", "same"), "block_causal shifted": ("block_causal", "shifted")}
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=")
+
+
+def works(sampler: str, cache: str, kind: str) -> bool:
+    topology, prediction = TOPOLOGY[kind]
+    length = 4 if topology == "block_causal" else None
+    facts = ModelFacts(vocab_size=2, prediction=prediction, topology=topology, block_length=length)
+    return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
+
+
+EVERY = [
+    (sampler, cache, kind)
+    for kind in TOPOLOGY
+    for sampler in MASKED
+    for cache in caches.names()
+    if works(sampler, cache, kind)
+]
+
+
+def some() -> set[tuple[str, str, str]]:
+    """Every sampler once and every cache once, on kinds of model that take turns."""
+    found = set()
+    for index, name in enumerate(MASKED):
+        fitting = [entry for entry in EVERY if entry[0] == name]
+        found.add(fitting[index * 7 % len(fitting)])
+    for index, name in enumerate(caches.names()):
+        if not any(entry[1] == name for entry in found):
+            fitting = [entry for entry in EVERY if entry[1] == name]
+            found.add(fitting[index * 5 % len(fitting)])
+    return found
+
+
+SOME = some()
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    return {}
+
+
+def model_of(models: dict[str, Model], kind: str) -> Model:
+    if kind not in models:
+        topology, prediction = TOPOLOGY.get(kind, ("causal", "shifted"))
+        models[kind] = tiny(2, topology=topology, prediction=prediction)
+        torch.manual_seed(0)
+        codes = torch.randn(VOCAB, 4, dtype=torch.float64)  # methods for pictures compare tokens by their codes
+        models[kind].codebook = lambda: codes  # type: ignore[attr-defined]
+    return models[kind]
+
+
+def prompts(draw: random.Random, count: int) -> list[list[int]]:
+    """Of unequal lengths, two of them equal."""
+    rows = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for _ in range(count - 1)]
+    return [*rows, rows[1]]
+
+
+def refilled(model: Model, rows: list[Any], own: list[dict[str, Any]], size: int, **request: Any) -> list[Ticket]:
+    """The tickets of prompts with settings of their own, from a batch of so many rows."""
+    with Batch(model, batch_size=size, **request) as batch:
+        tickets = [batch.add(row, **each) for row, each in zip(rows, own, strict=True)]
+        ended: list[Ticket] = []
+        while len(ended) < len(rows):
+            assert batch.occupied <= size
+            ended += batch.step()
+        assert batch.occupied == batch.waiting == 0
+    assert sorted(ticket.number for ticket in ended) == list(range(len(rows)))
+    return tickets
+
+
+def assert_same(model: Model, rows: list[Any], lengths: list[int], tickets: list[Ticket], **request: Any) -> None:
+    """Every answer is that of `generate` on the whole list, and so is what it cost."""
+    for new in sorted(set(lengths)):
+        whole = paradec.generate(model, rows, max_new_tokens=new, **request)
+        for index, ticket in enumerate(tickets):
+            if lengths[index] != new:
+                continue
+            out = ticket.output
+            assert out is not None and out.error is None, out
+            assert out.new_tokens[0].tolist() == whole.new_tokens[index].tolist(), index
+            assert out.row_nfe[0] == whole.row_nfe[index], index
+            assert out.tokens[0] == whole.tokens[index] and out.finished[0] == whole.finished[index]
+            if out.logprobs is not None:
+                mine, theirs = out.logprobs.chosen[0], whole.logprobs.chosen[index][-out.logprobs.chosen.shape[1] :]
+                assert torch.allclose(mine, theirs, rtol=0, atol=1e-9, equal_nan=True), index
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "kind"),
+    [pytest.param(*entry, marks=() if entry in SOME else pytest.mark.full) for entry in EVERY],
+)
+def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str) -> None:
+    draw = random.Random(f"{name} {cache} {kind}")
+    model = model_of(models, kind)
+    rows, lengths = prompts(draw, 7), [draw.choice((4, 8)) for _ in range(7)]
+    request = {
+        "sampler": name,
+        "cache": cache,
+        "block_length": 4,
+        "temperature": draw.choice((0.0, 0.8)),
+        "guidance_scale": draw.choice((1.0, 1.0, 1.5)),
+        "seed": draw.randrange(2**31),
+        "logprobs": draw.choice((None, 2)),
+    }
+    tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
+    assert_same(model, rows, lengths, tickets, **request)
+
+
+ALONE = [name for name in CAUSAL if name not in ("zipar", "speculative")]
+"""Those that draft for themselves; ZipAR makes pictures, one step for all rows."""
+DRAFTING = {
+    "chain": {"window": 4},
+    "tree": {"tree": (2, 2, 1)},
+    "dynamic tree": {"tree": {"nodes": 8, "depth": 3, "top_k": 3}, "rule": "naive"},
+}
+
+
+@pytest.mark.parametrize(("temperature", "guidance"), [(0.0, 1.0), (0.8, 1.5)])
+@pytest.mark.parametrize("name", [*ALONE, *DRAFTING])
+def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
+    model = model_of(models, "causal")
+    draw = random.Random(f"{name} {temperature} {guidance}")
+    rows, lengths = prompts(draw, 7), [draw.choice((3, 9)) for _ in range(7)]
+    if name in DRAFTING:
+        models.setdefault("drafter", tiny(1, topology="causal", prediction="shifted", seed=1))
+        sampler = samplers.create("speculative", drafter=models["drafter"], **DRAFTING[name])
+    else:
+        sampler = samplers.create(name, window=5)
+    request = {"temperature": temperature, "guidance_scale": guidance, "seed": 5, "logprobs": 1, "sampler": sampler}
+    tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
+    assert_same(model, rows, lengths, tickets, **request)
