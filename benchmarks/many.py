@@ -4,13 +4,14 @@
 
 The packaged model in float64 on one thread, one token per step (`low_confidence`), so that a row takes as many steps
 as its answer has tokens: 4 to 128, drawn evenly, without an early stop. A fixed batch is the same `Batch` that gets its
-prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how many
-rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size. A step
-of rows of unequal lengths may be several calls (`calls_per_step`); calls times the batch size are counted too. Times are
-the process's own (`time.process_time`) and those on the wall, of both in one run, in turns of a hundred prompts.
+prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how
+many rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size.
+A step of rows of unequal lengths may be several calls (`calls_per_step`); calls times the batch size are counted too.
+Times are the process's own (`time.process_time`) and those on the wall, of both in one run, in turns of a hundred
+prompts.
 
-`flat` is what the process holds (resident bytes) after every tenth of so many prompts; `occupancy` how many slots have a
-row, for batches of 1 to 64. About ten minutes of processor time.
+`flat` is what the process holds (resident bytes) after every tenth of so many prompts; `occupancy` how many slots have
+a row, for batches of 1 to 64.
 """
 
 from __future__ import annotations

@@ -251,10 +251,9 @@ class Batch:
                 ticket.cancelled = True
             self._changed.notify_all()
         with self._stepping:
-            for group in self._groups:
-                for ticket in group.tickets:
-                    if ticket is not None:
-                        ticket.cancelled = True
+            for running in (ticket for group in self._groups for ticket in group.tickets):
+                if running is not None:
+                    running.cancelled = True
             self._cancel()
             self._groups.clear()
 
@@ -379,7 +378,8 @@ class Batch:
     def _advance(self, group: _Group) -> None:
         """One step of a group, and the end of the rows that have ended with it."""
         while not group.state.done:
-            between, error = True, None
+            between = True
+            error: Exception
             try:
                 proposal = group.method.step(self.model, group.state)
                 with held_back():

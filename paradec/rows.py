@@ -69,9 +69,9 @@ def kept(value: Any, rows: np.ndarray, columns: int | None) -> Any:
     """`taken` of what a method or cache keeps in a form that is known here, or in one of its own; None stays None."""
     if value is None:
         return None
-    if isinstance(value, (np.ndarray, Tensor)):
+    if isinstance(value, np.ndarray):
         return taken(value, rows)
-    return value.taken(rows, columns)
+    return taken(value, rows) if isinstance(value, Tensor) else value.taken(rows, columns)
 
 
 def exchange(value: Any, slots: np.ndarray, other: Any) -> None:

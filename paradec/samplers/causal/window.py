@@ -264,9 +264,9 @@ class Jacobi(JacobiSampler):
     def _width(self, new: int) -> int:
         return super()._width(new) if self.group is None else min(self.group, new)
 
-    def _memory(self, width: int, dtype: torch.dtype) -> dict[str, MemorySpec]:
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
         iteration = {} if self.group is None else {"iteration": MemorySpec((), torch.int64, reset="sequence")}
-        return super()._memory(width, dtype) | iteration
+        return super()._memory(dtype) | iteration
 
     def _evaluated(self, state: CausalState) -> np.ndarray:
         found = super()._evaluated(state)
