@@ -163,6 +163,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "diffusers": {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"},
     },
     "mar": {"recap": {"local_steps": 1}},
+    "groups": {"lpd": {"order": "lpd"}},
 }
 
 CACHES: dict[str, dict[str, Any]] = {

@@ -294,7 +294,11 @@ def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
     assert model.unwrap() is module
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in ("continuous image", "latent")])
+NO_CALLS_ALONE = ("continuous image", "grouped image", "latent")
+"""Kinds that answer no plain query: of latents, or over a store alone."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in NO_CALLS_ALONE])
 def test_words_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
     """Embeddings of the whole vocabulary; the output matrix makes the logits of the hidden states."""
     model = given[name]

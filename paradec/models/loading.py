@@ -104,9 +104,9 @@ def load(
     tokenizer; where they disagree on the mask or the padding, the first one counts (and the logger "paradec" says so).
     End tokens are all that these files and the tokenizer's turn ends name.
 
-    Image models (`paradec.generate_images`): LlamaGen's, MAR's and LPD's single files and folders, and Emu3, Chameleon's kin
-    and Janus in transformers' format; "digits-ar" is the small one inside the package, "digits-ar-drafter"
-    a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
+    Image models (`paradec.generate_images`): LlamaGen's, MAR's and LPD's single files and folders, and Emu3,
+    Chameleon's kin and Janus in transformers' format; "digits-ar" is the small one inside the package,
+    "digits-ar-drafter" a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
