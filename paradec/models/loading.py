@@ -106,7 +106,8 @@ def load(
 
     Image models (`paradec.generate_images`): LlamaGen's, MAR's and LPD's single files and folders, and Emu3,
     Chameleon's kin and Janus in transformers' format; "digits-ar" is the small one inside the package,
-    "digits-ar-drafter" a smaller one that drafts for it, and "digits-maskgit" a masked one (`paradec.models.images.masked`).
+    "digits-ar-drafter" a smaller one that drafts for it, and "digits-maskgit" a masked one
+    (`paradec.models.images.masked`).
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
