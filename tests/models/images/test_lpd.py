@@ -273,6 +273,7 @@ def test_rows_are_their_own_business() -> None:
         alone = make(model, class_labels=label, seed=4 + row)
         assert torch.equal(alone.codes[0], both.codes[row])
     assert torch.equal(make(model, seed=[4, 5]).codes, both.codes)
+    assert torch.equal(make(model, seed=4).codes[1], make(model, seed=4, class_labels=2).codes[0])
     assert not torch.equal(make(model, seed=[4, 6]).codes[1], both.codes[1])
     written = [
         [entry[1] - 1 for entry in step.commits if entry[0] == row] for step in both.trace.steps for row in (0, 1)
