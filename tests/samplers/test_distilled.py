@@ -355,7 +355,7 @@ def test_other_teachers_are_refused() -> None:
         Distilled(teacher=tiny_llamagen(), teacher_start=5).start(student, [1])
     with pytest.raises(ValueError, match="label=10"):
         Distilled().start(student, [10])
-    with pytest.raises(TypeError, match="a student of an image model"):
+    with pytest.raises(TypeError, match="a distilled student"):
         Distilled().start(tiny_llamagen(), [1])
     with pytest.raises(ValueError, match="takes the 'distilled' family"):
         paradec.generate_images(student, class_labels=1, sampler="sjd")

@@ -206,7 +206,7 @@ def test_other_teachers_are_refused() -> None:
         Distilled(teacher=tiny_var(vq_seed=3)).start(student, [1])
     with pytest.raises(ValueError, match="split=9"):
         tiny_var_student(split=9)
-    with pytest.raises(TypeError, match="a student of an image model"):
+    with pytest.raises(TypeError, match="a distilled student"):
         paradec.samplers.create("var").start(student, [1])
 
 
