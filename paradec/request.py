@@ -477,8 +477,11 @@ def _as_data(name: str, value: Any) -> Any:
     """A field as JSON can hold it."""
     if name in LIVE:
         raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
-    if name == "sampler" and (drafter := getattr(value, "drafter", getattr(value, "draft", None))) is not None:
-        raise ValueError(f"sampler={value.name!r} has a drafter, {shown(drafter)}, which cannot be saved: leave it out")
+    for other in ("drafter", "draft", "teacher") if name == "sampler" else ():
+        if (model := getattr(value, other, None)) is not None:
+            raise ValueError(
+                f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
+            )
     if name == "blocks" and type(value) in POLICIES.values():
         policy = next(key for key, kind in POLICIES.items() if kind is type(value))
         return {"blocks": policy} | {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}

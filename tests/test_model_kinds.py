@@ -301,7 +301,8 @@ def test_adapters_of_image_models(given: dict[str, Any], name: str) -> None:
     assert model.unwrap() is module
 
 
-WITHOUT_WORDS = ("continuous image", "distilled image", "scale image", "latent")
+WITHOUT_WORDS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
+"""Kinds that answer no plain query: of latents, of scales, or over a store alone."""
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_WORDS])

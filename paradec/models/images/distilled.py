@@ -162,7 +162,8 @@ class DistilledModel(PictureModel, Adapter):
 
     def read(self, state: Any, grid: Grid) -> Reading:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, [0] * state.batch)
+        before = [self.facts.stages.kept[-1] - grid.length] * state.batch  # of scales the last is the raster
+        return Reading(state.tokens.cpu(), state.done, accepted, before, [0] * state.batch)
 
 
 def check_stages(kept: tuple[int, ...], second: int, split: int, scales: bool = False) -> Stages:

@@ -59,7 +59,7 @@ class DistilledState(State):
     """The teacher, and what it has read."""
     index: int = 0
     """The step."""
-    final: int = 0
+    written: int = 0
     """Tokens of every row that no later step changes."""
     accepted: list[np.ndarray] = field(default_factory=list)
     """[B] int64 per step: tokens that became final."""
@@ -70,7 +70,7 @@ class DistilledState(State):
 
     @property
     def progress(self) -> tuple[int, int]:
-        return self.final * self.batch, self.tokens.shape[1] * self.batch
+        return self.written * self.batch, self.tokens.shape[1] * self.batch
 
     @property
     def teacher_nfe(self) -> int:
@@ -365,13 +365,13 @@ class Distilled(Sampler):
             state.tokens = state.codes[state.ids]
         if kind == "teacher" and state.teaching is not None:
             state.teaching.read_up_to(at)
-        before, state.final = (
-            state.final,
+        before, state.written = (
+            state.written,
             state.tokens.shape[1] if following is None else state.stages.kept[following[1]],
         )
-        state.accepted.append(np.full(state.batch, state.final - before, np.int64))
-        fresh = torch.arange(before, state.final, device=state.tokens.device).expand(state.batch, -1)
-        values, written = state.tokens[:, before : state.final], torch.ones_like(fresh, dtype=torch.bool)
+        state.accepted.append(np.full(state.batch, state.written - before, np.int64))
+        fresh = torch.arange(before, state.written, device=state.tokens.device).expand(state.batch, -1)
+        values, written = state.tokens[:, before : state.written], torch.ones_like(fresh, dtype=torch.bool)
         return Commit(proposal.rows, values, fresh, written, kind=proposal.kind)
 
     def observe(self, state: DistilledState, proposal: DistilledProposal) -> Notes:

@@ -402,7 +402,7 @@ def test_bad_settings_and_prompts() -> None:
         sampler.start(model, [[33]], guidance_scale=2.0)
     with pytest.raises(ValueError, match="negative_prompt has no effect without guidance"):
         sampler.start(model, [[33]], negative_prompt=[[34]])
-    with pytest.raises(TypeError, match="generate takes .*; LPD is a model of groups of codes"):
+    with pytest.raises(TypeError, match="generate takes .*; LPD is an LPD model"):
         paradec.generate(model, [[33]])
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
         broken = tiny_lpd()

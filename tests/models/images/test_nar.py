@@ -259,7 +259,7 @@ def test_bad_requests(given: dict[str, Any], message: str) -> None:
 def test_other_pairs_are_refused() -> None:
     model = tiny_nar()
     laid = model.request([3], model.grid())
-    with pytest.raises(TypeError, match="two heads"):
+    with pytest.raises(TypeError, match="a NAR model"):
         paradec.samplers.create("sjd").start(model, laid.prompts)
     with pytest.raises(ValueError, match="cfg_interval=-2"):
         paradec.samplers.create("nar", cfg_interval=-2)

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import next_image
 import pytest
 import torch
-import next_image
 from next_image import FOLDER, cases, checksum
 from safetensors.torch import load_file
 from torch import Tensor
@@ -527,7 +527,7 @@ def test_it_is_written_without_its_draft_model(near: MARModel) -> None:
     data = json.loads(json.dumps(sampler.to_dict()))
     assert data.pop("draft") == near.facts.name
     assert Sampler.from_dict(data) == replace(sampler, draft=None)
-    with pytest.raises(ValueError, match="sampler='cspd' has a drafter, .*, which cannot be saved"):
+    with pytest.raises(ValueError, match="sampler='cspd' has a draft, .*, which cannot be saved"):
         paradec.Request(sampler=sampler).save("nowhere.json")
 
 
@@ -597,7 +597,7 @@ def test_draft_models_of_other_pictures(model: MARModel, draft: MARModel) -> Non
         CSpD(other).start(first, [1], steps=4)
     with pytest.raises(ValueError, match=r"draft is needed: .*create\('cspd', draft=a smaller MAR\)"):
         images(model, sampler="cspd")
-    with pytest.raises(TypeError, match="draft of 'cspd' takes a model of continuous image tokens"):
+    with pytest.raises(TypeError, match="draft of 'cspd' takes a MAR model"):
         CSpD(paradec.load("digits-maskgit"))
     with pytest.raises(ValueError, match="draft='mar_base' must be a smaller MAR"):
         CSpD("mar_base")
