@@ -19,10 +19,11 @@ DIFFUSION = ["dit_taylorseer", "flux_taylorseer", "wan_taylorseer"]
 DIGITS = ["maskgit_recap", "digits_dit"]
 GROUPS = ["amused_recap", "mar_recap", "lpd_images", "cspd_images"]
 FEW = ["nar_images", "distilled_images"]
+SCALES = ["var_images", "code_images"]
 CANVASES = ["diffusion_gemma"]
 TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
 NEW = ["own_sampler", "batch_file", "chat_loop", "transformers_generate"]
-NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *CANVASES, *NEW, *FEW, *IMAGES]
+NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *CANVASES, *NEW, *FEW, *SCALES, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
 import runpy, sys
@@ -39,7 +40,7 @@ def test_examples_run_offline() -> None:
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.split("=" * 9)
     llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, lpd, cspd, *rest = printed
-    canvases, own, batch, chat, stock, nar, students, *images = rest
+    canvases, own, batch, chat, stock, nar, students, var, code, *images = rest
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
@@ -72,6 +73,9 @@ def test_examples_run_offline() -> None:
     assert re.findall(r"(\d+) forwards for 36 tokens", students) == ["1", "2", "5"]
     assert "cspd: 5 forwards and 13 of the draft model" in cspd and "as many forwards: 5 forwards, " in cspd
     assert lpd.count(": 10 forwards") == 2 and lpd.count("groups of [1, 2, 4,") == 2  # lpd and halton
+    assert "var: 5 forwards for scales of 1, 2, 3, 5, 7; 88 tokens a picture" in var
+    splits = re.findall(r"split (\d): (\d) forwards large, (\d) small", code)
+    assert splits == [(str(split), str(split), str(5 - split)) for split in range(6)]
     # drafts of a step are not what the canvas closes with; infill leaves alone what was given
     assert canvases.count("canvas ") == 3 and canvases.count("step    4 .") == 3
     assert len(re.findall(r"20 tokens: \d+ denoising calls, 3 encoder calls", canvases)) == 2

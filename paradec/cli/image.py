@@ -34,8 +34,8 @@ Out = Annotated[Path, typer.Option(metavar="FILE.png", help="Where the pictures 
 Model = Annotated[
     str,
     typer.Option(
-        help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-maskgit "
-        "and digits-dit are inside the package."
+        help="A folder, a file or a hub id of an image model or a diffusers pipeline; digits-ar, digits-var, "
+        "digits-maskgit and digits-dit are inside the package."
     ),
 ]
 Prompts = Annotated[list[str] | None, typer.Option(help="What to show; may be repeated.")]

@@ -43,7 +43,7 @@ TELLING = {
     "lpd": {"fake_latent", "token_emb.weight", "pos_embed"},
 }
 """The tensors by which a single file of a `model_type` is known; the first that fits counts."""
-PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit")
+PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit", "digits-var", "digits-var-small")
 """Image models inside the package."""
 
 PACKAGED_PIPELINES = ("digits-dit",)
