@@ -65,7 +65,7 @@ def test_no_more_is_read_than_is_decoded_and_held_back(model: Model) -> None:
             read += 1
             yield {"prompt": ROWS[index % 12], "max_new_tokens": 32 if index == 0 else 4}
 
-    request = {**REQUEST, "sampler": "low_confidence"}
+    request = {**REQUEST, "sampler": "low_confidence", "eos_early_stop": False}
     many = generate_many(model, endless(), batch_size=3, look_ahead=4, **request)
     assert read == 0
     assert next(many).index == 0 and read == 7
