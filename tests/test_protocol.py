@@ -69,7 +69,9 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
         assert cls.name == name
         assert cls.summary and cls.__doc__
         assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-        assert cls.family in ("masked", "draft_verify", "canvas", "forecast", "continuous", "cache")
+        families = {"masked", "draft_verify", "canvas", "forecast", "continuous", "cache"}
+        families |= {"scales", "groups", "distilled"}
+        assert cls.family in families
         if cls.family != "cache":
             # combinations, and other rules on canvases, are nobody's paper; no number of CORA-Diff is known
             assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence", "canvas")
