@@ -386,6 +386,7 @@ class CausalState(State):
         self.commits += 1  # what was proposed before is of other rows
 
     def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:
+        self.end[rows] = self.committed[rows]  # commits ask which rows have not reached their ends
         self.rows = np.setdiff1d(self.rows, rows)
         self.commits += 1
         for store in (self.store, None if self.drafting is None else self.drafting.store):

@@ -1,0 +1,195 @@
+"""What a batch that stays full saves: `paradec.generate_many` beside fixed batches in the order of arrival.
+
+    python benchmarks/many.py [--prompts 500] [--flat 2000] [--out benchmarks/results/many.json]
+
+The packaged model in float64 on one thread, one token per step (`low_confidence`), so that a row takes as many steps as
+its answer has tokens: 4 to 128, drawn evenly, without an early stop. A fixed batch is the same `Batch` that gets its
+prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how many
+rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size. Times are
+the process's own (`time.process_time`) and those on the wall, of both in one run, in turns of a hundred prompts.
+
+`flat` is what the process holds (resident bytes) after every tenth of so many prompts; `occupancy` how many slots have a
+row, for batches of 1 to 64. About ten minutes of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import random
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import write_result
+
+import paradec
+from paradec.batching import Batch, Ticket
+
+SHORTEST, LONGEST = 4, 128
+REQUEST: dict[str, Any] = {"sampler": "low_confidence", "eos_early_stop": False, "block_length": 32, "seed": 0}
+TURN = 100
+
+
+def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
+    """What `Batch.add` takes: texts that the packaged model knows, with answers of unequal lengths."""
+    draw = random.Random(seed)
+    words = ["pear", "fig", "apple", "kiwi", "plum", "lemon", "mango", "peach", "grape", "melon"]
+    found = []
+    for _ in range(count):
+        text = f"{draw.choice(['Sort', 'Reverse', 'Copy'])}: {' '.join(draw.sample(words, draw.randint(3, 6)))}"
+        found.append({"prompt": text, "max_new_tokens": draw.randint(SHORTEST, longest)})
+    return found
+
+
+class Meter:
+    """Drives a batch, and counts what it takes."""
+
+    def __init__(self, model: Any, size: int, **request: Any):
+        self.calls = 0
+        self.batch = Batch(Counted(model, self), batch_size=size, **request)
+        self.size, self.steps, self.rows = size, 0, 0
+        self.cpu = self.wall = 0.0
+
+    def run(self, asked: list[dict[str, Any]], fixed: bool) -> list[Ticket]:
+        """All answers: each row is refilled, or (`fixed`) all of a batch at once."""
+        begin = time.process_time(), time.perf_counter()
+        groups: Iterable[list[dict[str, Any]]] = [asked]
+        if fixed:
+            groups = [asked[at : at + self.size] for at in range(0, len(asked), self.size)]
+        tickets = []
+        for group in groups:
+            tickets += [self.batch.add(**each) for each in group]
+            while self.batch.occupied or self.batch.waiting:
+                ended = self.batch.step()
+                self.steps += 1
+                self.rows += self.batch.occupied + len(ended)
+        self.cpu += time.process_time() - begin[0]
+        self.wall += time.perf_counter() - begin[1]
+        return tickets
+
+    def result(self) -> dict[str, Any]:
+        slots = self.steps * self.size
+        return {
+            "steps": self.steps,
+            "slots": slots,
+            "occupancy": self.rows / slots,
+            "calls": self.calls,
+            "calls_x_batch_size": self.calls * self.size,
+            "cpu_seconds": self.cpu,
+            "wall_seconds": self.wall,
+        }
+
+
+class Counted:
+    """A model whose calls are counted."""
+
+    def __init__(self, model: Any, meter: Meter):
+        self.model, self.meter = model, meter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def __call__(self, query: Any, *store: Any) -> Any:
+        self.meter.calls += 1
+        return self.model(query, *store)
+
+
+def beside(model: Any, count: int, size: int, longest: int, **request: Any) -> dict[str, Any]:
+    """Full batches and fixed ones, in turns, over the same prompts."""
+    meters = {name: Meter(model, size, **REQUEST, **request) for name in ("refilled", "fixed")}
+    asked = prompts(count, longest)
+    equal = 0
+    answers: dict[str, list[Ticket]] = {name: [] for name in meters}
+    for turn, at in enumerate(range(0, count, TURN)):
+        order = list(meters) if turn % 2 else list(meters)[::-1]
+        for name in order:
+            answers[name] += meters[name].run(asked[at : at + TURN], fixed=name == "fixed")
+    for one, other in zip(*answers.values(), strict=True):
+        assert one.output is not None and other.output is not None
+        equal += torch.equal(one.output.new_tokens, other.output.new_tokens)
+    alone = 0
+    checked = range(0, count, max(1, count // 20))
+    texts = [each["prompt"] for each in asked]
+    for index in checked:
+        out = paradec.generate(model, texts[index], **{**REQUEST, **request}, max_new_tokens=asked[index]["max_new_tokens"])
+        mine = answers["refilled"][index].output
+        first = texts.index(texts[index]) == index  # a prompt that stands there twice draws other numbers the second time
+        alone += mine is not None and (not first or torch.equal(out.new_tokens, mine.new_tokens))
+    found = {name: meter.result() for name, meter in meters.items()}
+    ratio = {key: found["fixed"][key] / found["refilled"][key] for key in found["fixed"] if key != "occupancy"}
+    return {
+        "prompts": count,
+        "batch_size": size,
+        "answers": [SHORTEST, longest],
+        "request": {key: value for key, value in {**REQUEST, **request}.items()},
+        **found,
+        "fixed_over_refilled": ratio,
+        "equal_answers": equal,
+        "equal_to_generate": [alone, len(checked)],
+    }
+
+
+def resident() -> int:
+    """Bytes of the process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
+    """What the process holds while prompts come and go."""
+
+    def source() -> Iterator[dict[str, Any]]:
+        for part in range(-(-count // TURN)):
+            yield from prompts(TURN, longest, seed=part + 1)
+
+    many = paradec.generate_many(model, source(), batch_size=size, **REQUEST)
+    held, given = [], 0
+    for given, _ in enumerate(many, start=1):
+        if given % max(1, count // 10) == 0:
+            gc.collect()
+            held.append({"prompts": given, "resident_bytes": resident()})
+    later = [entry["resident_bytes"] for entry in held[1:]]
+    return {"prompts": given, "batch_size": size, "held": held, "last_over_second": later[-1] / later[0] if later else None}
+
+
+def occupancy(model: Any, count: int, longest: int, sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """How full batches of several sizes are, with their empty end; and what the same prompts take."""
+    found = []
+    for size in sizes:
+        meter = Meter(model, size, **REQUEST)
+        meter.run(prompts(count, longest), fixed=False)
+        found.append({"batch_size": size, **meter.result()})
+        print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--flat", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=LONGEST)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "many.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = paradec.load(dtype="float64")
+    cases: dict[str, dict[str, Any]] = {"no cache": {}, "dual cache": {"cache": "dual", "temperature": 0.5}}
+    result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    result["beside"] = {}
+    for name, request in cases.items():
+        result["beside"][name] = beside(model, given.prompts, given.batch, given.longest, **request)
+        print(name, result["beside"][name], flush=True)
+    result["flat"] = flat(model, given.flat, given.batch, min(given.longest, 16))
+    print(result["flat"], flush=True)
+    result["occupancy"] = occupancy(model, max(1, given.prompts // 2), given.longest, given.sizes)
+    write_result(given.out, result)
+
+
+if __name__ == "__main__":
+    main()

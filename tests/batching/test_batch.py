@@ -1,0 +1,506 @@
+"""`Batch`: who gets a row, what ends alone, and what is left when something goes wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import END, tiny
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.batching import Batch, Cancelled, Ticket, refusal
+from paradec.models.adapter import Model
+from paradec.request import Request
+
+ROWS = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for draw in map(random.Random, range(6))]
+REQUEST: dict[str, Any] = {"max_new_tokens": 6, "block_length": 3, "temperature": 0.8, "seed": 2}
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(1)
+
+
+@pytest.fixture(scope="module")
+def causal() -> Model:
+    return paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
+
+
+def drained(batch: Batch) -> list[Ticket]:
+    ended = []
+    while batch.occupied or batch.waiting:
+        ended += batch.step()
+    return ended + batch.step()
+
+
+def tokens(ticket: Ticket) -> list[int]:
+    assert ticket.output is not None
+    return ticket.output.new_tokens[0].tolist()
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.drafts: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, ids: Tensor) -> None:
+        assert ids.shape[0] == 1 and not self.ends
+        self.pieces.append(ids[0].tolist())
+
+    def put_draft(self, ids: Tensor) -> None:
+        self.drafts.append(ids[0].tolist())
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+class Failing:
+    """A model that fails for rows in which a token stands, or once it has been called so often."""
+
+    def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
+        self.model, self.token, self.left, self.error = model, token, calls, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def __call__(self, query: Any, *store: Any) -> Tensor:
+        self.left -= 1
+        if self.left == -1 and self.error is not None:
+            raise self.error
+        poisoned = (query.tokens == self.token).any(1)
+        if store and poisoned.any():  # what it writes is no better
+            found = self.model(query, *store)
+            for layers in (store[0].layer_keys, store[0].layer_values):
+                for tensor in layers.values():
+                    tensor[query.store_rows[poisoned]] = torch.nan
+        else:
+            found = self.model(query, *store)
+        return found.masked_fill(poisoned.view(-1, 1, 1), torch.nan)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_array_of_a_state_that_has_rows_moves_with_them(model: Model, causal: Model) -> None:
+    """What `taken` forgot would still have the old rows; what `put` forgot, the row of the prompt before."""
+    drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
+    cases = [
+        (model, "credit", {"cache": "dkv_decode", "guidance_scale": 1.5, "stop_strings": None, "steps": 8}),
+        (causal, samplers.create("jacobi", init="sample_horizontal", window=4), {}),
+        (causal, samplers.create("speculative", drafter=drafter, tree=(2, 1)), {"guidance_scale": 1.5}),
+    ]
+    for adapter, name, changes in cases:
+        sampler = samplers.create(name) if isinstance(name, str) else name
+        request = {"max_new_tokens": 8, "temperature": 0.8, "seed": 2, "logprobs": 1, **changes}
+        if name == "credit":
+            request["block_length"] = 4
+        state = sampler.start(adapter, ROWS[:3], **request)
+        other = sampler.start(adapter, ROWS[3:4], **request)
+        with torch.inference_mode():
+            for _ in range(2):
+                sampler.commit(state, sampler.step(adapter, state))
+            columns = max(state.canvas.shape[1], other.canvas.shape[1]) + 3
+            # five rows of so many columns: sizes that nothing else has
+            found = state.taken(np.array([2, 0, 1, 1, 0]), columns)
+            assert leftovers(found, {3, 6, state.canvas.shape[1], state.canvas.shape[1] + 1}) == []
+            before = state.taken(np.array([2, 0, 1, 1, 0]), columns)
+            found.put(np.array([1]), other)
+            alone = other.taken(np.array([0]), columns)
+            now, old, new = (dict(arrays(each)) for each in (found, before, alone))
+            assert now.keys() == old.keys() and len(new) > 20
+            for path in now:
+                axis = 1 if path.endswith(("._counts", "._steps", ".shift")) else 0
+                rows, was = (np.moveaxis(each[path], axis, 0) for each in (now, old))
+                mine = np.moveaxis(new[path], axis, 0) if path in new else None
+                for branch in range(len(rows) // 5):
+                    part = slice(branch * 5, branch * 5 + 5)
+                    stayed = [np.delete(each[part], 1, 0) for each in (rows, was)]
+                    assert np.array_equal(*stayed, equal_nan=rows.dtype.kind == "f"), path
+                    if mine is not None:  # its keys and values are still to come
+                        assert same_values(rows[part][1], mine[branch]), path
+
+
+SHARED = ("ends", "guess", "guess_ids", "allowed", "embeddings", "columns", "_column", "window", "nothing", "_trace")
+
+
+def arrays(value: Any, path: str = "", depth: int = 0) -> list[tuple[str, Any]]:
+    """Every array and tensor below an object, by path, but for those that have no rows or follow from others."""
+    if isinstance(value, torch.Tensor):
+        return [(path, value.float().numpy() if value.dtype == torch.bool else value.numpy())]
+    if isinstance(value, np.ndarray):
+        return [(path, value)] if value.ndim else []
+    found = []
+    if isinstance(value, dict):
+        entries = value.items()
+    elif type(value).__module__.startswith("paradec") and hasattr(value, "__dict__") and depth < 4:
+        entries = vars(value).items()
+    elif isinstance(value, (list, tuple)) and depth < 4:
+        entries = enumerate(value)
+    else:
+        return []
+    for name, entry in entries:
+        left_out = name in (*SHARED, "facts", "request", "cache", "blocks", "model", "rows", "block_step", "row_step_")
+        if not left_out and not str(name).startswith(("_made", "_call")):
+            found += arrays(entry, f"{path}.{name}", depth + 1)
+    return found
+
+
+def leftovers(state: Any, sizes: set[int]) -> list[tuple[str, Any]]:
+    """Arrays whose first sizes are those of the state that rows were taken from."""
+    return [(path, found.shape) for path, found in arrays(state) if set(found.shape[:2]) & sizes and len(found) != 5]
+
+
+def same_values(row: np.ndarray, other: np.ndarray) -> bool:
+    """Whether a row begins as the other does; windows and memories may be wider."""
+    part = row[tuple(slice(size) for size in other.shape)] if row.ndim else row
+    return bool(np.array_equal(part, other, equal_nan=other.dtype.kind == "f"))
+
+
+# ---- who gets a row -------------------------------------------------------------------------------------------------
+
+
+def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_other(model: Model) -> None:
+    """Six prompts of two kinds, which take turns; two rows."""
+    with Batch(model, batch_size=2, **REQUEST) as batch:
+        tickets = [batch.add(row, **({"top_k": 3} if n % 2 else {})) for n, row in enumerate(ROWS[:6])]
+        began: list[int] = []
+        most = 0
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+            most = max(most, batch.occupied)
+            began += [t.number for t in sorted(tickets, key=lambda t: t.began) if t.began and t.number not in began]
+        assert most == 2 and began == list(range(6))
+    for kind in (0, 1):
+        whole = paradec.generate(model, ROWS[:6], **REQUEST, **({"top_k": 3} if kind else {}))
+        for number in range(kind, 6, 2):
+            assert tokens(tickets[number]) == whole.new_tokens[number].tolist()
+
+
+def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, causal: Model) -> None:
+    class Counting(Failing):
+        def __call__(self, query: Any, *store: Any) -> Tensor:
+            calls.append(len(query.rows))
+            return self.model(query, *store)
+
+    for adapter, own in ((model, {"block_length": 4, "cache": "dual"}), (causal, {"sampler": "sjd"})):
+        calls: list[int] = []
+        request = {"temperature": 0.8, "seed": 2, "max_new_tokens": 8, **own}
+        suppressed = [{"suppress_tokens": [1, 2, 3]}, {"suppress_tokens": range(20)}] if adapter is model else [{}, {}]
+        changes = [{}, {"seed": 7}, {"max_new_tokens": 4}, *suppressed]
+        with Batch(Counting(adapter), batch_size=5, **request) as batch:
+            tickets = [batch.add(row, **each) for row, each in zip(ROWS, changes)]
+            batch.step()
+            assert sum(calls) == 5 and len(batch._groups) == 1
+            drained(batch)
+        for row, each, ticket in zip(ROWS, changes, tickets):
+            alone = paradec.generate(adapter, row, **{**request, **each})
+            assert tokens(ticket) == alone.new_tokens[0].tolist(), each
+
+
+def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
+    rows = [ROWS[0], ROWS[1], ROWS[0], ROWS[0], ROWS[1]]
+    whole = paradec.generate(model, rows, **REQUEST)
+    with Batch(model, batch_size=1, **REQUEST) as batch:
+        found = [batch.add(row) for row in rows]
+        drained(batch)
+    assert [tokens(ticket) for ticket in found] == whole.new_tokens.tolist()
+    assert tokens(found[0]) != tokens(found[2]) != tokens(found[3])
+
+
+def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model) -> None:
+    rows = [[1], [2, 3], list(range(30)), [4], list(range(36)) * 2, [5, 6]]
+    request = {**REQUEST, "cache": "dual"}
+    with Batch(model, batch_size=2, **request) as batch:
+        tickets = [batch.add(row) for row in rows]
+        widths = []
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+            widths += [group.width for group in batch._groups]
+        assert widths[0] == 32 and 78 <= max(widths) <= 96 and widths[-1] < 32
+    alone = [paradec.generate(model, row, **request).new_tokens[0].tolist() for row in rows]
+    assert [tokens(ticket) for ticket in tickets] == alone
+
+
+# ---- what ends alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_nan_logits_end_their_prompt_alone(model: Model, cache: str) -> None:
+    """The poisoned rows take slots that others have after them."""
+    rows = [*ROWS[:3], [37, 1, 2], *ROWS[3:6], [1, 37], *ROWS[6:]]
+    request = {**REQUEST, "cache": cache, "suppress_tokens": [37]}
+    with Batch(Failing(model, token=37), batch_size=3, **request) as batch:
+        tickets = [batch.add(row) for row in rows]
+        drained(batch)
+    whole = paradec.generate(model, rows, **request)
+    for index, ticket in enumerate(tickets):
+        if 37 in rows[index]:
+            assert isinstance(ticket.output.error, FloatingPointError) and "NaN" in str(ticket.output.error)
+            assert ticket.output.sequences[0, : len(rows[index])].tolist() == rows[index]
+        else:
+            assert ticket.output.error is None and tokens(ticket) == whole.new_tokens[index].tolist()
+
+
+def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> None:
+    plain = tiny(1, topology="causal", prediction="shifted", seed=1)
+    rows = [*ROWS[:3], [37, 1, 2], *ROWS[3:6], [1, 36, 3], *ROWS[6:]]
+    request = {"seed": 3, "max_new_tokens": 8, "suppress_tokens": [36, 37]}
+    sampler = samplers.create("speculative", drafter=Failing(plain, token=36), window=4)
+    with Batch(Failing(causal, token=37), batch_size=3, sampler=sampler, **request) as batch:
+        tickets = [batch.add(row) for row in rows]
+        drained(batch)
+    good = [row for row in rows if not {36, 37} & {*row}]
+    sampler = samplers.create("speculative", drafter=plain, window=4)
+    whole = paradec.generate(causal, good, sampler=sampler, **request)
+    assert [tokens(t) for t, row in zip(tickets, rows) if row in good] == whole.new_tokens.tolist()
+    broken = [t.output.error for t, row in zip(tickets, rows) if row not in good]
+    assert all(isinstance(error, FloatingPointError) for error in broken)
+    assert ["drafter" in str(error) for error in broken] == [False, True]
+
+
+def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
+    with Batch(model, batch_size=2, **REQUEST) as batch:
+        long, good = batch.add([1] * 600), batch.add(ROWS[0])
+        with pytest.raises(ValueError, match="input id 99 .* outside the vocabulary"):
+            batch.add([99])
+        with pytest.raises(ValueError, match="temperature=-1"):
+            batch.add([1], temperature=-1)
+        with pytest.raises(ValueError, match="2 rows; add them one by one"):
+            batch.add([[1], [2]])
+        drained(batch)
+        assert long.output.error is not None and "longer than" in str(long.output.error)
+        assert long.output.tokens == [0] and long.output.row_nfe == [0]
+        assert good.output.error is None and good.number == 1
+
+
+def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
+    request = {**REQUEST, "sampler": "low_confidence"}
+    with Batch(model, batch_size=2, **request) as batch:
+        tickets = [batch.add(row) for row in ROWS[:4]]
+        batch.step()
+        assert batch.cancel(tickets[0]) and batch.cancel(tickets[3])
+        drained(batch)
+        assert not batch.cancel(tickets[0]) and not batch.cancel(tickets[1])
+    errors = [type(ticket.output.error) for ticket in tickets]
+    assert errors == [Cancelled, type(None), type(None), Cancelled]
+    whole = paradec.generate(model, ROWS[:4], **request)
+    assert [tokens(ticket) for ticket in tickets[1:3]] == whole.new_tokens[1:3].tolist()
+    assert tickets[0].output.tokens == [1] and tickets[3].output.tokens == [0]
+
+
+def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> None:
+    recorder, seen = Recorder(), []
+    batch = Batch(model, batch_size=1, **REQUEST)
+    tickets = [batch.add(ROWS[0], streamer=recorder, on_done=seen.append), batch.add(ROWS[1], on_done=seen.append)]
+    batch.step()
+    batch.close()
+    assert all(isinstance(ticket.output.error, Cancelled) for ticket in tickets)
+    assert recorder.ends == 1 and sorted(ticket.number for ticket in seen) == [0, 1]
+    assert batch.occupied == batch.waiting == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        batch.add(ROWS[2])
+
+
+# ---- streamers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["threshold", "wino", "sjd"])
+def test_streamers_get_what_is_final_in_order(model: Model, causal: Model, name: str) -> None:
+    adapter = causal if name == "sjd" else model
+    request = {key: value for key, value in REQUEST.items() if name != "sjd" or key != "block_length"}
+    recorders = [Recorder() for _ in ROWS]
+    with Batch(adapter, batch_size=3, sampler=name, **request) as batch:
+        tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
+        drained(batch)
+    for row, recorder, ticket in zip(ROWS, recorders, tickets):
+        prompt, *pieces = recorder.pieces
+        assert prompt == row and recorder.ends == 1 and bool(recorder.drafts) == (name != "sjd")
+        flat = sum(pieces, [])
+        assert flat == tokens(ticket)[: len(flat)] and len(flat) == ticket.output.tokens[0] and all(pieces)
+
+
+def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
+    class Broken(Recorder):
+        def __init__(self, most: int):
+            super().__init__()
+            self.most = most
+
+        def put(self, ids: Tensor) -> None:
+            super().put(ids)
+            if len(self.pieces) == self.most:
+                raise OSError("the client went away")
+
+    with Batch(model, batch_size=3, **REQUEST) as batch:
+        tickets = [batch.add(row, streamer=Broken(most)) for row, most in zip(ROWS, (1, 2))]
+        tickets += [batch.add(row) for row in ROWS[2:5]]
+        drained(batch)
+    assert [str(ticket.output.error) for ticket in tickets[:2]] == ["the client went away"] * 2
+    whole = paradec.generate(model, ROWS[:5], **REQUEST)
+    assert [tokens(ticket) for ticket in tickets[2:]] == whole.new_tokens[2:].tolist()
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [0, 9])
+def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, call: int) -> None:
+    class Small(Failing):
+        def __call__(self, query: Any, *store: Any) -> Tensor:
+            self.left += 1
+            if self.left > call and len(query.rows) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return self.model(query, *store)
+
+    whole = paradec.generate(model, ROWS, **REQUEST, cache="dual")
+    recorders = [Recorder() for _ in ROWS]
+    with Batch(Small(model), batch_size=8, **REQUEST, cache="dual") as batch:
+        tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
+        drained(batch)
+    assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+    for recorder, ticket in zip(recorders, tickets):
+        assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == tokens(ticket)[: ticket.output.tokens[0]]
+
+
+def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
+    class Small(Failing):
+        def __call__(self, query: Any, *store: Any) -> Tensor:
+            if query.tokens.shape[1] > 40:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.model(query, *store)
+
+    rows = [ROWS[0], [1] * 50, ROWS[1], ROWS[2]]
+    with Batch(Small(model), batch_size=3, **REQUEST) as batch:
+        tickets = [batch.add(row) for row in rows]
+        drained(batch)
+    assert isinstance(tickets[1].output.error, torch.OutOfMemoryError)
+    for index in (0, 2, 3):
+        assert tokens(tickets[index]) == paradec.generate(model, rows[index], **REQUEST).new_tokens[0].tolist()
+
+
+def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
+    request = {**REQUEST, "cache": "dual", "temperature": 0.0}
+    row = model.store_bytes(1, 14) + 32 * 14
+    for rows_that_fit in (1, 3):
+        with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
+            tickets = [batch.add([index + 1] * 8) for index in range(6)]
+            most = 0
+            while not all(ticket.done for ticket in tickets):
+                batch.step()
+                most = max(most, batch.occupied)
+                assert sum(group.state.store.nbytes for group in batch._groups) <= batch.max_memory
+        assert most == rows_that_fit
+    with Batch(model, batch_size=8, max_memory=row // 2, **request) as batch:
+        ticket = batch.add([1] * 8)
+        drained(batch)
+    assert "more than max_memory" in str(ticket.output.error)
+
+
+def test_memory_stays_as_it_is_however_many_prompts_come(causal: Model, model: Model) -> None:
+    """Nothing grows with the prompts that have left, but for what tells equal ones apart."""
+    for adapter, own in ((model, {"cache": "dkv_decode", "block_length": 4}), (causal, {"sampler": "sjd"})):
+        with Batch(adapter, batch_size=2, max_new_tokens=4, seed=0, **own) as batch:
+            sizes = []
+            for index in range(16):
+                batch.add([index % 36, index % 7 + 1])
+                while batch.waiting:
+                    batch.step()
+                for group in batch._groups:
+                    sizes.append(sum(found.nbytes for _, found in arrays(group.state)))
+            assert max(sizes[:8]) >= max(sizes[8:])
+
+
+# ---- threads and interrupts -----------------------------------------------------------------------------------------
+
+
+def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
+    rows = [[index % 36, index // 36 + 1, 3] for index in range(24)]
+    whole = paradec.generate(model, rows, **REQUEST)
+    answers: dict[int, list[int]] = {}
+    with Batch(model, batch_size=4, **REQUEST) as batch:
+
+        def ask(part: int) -> None:
+            for index in range(part, 24, 4):
+                done = threading.Event()
+                ticket = batch.add(rows[index], on_done=lambda ticket, done=done: done.set())
+                if index % 6 == 5:
+                    batch.cancel(ticket)
+                assert done.wait(60)
+                if ticket.output.error is None:
+                    answers[index] = tokens(ticket)
+
+        threads = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            if batch.wait(0.05):
+                batch.step()
+    assert answers and all(found == whole.new_tokens[index].tolist() for index, found in answers.items())
+    assert set(range(24)) - set(answers) <= {5, 11, 17, 23}
+
+
+def test_an_interrupted_step_is_taken_again(model: Model) -> None:
+    whole = paradec.generate(model, ROWS[:4], **REQUEST)
+    failing = Failing(model, calls=3, error=KeyboardInterrupt())
+    with Batch(failing, batch_size=2, **REQUEST) as batch:
+        tickets = [batch.add(row) for row in ROWS[:4]]
+        with pytest.raises(KeyboardInterrupt):
+            drained(batch)
+        assert batch.occupied == 2
+        drained(batch)
+    assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+NOT_HERE: dict[str, Any] = {
+    "num_return_sequences": 2,
+    "race": 2,
+    "generator": torch.Generator(),
+    "keep_prefix": True,
+    "share_prefix": True,
+    "attention": "sparsed",
+    "callback": print,
+    "streamer": Recorder(),
+    "trace": True,
+    "compile": True,
+    "progress": True,
+    "rng": "reference",
+}
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_no_batch_can_be_refilled_with_is_named(model: Model, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.* does not work with batches that are refilled: "):
+        Batch(model, **{name: NOT_HERE[name]})
+    batch = Batch(model)
+    if name != "streamer":
+        with pytest.raises(ValueError, match=f"^{name}=.* does not work with batches that are refilled: "):
+            batch.add([1], **{name: NOT_HERE[name]})
+    assert batch.waiting == 0
+
+
+def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model) -> None:
+    with Batch(model, max_new_tokens=4, stop=lambda state, tokens: None) as batch:
+        ticket = batch.add([1])
+        drained(batch)
+    assert "has no `taken` and `put`" in str(ticket.output.error)
+    request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # an early rule keeps nothing
+    with Batch(model, batch_size=2, **request) as batch:
+        tickets = [batch.add(row) for row in ROWS[:5]]
+        drained(batch)
+    assert [tokens(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()
+
+
+def test_a_request_that_can_be_refilled_has_no_refusal(model: Model) -> None:
+    assert refusal(model, Request(cache="dual", temperature=0.5)) is None
+    assert "family" in str(refusal(model, Request(sampler="taylorseer")))
