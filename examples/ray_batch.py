@@ -30,6 +30,10 @@ def main() -> None:
 
     import ray
 
+    ray.init(
+        num_cpus=args.workers + 2 if args.tiny else None
+    )  # workers have one each; reading and writing need some too
+
     job = {"workers": args.workers, "num_gpus": args.gpus, "batch_size": args.batch, "sampler": args.sampler}
     if args.tiny:
         with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,9 @@
 >>> prompts = ray.data.read_json("prompts.jsonl")                    # columns "id" and "prompt" # doctest: +SKIP
 >>> paradec.ray.answer(prompts, "answers", workers=4, source="GSAI-ML/LLaDA-8B-Instruct")       # doctest: +SKIP
 
-Ray starts a dead worker anew and gives its batch to another one if it is told to (`RETRIES`). It does not go on with a
-job that was stopped as a whole: `answer` writes parts of Parquet, and begins with the ids that no part holds.
+Ray Data starts a worker that died anew, and its batch is done again: from 2.60 on it sets `max_restarts=-1` and
+`max_task_retries=-1` itself, and deprecates giving them (older releases end the job without them). It does not go on
+with a job that was stopped as a whole: `answer` writes parts of Parquet, and begins with the ids that no part holds.
 """
 
 from __future__ import annotations
@@ -20,17 +21,14 @@ from typing import Any
 from paradec.checks import check_int, shown
 
 log = logging.getLogger(__name__)
-RETRIES = {"max_restarts": -1, "max_task_retries": -1}
-"""Arguments of `map_batches`: a worker that dies is started anew, and its batch is done again. Without them one dead
-worker ends the job."""
 LARGEST = 2**63 - 1
 
 
 class Predictor:
-    """Answers to prompts, for `map_batches`: `dataset.map_batches(Predictor, fn_constructor_kwargs=..., **RETRIES)`.
+    """Answers to prompts, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
 
-    A row's answer depends on its prompt, its id and the seed alone: not on worker, batch, order or how often a batch was
-    begun again.
+    A row's answer depends on its prompt, its id and the seed alone: not on worker, batch, order, or how often a batch
+    was begun again.
 
     Args:
         source: what `paradec.load` takes; None is the packaged model. load: its further arguments (dtype, device, ...).
@@ -88,13 +86,14 @@ def seed_of(seed: int, id: str | int) -> int:
 def answer(
     dataset: Any, folder: str | Path, *, workers: int = 1, rows_per_part: int = 64, id: str = "id", **arguments: Any
 ) -> None:
-    """Answer the prompts of a Ray dataset into parts of Parquet in a folder. Called again after the job was stopped, it
-    answers those that are missing.
+    """Answer the prompts of a Ray dataset into parts of Parquet in a folder. Called again after the job was stopped,
+    it answers those that are missing.
 
     Args:
         dataset: with columns "id" and "prompt", and any others, which are kept.
-        folder: of this job alone. A part that was half written is set aside as NAME.broken, and its rows are done again.
-        workers: processes that decode, each with a model of its own.
+        folder: of this job alone. A part that was half written is set aside as NAME.broken; its rows are done again.
+        workers: processes that decode, each with a model of its own. Each takes a CPU of Ray's, unless `num_cpus` says
+            otherwise; leave one for reading and writing.
         rows_per_part: what is lost at most per worker when the job is stopped.
         arguments: as for `Predictor`; `num_gpus` and `num_cpus` are what Ray gives each worker.
 
@@ -102,6 +101,8 @@ def answer(
         ImportError: ray[data] is not installed. ValueError: an argument out of its range.
     """
     check_installed()
+    import ray.data
+
     check_int("workers", workers, low=1)
     check_int("rows_per_part", rows_per_part, low=1)
     resources = {name: arguments.pop(name) for name in ("num_gpus", "num_cpus") if name in arguments}
@@ -112,10 +113,9 @@ def answer(
     left.repartition(target_num_rows_per_block=rows_per_part).map_batches(
         Predictor,
         batch_size=rows_per_part,
-        concurrency=workers,
+        compute=ray.data.ActorPoolStrategy(size=workers),
         fn_constructor_kwargs={"id": id, **arguments},
         **resources,
-        **RETRIES,
     ).write_parquet(str(folder))
 
 
@@ -151,7 +151,9 @@ def check_installed() -> None:
     """Raise ImportError unless ray[data] is installed; the message says how it is."""
     missing = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"{' and '.join(missing)} missing: install paradec's extra 'ray', e.g. pip install -e '.[ray]'")
+        raise ImportError(
+            f"{' and '.join(missing)} missing: install paradec's extra 'ray', e.g. pip install -e '.[ray]'"
+        )
 
 
 def _once(ids: Iterable[Any], before: set[Any], part: Path) -> set[Any]:

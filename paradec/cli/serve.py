@@ -19,7 +19,9 @@ MaxMemory = Annotated[int | None, typer.Option(help="Bytes that keys and values 
 Name = Annotated[str | None, typer.Option(help="What clients call the model; by default what --model says.")]
 Presets = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help='Requests that `Request.save` wrote: NAME.json is {"preset": "NAME"} of a body.'),
+    typer.Option(
+        metavar="FOLDER", help='Requests that `Request.save` wrote: NAME.json is {"preset": "NAME"} of a body.'
+    ),
 ]
 KeyFile = Annotated[
     Path | None,
@@ -51,8 +53,8 @@ def serve(
     dtype: options.Dtype = None,
     device: options.Device = None,
     api_key_file: KeyFile = None,
-    max_body: MaxAnswer = Annotated[int, typer.Option(help="Tokens that a client may ask for.")]
-MaxBody = 2**20,
+    max_answer: MaxAnswer = 4096,
+    max_body: MaxBody = 2**20,
     max_requests: MaxRequests = 512,
     timeout: Timeout = 60.0,
 ) -> None:

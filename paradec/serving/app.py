@@ -117,8 +117,8 @@ def serve(
     """Serve until Ctrl-C or SIGTERM; requests that are being answered have ten seconds then.
 
     Args:
-        app: from `build_app`. host, port: where to listen; port 0 takes a free one. on_ready: called with the address once
-            it listens.
+        app: from `build_app`. host, port: where to listen; port 0 takes a free one. on_ready: called with the address
+            once it listens.
 
     Raises:
         OSError: the address cannot be used.

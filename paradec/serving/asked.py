@@ -13,7 +13,7 @@ from paradec.registry import unknown
 from paradec.request import Request
 
 OWN = "paradec"
-"""The body's field that holds fields of `paradec.Request`, and `drafts`; clients of OpenAI's send it as `extra_body`."""
+"""The body's field that holds fields of `paradec.Request`, and `drafts`; OpenAI's clients send it as `extra_body`."""
 PRESET = "preset"
 """The body's field that names one of the server's presets."""
 FIELDS = (
@@ -26,7 +26,15 @@ SAMPLING = ("temperature", "top_p", "seed", "stop", "max_tokens", "max_completio
 """What OpenAI's schema has of a request."""
 NAMES = {"stop": "stop_strings", "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 """What they are called here."""
-PASSED_OVER = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+PASSED_OVER = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+)
 """Fields of OpenAI's schema that do not change an answer."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),

@@ -69,7 +69,7 @@ class Engine:
         Its answer is that of `paradec.generate` on this prompt alone, with its seed, or a fresh one where it has none.
 
         Raises:
-            ValueError, TypeError: a prompt or an argument that cannot be used. EngineStopped: nothing is decoded any more.
+            ValueError, TypeError: a prompt or an argument that cannot be used. EngineStopped: nothing is decoded.
         """
         if not self.alive:
             raise EngineStopped(f"the engine has stopped: {self.failure or 'it was closed'}")

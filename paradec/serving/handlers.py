@@ -42,7 +42,9 @@ class Handler(BaseHandler):
         model, processor = self.model_manager.load_model_and_processor(name)
         return name, model, processor
 
-    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Asked:
+    def _build_generation_config(
+        self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
+    ) -> Asked:
         return asked.read(body, self.presets)
 
     def _streaming(self, *arguments: Any, **named: Any) -> StreamingResponse:
@@ -69,10 +71,13 @@ class Chat(Handler, ChatCompletionHandler):
             parts = message["content"] if isinstance(message.get("content"), list) else []
             for part in parts:
                 if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                    raise Refused(f"content part {shown(part)} must be of type text: texts are read alone", 422, "messages")
+                    raise Refused(
+                        f"content part {shown(part)} must be of type text: texts are read alone", 422, "messages"
+                    )
         if not isinstance(body.get("chat_template_kwargs", {}), dict):
             raise Refused("chat_template_kwargs must be an object", 422, "chat_template_kwargs")
-        if "chat" in (body.get(asked.OWN) or {}):
+        own = body.get(asked.OWN)
+        if isinstance(own, Mapping) and "chat" in own:
             raise Refused("chat is for /v1/completions; messages are a chat", 422, asked.OWN)
 
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:  # type: ignore[override]

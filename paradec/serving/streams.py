@@ -64,7 +64,8 @@ class TextStream:
 
     Args:
         tokenizer: with a fast backend. stops: texts at which the answer is cut off. parser: transformers' response
-            parser, or None for plain text. mask: the mask id, for a `Draft` after each step that left something open; None for none.
+            parser, or None for plain text. mask: the mask id, for a `Draft` after each step that left something open;
+            None for none.
         on_first: called with the first tokens.
     """
 
