@@ -67,9 +67,12 @@ def serve(
     check_int("--max-requests", max_requests, low=1)
     check_number("--timeout", timeout, low=0, open_low=True)
     key = read_key(api_key_file)
-    from paradec.serving import check_installed
+    from paradec.serving import check_installed, listen
 
     check_installed()
+    if key is None and host not in LOCAL:
+        print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
+    listening = listen(host, port)  # before the model is loaded, which may take minutes
     from paradec.cli.work import prepare
     from paradec.serving.asked import read_presets
 
@@ -111,14 +114,11 @@ def serve(
             max_requests=max_requests,
             timeout=timeout,
         )
-        if key is None and host not in LOCAL:
-            print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
-
-        def ready(address: str) -> None:
-            typer.echo(f"{called}: {address}/v1")
-            sys.stdout.flush()
-
-        app.serve(built, host=host, port=port, on_ready=ready)
+        shown = f"[{host}]" if ":" in host else host
+        typer.echo(f"{called}: http://{shown}:{listening.getsockname()[1]}/v1")
+        sys.stdout.flush()
+        with listening:
+            app.serve(built, listening)
     finally:
         engine.close()
 

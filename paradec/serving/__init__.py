@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import socket
 from typing import Any
 
 TRIED = (">=5.23", "<5.24")
@@ -37,6 +38,19 @@ def check_installed() -> None:
         )
     if importlib.util.find_spec("transformers.cli.serving") is None:
         raise ImportError(f"the server needs transformers {','.join(TRIED)}; this one has no transformers.cli.serving")
+
+
+def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import uvicorn
@@ -107,28 +107,12 @@ def build_app(
     return app
 
 
-def serve(
-    app: FastAPI,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    on_ready: Callable[[str], None] | None = None,
-) -> None:
+def serve(app: FastAPI, listening: socket.socket) -> None:
     """Serve until Ctrl-C or SIGTERM; requests that are being answered have ten seconds then.
 
     Args:
-        app: from `build_app`. host, port: where to listen; port 0 takes a free one. on_ready: called with the address
-            once it listens.
-
-    Raises:
-        OSError: the address cannot be used.
+        app: from `build_app`. listening: from `paradec.serving.listen`.
     """
-    server = uvicorn.Server(
+    uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
-    )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listening:
-        if on_ready is not None:
-            shown = f"[{host}]" if ":" in host else host
-            on_ready(f"http://{shown}:{listening.getsockname()[1]}")
-        server.run(sockets=[listening])
+    ).run(sockets=[listening])

@@ -35,10 +35,18 @@ class Call:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.tickets: list[Ticket] = []
+        self.ended = False
         self.chat: bool | None = None
+
+    def add(self, ticket: Ticket) -> None:
+        """It belongs to this request. A client may go away before its prompt is in the batch."""
+        self.tickets.append(ticket)
+        if self.ended:
+            self.engine.cancel(ticket)
 
     def end(self) -> None:
         """Take back what is not answered."""
+        self.ended = True
         for ticket in self.tickets:
             self.engine.cancel(ticket)
 
@@ -210,7 +218,7 @@ class Manager(BaseGenerateManager):
             raise Refused(str(error)) from error
         except EngineStopped as error:
             raise CBWorkerDeadError(str(error)) from error
-        CALL.get().tickets.append(ticket)
+        CALL.get().add(ticket)
         return ticket
 
     def _count(self, inputs: Any, ticket: Ticket) -> None:

@@ -206,6 +206,16 @@ def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) ->
     assert len(server.engine.batch._copies) == before == 0  # nothing is kept of a prompt
 
 
+def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
+    """Some before their prompt is in the batch."""
+    steps = server.engine.steps
+    for number in range(8):
+        server.send(json.dumps(chat(stream=number % 2 == 0, **LONG)).encode()).close()
+    server.post(chat())  # behind them
+    wait(lambda: server.engine.occupied == server.engine.waiting == 0)
+    assert server.engine.steps - steps < 300
+
+
 def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
@@ -296,9 +306,7 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
         from paradec.serving.hosts import CALL
 
         await receive()
-        CALL.get().tickets.append(
-            engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400)
-        )
+        CALL.get().add(engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x"})
 
