@@ -2,14 +2,16 @@
 
     python benchmarks/many.py [--prompts 500] [--flat 2000] [--out benchmarks/results/many.json]
 
-The packaged model in float64 on one thread, one token per step (`low_confidence`), so that a row takes as many steps as
-its answer has tokens: 4 to 128, drawn evenly, without an early stop. A fixed batch is the same `Batch` that gets its
-prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how many
-rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size. Times are
-the process's own (`time.process_time`) and those on the wall, of both in one run, in turns of a hundred prompts.
+The packaged model in float64 on one thread, one token per step (`low_confidence`), so that a row takes as many steps
+as its answer has tokens: 4 to 128, drawn evenly, without an early stop. A fixed batch is the same `Batch` that gets its
+prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how
+many rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size.
+A step of rows of unequal lengths may be several calls (`calls_per_step`); calls times the batch size are counted too.
+Times are the process's own (`time.process_time`) and those on the wall, of both in one run, in turns of a hundred
+prompts.
 
-`flat` is what the process holds (resident bytes) after every tenth of so many prompts; `occupancy` how many slots have a
-row, for batches of 1 to 64. About ten minutes of processor time.
+`flat` is what the process holds (resident bytes) after every tenth of so many prompts; `occupancy` how many slots have
+a row, for batches of 1 to 64.
 """
 
 from __future__ import annotations
@@ -99,9 +101,10 @@ class Counted:
         return self.model(query, *store)
 
 
-def beside(model: Any, count: int, size: int, longest: int, **request: Any) -> dict[str, Any]:
+def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int = 3, **request: Any) -> dict[str, Any]:
     """Full batches and fixed ones, in turns, over the same prompts."""
-    meters = {name: Meter(model, size, **REQUEST, **request) for name in ("refilled", "fixed")}
+    own = {**REQUEST, **request, "calls_per_step": calls_per_step}
+    meters = {name: Meter(model, size, **own) for name in ("refilled", "fixed")}
     asked = prompts(count, longest)
     equal = 0
     answers: dict[str, list[Ticket]] = {name: [] for name in meters}
@@ -116,9 +119,13 @@ def beside(model: Any, count: int, size: int, longest: int, **request: Any) -> d
     checked = range(0, count, max(1, count // 20))
     texts = [each["prompt"] for each in asked]
     for index in checked:
-        out = paradec.generate(model, texts[index], **{**REQUEST, **request}, max_new_tokens=asked[index]["max_new_tokens"])
+        out = paradec.generate(
+            model, texts[index], **{**REQUEST, **request}, max_new_tokens=asked[index]["max_new_tokens"]
+        )
         mine = answers["refilled"][index].output
-        first = texts.index(texts[index]) == index  # a prompt that stands there twice draws other numbers the second time
+        first = (
+            texts.index(texts[index]) == index
+        )  # a prompt that stands there twice draws other numbers the second time
         alone += mine is not None and (not first or torch.equal(out.new_tokens, mine.new_tokens))
     found = {name: meter.result() for name, meter in meters.items()}
     ratio = {key: found["fixed"][key] / found["refilled"][key] for key in found["fixed"] if key != "occupancy"}
@@ -126,7 +133,7 @@ def beside(model: Any, count: int, size: int, longest: int, **request: Any) -> d
         "prompts": count,
         "batch_size": size,
         "answers": [SHORTEST, longest],
-        "request": {key: value for key, value in {**REQUEST, **request}.items()},
+        "request": own,
         **found,
         "fixed_over_refilled": ratio,
         "equal_answers": equal,
@@ -154,7 +161,12 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
             gc.collect()
             held.append({"prompts": given, "resident_bytes": resident()})
     later = [entry["resident_bytes"] for entry in held[1:]]
-    return {"prompts": given, "batch_size": size, "held": held, "last_over_second": later[-1] / later[0] if later else None}
+    return {
+        "prompts": given,
+        "batch_size": size,
+        "held": held,
+        "last_over_second": later[-1] / later[0] if later else None,
+    }
 
 
 def occupancy(model: Any, count: int, longest: int, sizes: Iterable[int]) -> list[dict[str, Any]]:
@@ -179,7 +191,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     model = paradec.load(dtype="float64")
-    cases: dict[str, dict[str, Any]] = {"no cache": {}, "dual cache": {"cache": "dual", "temperature": 0.5}}
+    cases: dict[str, dict[str, Any]] = {
+        "no cache": {},
+        "no cache, one call a step": {"calls_per_step": 1},
+        "dual cache": {"cache": "dual", "temperature": 0.5},
+    }
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     result["beside"] = {}
     for name, request in cases.items():

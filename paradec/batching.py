@@ -1,9 +1,9 @@
 """A batch that stays full: the slot of a row that has ended goes to the next prompt that waits.
 
 `Batch` is what `paradec.generate_many` and servers decode with. Prompts come in at any time and from any thread; every
-`step` lets in what fits, takes one step of the protocol and gives back what has ended. Each prompt's tokens are those of
-`paradec.generate` on the list of all prompts in the order in which they came: a row begins as the sampler's `start` makes
-it, takes a slot in the canvas, the memory and the store of the state (`State.put`), and depends on no neighbour.
+`step` lets in what fits, takes one step of the protocol and gives back what has ended. Each prompt's tokens are those
+of `paradec.generate` on the list of all prompts in the order in which they came: a row begins as the sampler's `start`
+makes it, takes a slot in the canvas, the memory and the store of the state (`State.put`), and depends on no neighbour.
 
 Continuous batching is Yu et al., "Orca" (OSDI 2022): iteration-level scheduling.
 """
@@ -15,6 +15,7 @@ import gc
 import hashlib
 import threading
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,12 +97,13 @@ class Batch:
     >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
     >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
 
-    Prompts that differ in nothing but `OWN` (masked samplers: `suppress_tokens` too) share their model calls. Others are
-    decoded beside them in groups of their own, of which every step takes one step each. Groups share the rows: one that
-    is free goes to the prompt that has waited longest, so that none starves.
+    Prompts that differ in nothing but `OWN` (masked samplers: `suppress_tokens` too) share their model calls. Others
+    are decoded beside them in groups of their own, of which every step takes one step each. Groups share the rows: one
+    that is free goes to the prompt that has waited longest, so that none starves.
 
     `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. An
-    exception from `step` that is no prompt's own, Ctrl-C among them, leaves the batch at its last commit: call it again.
+    exception from `step` that is no prompt's own, Ctrl-C among them, leaves the batch at its last commit: call it
+    again.
 
     Out of memory: of the rows that were being evaluated the younger half begins anew once there is room, with the same
     result, and as many positions are not evaluated together again. A row that does not fit alone fails.
@@ -111,12 +113,15 @@ class Batch:
         batch_size: rows at most.
         max_memory: bytes that keys, values and the methods' memory may take together; None leaves it to `batch_size`
             and to what the device has.
+        calls_per_step: how many calls a step of masked rows of unequal lengths may be split into: 3 pads little, which
+            counts where a call costs what its positions cost; 1 pads all rows to the longest, which counts where it
+            costs its launch. (Rows that a cache evaluates whole and those that it evaluates in part never share one.)
         preset, arguments: the fields of `paradec.Request` that prompts begin from, as in `generate`. Without a `seed`
             one is drawn for all. Those of `REFUSED` have no meaning here.
 
     Raises:
-        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be refilled
-            with; the message names it.
+        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
+            refilled with; the message names it.
     """
 
     @takes_arguments()
@@ -126,17 +131,25 @@ class Batch:
         *,
         batch_size: int = 8,
         max_memory: int | None = None,
+        calls_per_step: int = 3,
         preset: Preset | None = None,
         **arguments: Unpack[Arguments],
     ):
         check_model("Batch", model, MADE)
         check_int("batch_size", batch_size, low=1)
+        check_int("calls_per_step", calls_per_step, low=1, high=3)
         check_int("max_memory", max_memory, low=1, none=True)
         self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
+        self.calls_per_step = calls_per_step
         self.request = Request.of(arguments, preset, **own_defaults(model))
         check_request(model, self.request)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
+        method = method_of(model, self.request)
+        if self.request.steps is not None and not method.uses_steps:
+            warnings.warn(
+                f"steps={self.request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=2
+            )
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._waiting: deque[Ticket] = deque()
         self._groups: list[_Group] = []
@@ -241,10 +254,9 @@ class Batch:
                 ticket.cancelled = True
             self._changed.notify_all()
         with self._stepping:
-            for group in self._groups:
-                for ticket in group.tickets:
-                    if ticket is not None:
-                        ticket.cancelled = True
+            for running in (ticket for group in self._groups for ticket in group.tickets):
+                if running is not None:
+                    running.cancelled = True
             self._cancel()
             self._groups.clear()
 
@@ -302,6 +314,8 @@ class Batch:
         """The sampler of a prompt, and the state of a request that has this row alone."""
         method = method_of(self.model, ticket.request)
         state = method.start(self.model, ticket.prompts, ticket.request)
+        if method.family == "masked":
+            state.most_calls = self.calls_per_step
         if why := state.fixed():
             raise ValueError(f"sampler {method.name!r} with this request cannot be refilled: {why}")
         return method, state
@@ -367,7 +381,8 @@ class Batch:
     def _advance(self, group: _Group) -> None:
         """One step of a group, and the end of the rows that have ended with it."""
         while not group.state.done:
-            between, error = True, None
+            between = True
+            error: Exception
             try:
                 proposal = group.method.step(self.model, group.state)
                 with held_back():
@@ -568,8 +583,8 @@ def refusal(model: Any, request: Request) -> str | None:
     method = method_of(model, request)
     if method.family not in ("masked", "draft_verify"):
         return (
-            f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; 'masked' "
-            "and 'draft_verify' do"
+            f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; "
+            "'masked' and 'draft_verify' do"
         )
     return None
 

@@ -195,6 +195,8 @@ class CanvasState:
     """[B, L]: the position of every entry of the canvas."""
     level: bool
     """Whether all rows have one length."""
+    most_calls: int = 3
+    """Calls of one kind that a step may make, so that rows of unequal lengths are not padded far."""
     pads: bool
     """Whether the model takes rows of several lengths in one call."""
     reuses: bool

@@ -30,11 +30,12 @@ def generate_many(
     errors: str = "output",
     look_ahead: int | None = None,
     max_memory: int | None = None,
+    calls_per_step: int = 3,
     preset: Preset | None = None,
     **arguments: Unpack[Arguments],
 ) -> Many:
-    """Decode answers to any number of prompts, `batch_size` at a time; the slot of a row that has ended goes to the next
-    prompt.
+    """Decode answers to any number of prompts, `batch_size` at a time; the slot of a row that has ended goes to the
+    next prompt.
 
     >>> for out in paradec.generate_many(model, prompts, batch_size=16, seed=0):     # doctest: +SKIP
     ...     print(out.index, out.error or out.text)
@@ -45,8 +46,8 @@ def generate_many(
     Args:
         model: from `paradec.load` or `paradec.wrap`.
         prompts: any iterable, also one without an end: no more is read than is decoded and held back. An entry is one
-            of what `generate` takes (text, a chat, ids, what a tokenizer returns); a mapping {"prompt": ..., "seed": ...}
-            of one with any fields of `paradec.Request` and an "id" that its `Output` will bear; or a pair
+            of what `generate` takes (text, a chat, ids, what a tokenizer returns); a mapping {"prompt": ...} of one,
+            with any fields of `paradec.Request` for it alone and an "id" that its `Output` will bear; or a pair
             (prompt, Request), of whose fields those count that differ from the defaults. Entries that differ in nothing
             but seed, max_new_tokens, stop_strings and, with masked samplers, suppress_tokens share their model calls;
             others are decoded beside them.
@@ -56,12 +57,13 @@ def generate_many(
         errors: "output" gives an `Output` with `error` for a prompt that fails (one that is too long, ids outside the
             vocabulary, NaN logits): it fails alone, and the others go on. "raise" raises that error in its place;
             the iteration may go on after it.
-        look_ahead: answers that are held back at most while an earlier one is missing; by default 8 times the batch size.
-            More keeps the batch full where answers differ much in length.
+        look_ahead: answers that are held back at most while an earlier one is missing; by default 8 times the batch
+            size. More keeps the batch full where answers differ much in length.
         max_memory: bytes that keys, values and the method's memory may take; as many rows as fit are decoded at once.
             None leaves it to `batch_size`, and to the device: what does not fit is decoded in smaller batches.
-        preset, arguments: the fields of `paradec.Request`, as in `generate`; `paradec.batching.REFUSED` lists those that
-            have no meaning here.
+        calls_per_step: as in `paradec.batching.Batch`.
+        preset, arguments: the fields of `paradec.Request`, as in `generate`; `paradec.batching.REFUSED` lists those
+            that have no meaning here.
 
     Returns:
         An iterator of one-row `Output`s, whose `text` is a string; `index` is the number of the prompt. Its `cancel`
@@ -72,7 +74,8 @@ def generate_many(
         Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of the answers that are
             whole and were not given yet. Iterating on goes on, and gives them.
     """
-    return Many(model, prompts, batch_size, order, errors, look_ahead, max_memory, preset, arguments)
+    of_batch = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step, "preset": preset}
+    return Many(model, prompts, order, errors, look_ahead, {**of_batch, **arguments})
 
 
 class Many(Iterator[Output]):
@@ -82,25 +85,25 @@ class Many(Iterator[Output]):
         self,
         model: Any,
         prompts: Iterable[Any],
-        batch_size: int,
         order: str,
         errors: str,
         look_ahead: int | None,
-        max_memory: int | None,
-        preset: Preset | None,
-        arguments: Mapping[str, Any],
+        of_batch: Mapping[str, Any],
     ):
         check_model("generate_many", model, MADE)
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-            raise TypeError(f"prompts={shown(prompts)} must be an iterable of prompts; one alone goes to paradec.generate")
+            raise TypeError(
+                f"prompts={shown(prompts)} must be an iterable of prompts; one alone goes to paradec.generate"
+            )
         check_choice("order", order, ORDERS)
         check_choice("errors", errors, ERRORS)
         check_int("look_ahead", look_ahead, low=0, none=True)
-        self.batch = Batch(model, batch_size=batch_size, max_memory=max_memory, preset=preset, **arguments)
+        self.batch = Batch(model, **of_batch)
         """The core: its `occupied` says how full it is."""
         self._source, self._exhausted = iter(prompts), False
         self._in_order, self._raises = order == "input", errors == "raise"
-        self._held_at_most = batch_size + (AHEAD * batch_size if look_ahead is None else look_ahead)
+        size = self.batch.batch_size
+        self._held_at_most = size + (AHEAD * size if look_ahead is None else look_ahead)
         self._read = self._given = 0
         self._tickets: dict[int, Ticket] = {}
         self._index: dict[int, int] = {}  # of tickets' numbers; prompts that were refused have none

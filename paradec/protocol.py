@@ -443,8 +443,8 @@ class State:
         raise NotImplementedError
 
     def put(self, slots: np.ndarray, other: Self) -> None:
-        """Replace the rows `slots` [N] by all rows of the state of another request, which is alike but for its rows. The
-        prompts that were there have left the batch; what other rows decode does not change."""
+        """Replace the rows `slots` [N] by all rows of the state of another request, which is alike but for its rows.
+        The prompts that were there have left the batch; what other rows decode does not change."""
         raise NotImplementedError
 
     def dismiss(self, rows: np.ndarray, wipe: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Rows that leave a batch and rows that take their place: what states, stores and memories do this with.
 
-Everything that a state keeps for each of its rows is an array on the host or a tensor, with the rows along one axis; some
-have a column for every position of the canvas besides. `taken` picks rows, `put` replaces them, `fitted` changes the
-number of columns. What keeps rows in another form (a cache's record, a stop rule) has methods `taken(rows, columns)` and
-`put(slots, other)` of its own.
+Everything that a state keeps for each of its rows is an array on the host or a tensor, with the rows along one axis;
+some have a column for every position of the canvas besides. `taken` picks rows, `put` replaces them, `fitted` changes
+the number of columns. What keeps rows in another form (a cache's record, a stop rule) has methods `taken(rows,
+columns)` and `put(slots, other)` of its own.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def kept(value: Any, rows: np.ndarray, columns: int | None) -> Any:
     """`taken` of what a method or cache keeps in a form that is known here, or in one of its own; None stays None."""
     if value is None:
         return None
-    if isinstance(value, (np.ndarray, Tensor)):
+    if isinstance(value, np.ndarray):
         return taken(value, rows)
-    return value.taken(rows, columns)
+    return taken(value, rows) if isinstance(value, Tensor) else value.taken(rows, columns)
 
 
 def exchange(value: Any, slots: np.ndarray, other: Any) -> None:

@@ -280,7 +280,7 @@ def spans(
     """
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[chosen]])
-    groups = buckets(stop - start, exact=not state.pads, most=most)
+    groups = buckets(stop - start, exact=not state.pads, most=min(most, state.most_calls))
     if multiple == 1:
         return [Part.span(chosen[g], start[g], stop[g], kind) for g in groups]
     return [
@@ -294,7 +294,7 @@ def subsets(state: CanvasState, chosen: np.ndarray, needed: np.ndarray, most: in
     if state.reuses:
         needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[chosen], None])
     sizes = needed.sum(1)
-    groups = buckets(sizes, exact=not state.pads, most=most)
+    groups = buckets(sizes, exact=not state.pads, most=min(most, state.most_calls))
     if multiple == 1:
         return [Part.subset(chosen[g], needed[g]) for g in groups]
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]

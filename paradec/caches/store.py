@@ -272,7 +272,7 @@ class KeyValueStore(Cache):
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def wipe(self, rows: np.ndarray) -> None:
-        """Empty `rows` [N], and overwrite their keys and values: what is hidden is multiplied by 0, which NaN survives."""
+        """Empty `rows` [N], and overwrite what they hold: hidden values are multiplied by 0, and NaN stays NaN."""
         for layers in (self.layer_keys, self.layer_values):
             for tensor in layers.values():
                 tensor.index_fill_(0, torch.as_tensor(rows, device=tensor.device), 0)

@@ -40,7 +40,9 @@ def uneven(rows: list[list[int]] = ROWS) -> Iterator[dict[str, Any]]:
 
 def test_answers_come_in_the_order_of_the_prompts(model: Model) -> None:
     outs = list(generate_many(model, uneven(), batch_size=3, **REQUEST))
-    assert [out.index for out in outs] == list(range(12)) and [out.id for out in outs] == [f"name {i}" for i in range(12)]
+    assert [out.index for out in outs] == list(range(12)) and [out.id for out in outs] == [
+        f"name {i}" for i in range(12)
+    ]
     for index, out in enumerate(outs):
         new = 8 if index % 3 == 0 else 4
         alone = paradec.generate(model, ROWS[index], **{**REQUEST, "max_new_tokens": new})
@@ -63,7 +65,7 @@ def test_no_more_is_read_than_is_decoded_and_held_back(model: Model) -> None:
             read += 1
             yield {"prompt": ROWS[index % 12], "max_new_tokens": 32 if index == 0 else 4}
 
-    request = {**REQUEST, "sampler": "low_confidence"}
+    request = {**REQUEST, "sampler": "low_confidence", "eos_early_stop": False}
     many = generate_many(model, endless(), batch_size=3, look_ahead=4, **request)
     assert read == 0
     assert next(many).index == 0 and read == 7
@@ -75,7 +77,15 @@ def test_no_more_is_read_than_is_decoded_and_held_back(model: Model) -> None:
 
 @pytest.mark.parametrize("order", ["input", "completed"])
 def test_a_prompt_that_fails_has_an_output_of_its_own(model: Model, whole: list[list[int]], order: str) -> None:
-    prompts = [ROWS[0], [99], [1] * 600, "text", {"prompt": ROWS[1], "nonsense": 1}, {"prompt": ROWS[2], "top_k": -1}, 3]
+    prompts = [
+        ROWS[0],
+        [99],
+        [1] * 600,
+        "text",
+        {"prompt": ROWS[1], "nonsense": 1},
+        {"prompt": ROWS[2], "top_k": -1},
+        3,
+    ]
     outs = list(generate_many(model, [*prompts, ROWS[3]], batch_size=2, order=order, **REQUEST))
     outs.sort(key=lambda out: out.index)
     assert [out.index for out in outs] == list(range(8))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB, tiny

@@ -109,7 +109,7 @@ def per_branch(state: MaskedState, array: np.ndarray) -> Tensor:
 
 
 def owners(query: Query, count: int) -> np.ndarray:
-    """[count] int64: the state's row of each row of logits that answer a query, drafts in rows of their own included."""
+    """[count] int64: the state's row of each row of logits that answer a query; drafts may have rows of their own."""
     if query.copies is None or count == len(query.rows):
         return query.rows
     _, owner = (np.arange(query.copies.max())[:, None] < query.copies).nonzero()

@@ -232,8 +232,8 @@ def _named_policy(
 def check_steps(
     request: Request, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray, alone: bool = True
 ) -> None:
-    """Raise ValueError where `steps` cannot be spread evenly over the blocks. alone: whether these are all rows; what is
-    uneven because prompts differ in length is not refused."""
+    """Raise ValueError where `steps` cannot be spread evenly over the blocks. alone: whether these are all rows; what
+    is uneven because prompts differ in length is not refused."""
     if request.steps is None:
         return
     counts = block_counts(request.steps, policy, starts, lengths)

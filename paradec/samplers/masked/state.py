@@ -430,7 +430,7 @@ class MaskedState(CanvasState, State):
             self.store.put(every, other.store)
         of_rows.exchange(self.cache_state, slots, other.cache_state)
         self.stop_rules = exchanged_rules(self, slots, other)
-        if self.logprobs is not None:
+        if self.logprobs is not None and other.logprobs is not None:
             self.logprobs.put(slots, other.logprobs)
         self.guards_holes |= other.guards_holes
         self.commits += 1  # what was proposed before is of other rows

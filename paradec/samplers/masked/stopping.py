@@ -173,8 +173,8 @@ class StopStrings:
 
 
 def exchanged_rules(state: Any, slots: np.ndarray, other: Any) -> tuple[StopRule, ...]:
-    """The stop rules of a masked state whose rows `slots` [N] have become those of the state `other`; a rule that one of
-    the two lacks speaks of the other's rows alone. Call it once the rows are there."""
+    """The stop rules of a masked state whose rows `slots` [N] have become those of the state `other`; a rule that one
+    of the two lacks speaks of the other's rows alone. Call it once the rows are there."""
     own = {type(rule): rule for rule in state.stop_rules}
     new = {type(rule): rule for rule in other.stop_rules}
     for kind in (*own, *new):
