@@ -183,7 +183,7 @@ class Batch:
                 exception from it ends this prompt alone.
             on_done: called from `step` with the ticket, once its output is there.
             id: whatever names the prompt for the caller, in `Ticket.id` and `Output.id`.
-            alone: draw as `generate` does for this prompt alone, whatever equal ones came before. Nothing is kept of it.
+            alone: draw as `generate` does for this prompt alone, whatever equal ones came before.
             preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
 
         Raises:

@@ -161,7 +161,7 @@ class Manager(BaseGenerateManager):
             gen_config.settle(output.finished[0])
             # the handler writes the message into JSON text as it is
             failed = None if output.error is None else _StreamError(_quoted(str(output.error) or "the answer failed"))
-            stream.finish(output.text, failed)
+            stream.finish(str(output.text), failed)
 
         ticket = self._submit(inputs, gen_config, request_id, done, stream)
         stream.cancel = lambda: self.engine.cancel(ticket)
@@ -194,7 +194,7 @@ class Manager(BaseGenerateManager):
             status = 400 if isinstance(output.error, (ValueError, TypeError)) else 500
             raise HTTPException(status, str(output.error))
         gen_config.settle(output.finished[0])
-        return cut_off(output.text, gen_config.stops), inputs["input_ids"].shape[-1], final_ids(output).tolist()
+        return cut_off(str(output.text), gen_config.stops), inputs["input_ids"].shape[-1], final_ids(output).tolist()
 
     def stop(self) -> None:
         """End the engine."""
