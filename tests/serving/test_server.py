@@ -15,9 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
 
 import paradec
+from paradec.batching import Cancelled
 from paradec.serving import asked
 from paradec.serving.engine import Engine, EngineStopped
 from paradec.serving.gate import Gate
+from paradec.serving.hosts import CALL, Call
 from paradec.serving.metrics import Metrics
 
 PROMPTS = [
@@ -216,6 +218,15 @@ def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
     assert server.engine.steps - steps < 300
 
 
+def test_a_client_that_left_before_its_prompt_is_in_the_batch(server: Running) -> None:
+    ended: list[Any] = []
+    call = Call(server.engine)
+    call.end()
+    call.add(server.engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
+    wait(lambda: len(ended) == 1)
+    assert isinstance(ended[0].output.error, Cancelled)
+
+
 def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
@@ -303,8 +314,6 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
     ended: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        from paradec.serving.hosts import CALL
-
         await receive()
         CALL.get().add(engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -326,7 +335,7 @@ def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
 
     asyncio.run(asyncio.wait_for(drive(), 30))
     wait(lambda: len(ended) == 1)
-    assert type(ended[0].output.error).__name__ == "Cancelled" and engine.occupied == 0
+    assert isinstance(ended[0].output.error, Cancelled) and engine.occupied == 0
     engine.close()
 
 
