@@ -1,7 +1,7 @@
 """Answer prompts on several devices: every process has the whole model and decodes its share of them.
 
     accelerate launch --num_processes 4 examples/accelerate_batch.py prompts.jsonl answers.jsonl --model LLADA
-    accelerate launch --num_processes 2 --cpu examples/accelerate_batch.py --tiny
+    torchrun --nproc_per_node 2 examples/accelerate_batch.py --tiny       # without a GPU, where accelerate starts one
 
 Every line of the file is {"prompt": ...}. Process r of n answers the lines r, r + n, ... into answers.jsonl.r-of-n; the
 first one then puts them together in order. A row's answer is the same whichever process decodes it.
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=None)
     args = parser.parse_args()
 
-    state = PartialState()
+    state = PartialState(cpu=not torch.accelerator.is_available())
     model = paradec.load(None if args.tiny else args.model, dtype=args.dtype, device=str(state.device))
     if args.tiny:
         with tempfile.TemporaryDirectory() as own:
