@@ -118,5 +118,8 @@ class _Package(ModuleType):
             value = value.generate
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)  # functions of a script are pickled with what they refer to
+
 
 sys.modules[__name__].__class__ = _Package

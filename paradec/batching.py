@@ -170,6 +170,7 @@ class Batch:
         streamer: Any = None,
         on_done: Callable[[Ticket], None] | None = None,
         id: Any = None,
+        alone: bool = False,
         preset: Preset | None = None,
         **changes: Any,
     ) -> Ticket:
@@ -182,6 +183,7 @@ class Batch:
                 exception from it ends this prompt alone.
             on_done: called from `step` with the ticket, once its output is there.
             id: whatever names the prompt for the caller, in `Ticket.id` and `Output.id`.
+            alone: draw as `generate` does for this prompt alone, whatever equal ones came before.
             preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
 
         Raises:
@@ -209,8 +211,9 @@ class Batch:
             if self._closed:
                 raise RuntimeError("this batch is closed")
             # what `paradec.rng.row_keys` counts in a list
-            before = self._copies[key]
-            self._copies[key] += 1
+            before = 0 if alone else self._copies[key]
+            if not alone:
+                self._copies[key] += 1
             mine = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
             ticket = Ticket(self._number, id, mine, request, streamer, on_done)
             self._number += 1

@@ -22,7 +22,7 @@ FEW = ["nar_images", "distilled_images"]
 SCALES = ["var_images", "code_images"]
 CANVASES = ["diffusion_gemma"]
 TEXT = ["llada_generate", "dream_generate", "infill", "watch_a_run", "llada2_swap_in"]
-NEW = ["own_sampler", "batch_file", "chat_loop", "transformers_generate"]
+NEW = ["own_sampler", "batch_file", "chat_loop", "transformers_generate", "accelerate_batch"]
 NAMES = [*TEXT, *DIFFUSION, *DIGITS, *GROUPS, *CANVASES, *NEW, *FEW, *SCALES, *IMAGES]
 # one process for all of them: most of their time is the import of transformers
 RUN_EACH = """
@@ -40,7 +40,7 @@ def test_examples_run_offline() -> None:
     assert done.returncode == 0, done.stderr
     _, *printed = done.stdout.split("=" * 9)
     llada, dream, infill, watch, swap_in, dit, flux, wan, recap, digits, amused, mar, lpd, cspd, *rest = printed
-    canvases, own, batch, chat, stock, nar, students, var, code, *images = rest
+    canvases, own, batch, chat, stock, shares, nar, students, var, code, *images = rest
     # the packaged model solves these: both runs of the first example, and the hole of the last
     assert llada.count("kiwi apple fig pear") == 2
     assert "low_confidence" in llada and "threshold" in llada
@@ -57,6 +57,7 @@ def test_examples_run_offline() -> None:
     assert "2 answered, 1 failed\n0 answered, 0 failed" in batch and batch.count('"line"') == 3
     assert "kiwi apple fig pear\n(5 tokens" in chat and re.search(r"[1-9]\d* positions of the turns before", chat)
     assert stock.count("kiwi apple fig pear") == 2 and "(threshold: 1 forwards" in stock
+    assert "1 processes" in shares and '"line": 1, "text": "kiwi apple fig pear", "error": null' in shares
     assert "50 calls, 14 full, 36 forecast, 0 mixed" in dit and "difference of the pixels" in dit
     assert "50 calls, 10 full, 40 forecast, 0 mixed" in flux and "difference of the latents" in flux
     assert wan.count("25% of the modules evaluated") == 2 and "bac: " in wan

@@ -26,6 +26,7 @@ from paradec.cli.image import image
 from paradec.cli.infill import infill
 from paradec.cli.learn2pd import learn2pd
 from paradec.cli.samplers import samplers
+from paradec.cli.serve import serve
 from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
 from paradec.interrupts import EXIT_CODE, debugging
@@ -127,6 +128,7 @@ app.command()(generate)
 app.command()(infill)
 app.command(short_help="Talk to a model, turn by turn.")(chat)
 app.command(short_help="Make pictures, and say what it took.")(image)
+app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
 app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
 app.command(short_help="List the samplers, or say all about one.")(samplers)

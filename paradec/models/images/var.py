@@ -461,13 +461,13 @@ def load_var(
     published = scales is None
     try:
         sizes = sizes_of(weights, scales, heads or said.get("heads") or said.get("num_heads"))
-        module = VAR(**sizes)
+        module = VAR(**sizes).to(dtype or torch.float32)  # before the weights come, which may be wider
     except (KeyError, IndexError) as error:
         raise CheckpointError(f"{str(path)!r} does not hold the weights of a VAR: {error} is missing") from error
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} does not hold the weights of a VAR: {error}") from error
     fill(module, weights, str(path))
-    module = module.to(device=device, dtype=dtype or torch.float32).requires_grad_(False)
+    module = module.to(device).requires_grad_(False)
     vq = vq if isinstance(vq, MultiScaleVQ) else load_multi_scale_vq(vq)
     # codes are float32 at least, whatever the network's type
     vq = vq.to(device=device, dtype=torch.promote_types(dtype or torch.float32, torch.float32))

@@ -1,0 +1,251 @@
+"""`paradec serve` under load and under clients that misbehave, with the packaged model and OpenAI's own client.
+
+    python benchmarks/server.py                              # minutes on two cores
+    python benchmarks/server.py --requests 300 --out /tmp/server.json
+
+One at a time first, then 200 at once (half of them as streams), then a mixture of good requests and clients that
+vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in all. Checked: no good
+request is lost, every answer is that of `paradec.generate`, every bad one gets its status, and afterwards the server
+has no row, thread or file more than before. Exits with 1 where one does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from openai import AsyncOpenAI
+from provenance import write_result
+
+import paradec
+from paradec.packaged import WORDS
+
+KEY = "key-of-the-benchmark"
+MODEL = "packaged"
+AT_ONCE = 200
+RESULT = Path(__file__).parent / "results" / "server.json"
+
+
+def prompts_of(count: int) -> list[str]:
+    """Prompts that the packaged model knows."""
+    draw = random.Random(1)
+    tasks = ("Sort", "Reverse", "Copy")
+    return [f"{draw.choice(tasks)}: {' '.join(draw.sample(WORDS, draw.randint(3, 6)))}" for _ in range(count)]
+
+
+class Server:
+    """The command `paradec serve` in a process of its own."""
+
+    def __init__(self, batch: int):
+        command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--batch", str(batch)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PARADEC_API_KEY": KEY}
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert found, f"the server did not start: {line!r}"
+        self.port = int(found[1])
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics says, without labels' help."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/metrics", headers={"authorization": f"Bearer {KEY}"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def left(self) -> dict[str, int]:
+        """Rows, waiting prompts, threads and open files."""
+        place, counts = Path(f"/proc/{self.process.pid}"), self.metrics()
+        return {
+            "rows": int(counts["paradec_rows_occupied"]),
+            "waiting": int(counts["paradec_prompts_waiting"]),
+            "threads": len(list((place / "task").iterdir())),
+            "files": len(list((place / "fd").iterdir())),
+        }
+
+    def settled(self, before: dict[str, int], seconds: float = 60) -> dict[str, int]:
+        """What is left once nothing changes any more; connections and threads that idle end after seconds."""
+        end = time.monotonic() + seconds
+        left = self.left()
+        while any(left[name] > before[name] for name in before) and time.monotonic() < end:
+            time.sleep(0.5)
+            left = self.left()
+        return left
+
+    def stop(self) -> None:
+        """End it as Ctrl-C does."""
+        self.process.terminate()
+        self.process.wait(30)
+
+
+async def ask(client: AsyncOpenAI, prompt: str, stream: bool) -> tuple[str, int, float]:
+    """One answer: its text, its tokens, the seconds that it took."""
+    began = time.perf_counter()
+    chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": prompt}]}
+    if not stream:
+        whole = await client.chat.completions.create(**chat)
+        return whole.choices[0].message.content, whole.usage.completion_tokens, time.perf_counter() - began
+    text, tokens = "", 0
+    async for chunk in await client.chat.completions.create(**chat, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+    return text, tokens, time.perf_counter() - began
+
+
+async def load(port: int, prompts: list[str], texts: list[str], at_once: int) -> dict[str, Any]:
+    """So many requests at once until all prompts are answered."""
+    limit = asyncio.Semaphore(at_once)
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=600) as client:
+
+        async def one(number: int) -> tuple[str, int, float]:
+            async with limit:
+                return await ask(client, prompts[number], stream=number % 2 == 1)
+
+        began = time.perf_counter()
+        found = await asyncio.gather(*(one(number) for number in range(len(prompts))), return_exceptions=True)
+        seconds = time.perf_counter() - began
+    lost = [answer for answer in found if isinstance(answer, BaseException)]
+    good = [answer for answer in found if not isinstance(answer, BaseException)]
+    wrong = sum(
+        not isinstance(answer, BaseException) and answer[0] != text for answer, text in zip(found, texts, strict=True)
+    )
+    took = [answer[2] for answer in good]
+    return {
+        "requests": len(prompts),
+        "at_once": at_once,
+        "lost": len(lost),
+        "first_loss": repr(lost[0]) if lost else None,
+        "differ": wrong,
+        "p50_seconds": round(float(np.percentile(took, 50)), 4),
+        "p99_seconds": round(float(np.percentile(took, 99)), 4),
+        "tokens_per_second": round(sum(answer[1] for answer in good) / seconds, 1),
+        "seconds": round(seconds, 2),
+    }
+
+
+def raw(port: int, body: bytes, *, key: str | None = KEY, read: str = "all", length: int | None = None) -> int:
+    """A request over a plain socket. read: "all", "nothing" (the client vanishes), or "slowly". The status, or 0."""
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as wire:
+        if read == "slowly":
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        bearer = f"Authorization: Bearer {key}\r\n" if key else ""
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{bearer}Connection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {length or len(body)}\r\n\r\n"
+        wire.sendall(head.encode() + body)
+        if read == "nothing":
+            return 0
+        answer = b""
+        while piece := wire.recv(16 if read == "slowly" else 65536):
+            answer += piece
+            if read == "slowly":
+                time.sleep(0.005)
+    return int(answer.split(b" ", 2)[1])
+
+
+def chat(prompt: str, **more: Any) -> bytes:
+    """A body."""
+    return json.dumps({"messages": [{"role": "user", "content": prompt}], **more}).encode()
+
+
+LONG = {"max_tokens": 400, "temperature": 1.0, "paradec": {"sampler": "low_confidence", "eos_early_stop": False}}
+"""What takes many steps, for clients that do not wait for it."""
+BAD: dict[str, tuple[Any, int]] = {
+    "vanished stream": (lambda port, prompt: raw(port, chat(prompt, stream=True, **LONG), read="nothing"), 0),
+    "vanished": (lambda port, prompt: raw(port, chat(prompt, **LONG), read="nothing"), 0),
+    "vanished within its body": (lambda port, prompt: raw(port, b'{"mess', read="nothing", length=500), 0),
+    "10 MB": (lambda port, prompt: raw(port, chat("x" * 10_000_000)), 413),
+    "no JSON": (lambda port, prompt: raw(port, b'{"messages": [{"role"'), 400),
+    "unknown preset": (lambda port, prompt: raw(port, chat(prompt, preset="none of ours")), 400),
+    "no key": (lambda port, prompt: raw(port, chat(prompt), key=None), 401),
+    "wrong key": (lambda port, prompt: raw(port, chat(prompt), key="another"), 401),
+    "unknown word": (lambda port, prompt: raw(port, chat("Hello")), 400),
+    "slow reader": (lambda port, prompt: raw(port, chat(prompt, stream=True), read="slowly"), 200),
+}
+
+
+async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong: list[str]) -> None:
+    """Bad clients, a kind after the other, eight at a time."""
+    limit = asyncio.Semaphore(8)
+
+    async def one(number: int) -> None:
+        name = list(BAD)[number % len(BAD)]
+        act, expected = BAD[name]
+        async with limit:
+            status = await asyncio.to_thread(act, port, prompts[number])
+        counts[name] = counts.get(name, 0) + 1
+        if status != expected:
+            wrong.append(f"{name}: status {status}, not {expected}")
+
+    await asyncio.gather(*(one(number) for number in range(len(prompts))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+
+    model, prompts = paradec.load(), prompts_of(AT_ONCE)
+    texts = [text for at in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[at : at + 50]).text]
+    server = Server(args.batch)
+    try:
+        asyncio.run(load(server.port, prompts[:8], texts[:8], 8))  # what is made once is made
+        before = server.left()
+        alone = asyncio.run(load(server.port, prompts[:40], texts[:40], 1))
+        print("one at a time:", json.dumps(alone), flush=True)
+        together = asyncio.run(load(server.port, prompts, texts, AT_ONCE))
+        print("together:", json.dumps(together), flush=True)
+
+        async def both(count: int) -> dict[str, Any]:
+            asked = [prompts[number % AT_ONCE] for number in range(count)]
+            answers = [texts[number % AT_ONCE] for number in range(count)]
+            good, _ = await asyncio.gather(
+                load(server.port, asked, answers, 16), misbehave(server.port, asked, counts, wrong)
+            )
+            return good
+
+        counts: dict[str, int] = {}
+        wrong: list[str] = []
+        good = asyncio.run(both(max(len(BAD), (args.requests - 248) // 2)))
+        print("among bad ones:", json.dumps(good), counts, wrong[:5], flush=True)
+        after = server.settled(before)
+        ends = {name: value for name, value in server.metrics().items() if name.startswith("paradec_answers_total")}
+    finally:
+        server.stop()
+    result = {
+        "batch": args.batch,
+        "one_at_a_time": alone,
+        "together": together,
+        "among_bad_ones": good,
+        "bad": counts,
+        "wrong_status": len(wrong),
+        "before": before,
+        "after": after,
+        "ends": ends,
+    }
+    write_result(args.out, result)
+    kept = all(after[name] <= before[name] for name in before)
+    right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, good))
+    print(json.dumps({"nothing_left": kept, "all_right": right, "wrong_status": len(wrong)}))
+    sys.exit(0 if kept and right and not wrong else 1)
+
+
+if __name__ == "__main__":
+    main()

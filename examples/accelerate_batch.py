@@ -1,0 +1,87 @@
+"""Answer prompts on several devices: every process has the whole model and decodes its share of them.
+
+    accelerate launch --num_processes 4 examples/accelerate_batch.py prompts.jsonl answers.jsonl --model LLADA
+    torchrun --nproc_per_node 2 examples/accelerate_batch.py --tiny       # without a GPU, where accelerate starts one
+
+Every line of the file is {"prompt": ...}. Process r of n answers the lines r, r + n, ... into answers.jsonl.r-of-n; the
+first one then puts them together in order. A row's answer is the same whichever process decodes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+import paradec
+from paradec.ray import seed_of
+
+TINY = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee", "Hello"]
+
+
+def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch: int, **request: Any) -> None:
+    """Answer this process's lines, and on the first one put all together."""
+    lines = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
+    share = range(state.process_index, len(lines), state.num_processes)
+    asked = ({"prompt": lines[number]["prompt"], "id": number, "seed": seed_of(0, number)} for number in share)
+    with part_of(out, state.process_index, state.num_processes).open("w") as file:
+        for found in paradec.generate_many(model, asked, batch_size=batch, **request):
+            error = None if found.error is None else str(found.error)
+            file.write(json.dumps({"line": found.id, "text": found.text, "error": error}) + "\n")
+    state.wait_for_everyone()
+    if state.is_main_process:
+        parts = [part_of(out, rank, state.num_processes) for rank in range(state.num_processes)]
+        answers = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+        answers.sort(key=lambda answer: answer["line"])
+        out.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        for part in parts:
+            part.unlink()
+    state.wait_for_everyone()
+
+
+def part_of(out: Path, rank: int, count: int) -> Path:
+    """What a process writes."""
+    return out.with_name(f"{out.name}.{rank}-of-{count}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="?", type=Path)
+    parser.add_argument("out", nargs="?", type=Path)
+    parser.add_argument("--model", default=None, help="hub id or folder; by default the packaged model")
+    parser.add_argument("--tiny", action="store_true", help="the packaged model, with prompts that it knows")
+    parser.add_argument("--batch", type=int, default=8, help="rows that a process decodes at once")
+    parser.add_argument("--sampler", default="threshold")
+    parser.add_argument("--dtype", default=None)
+    args = parser.parse_args()
+
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    model = paradec.load(None if args.tiny else args.model, dtype=args.dtype, device=str(state.device))
+    if args.tiny:
+        with tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            if state.num_processes > 1:
+                broadcast_object_list(folder)  # the first process's, for all of them
+            source, out = Path(folder[0]) / "prompts.jsonl", Path(folder[0]) / "answers.jsonl"
+            if state.is_main_process:
+                source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TINY))
+            state.wait_for_everyone()
+            answer_share(state, model, source, out, args.batch, sampler=args.sampler)
+            if state.is_main_process:
+                print(f"{state.num_processes} processes")
+                print(out.read_text(), end="")
+            state.wait_for_everyone()
+    elif args.source is None or args.out is None:
+        parser.error("give the files of prompts and answers, or --tiny")
+    else:
+        answer_share(state, model, args.source, args.out, args.batch, sampler=args.sampler)
+
+
+if __name__ == "__main__":
+    main()

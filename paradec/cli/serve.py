@@ -1,0 +1,137 @@
+"""`paradec serve`: a model behind OpenAI's endpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paradec.checks import check_int, check_number
+from paradec.cli import options, show
+
+Host = Annotated[str, typer.Option(help="Where to listen; by default this machine alone.")]
+Port = Annotated[int, typer.Option(help="0 takes a free one.")]
+BatchSize = Annotated[int, typer.Option("--batch", help="Rows decoded together at most.")]
+MaxMemory = Annotated[int | None, typer.Option(help="Bytes that keys and values may take; fewer rows then.")]
+Name = Annotated[str | None, typer.Option(help="What clients call the model; by default what --model says.")]
+Presets = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help='Requests that `Request.save` wrote: NAME.json is {"preset": "NAME"} of a body.'
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The API key that clients must send; PARADEC_API_KEY is another place for it."),
+]
+MaxAnswer = Annotated[int, typer.Option(help="Tokens that a client may ask for.")]
+MaxBody = Annotated[int, typer.Option(help="Bytes of a request at most.")]
+MaxRequests = Annotated[int, typer.Option(help="Requests answered or waiting at once; more get 429.")]
+Timeout = Annotated[float, typer.Option(help="Seconds for a client to send a body or take a piece of an answer.")]
+LOCAL = ("127.0.0.1", "localhost", "::1")
+KEY = "PARADEC_API_KEY"
+
+
+def serve(
+    context: typer.Context,
+    model: options.Model = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    name: Name = None,
+    batch: BatchSize = 8,
+    max_memory: MaxMemory = None,
+    sampler: options.Sampler = "threshold",
+    set_: options.Set = None,
+    preset: options.Preset = None,
+    presets: Presets = None,
+    cache: options.Cache = "none",
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = 0.0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    api_key_file: KeyFile = None,
+    max_answer: MaxAnswer = 4096,
+    max_body: MaxBody = 2**20,
+    max_requests: MaxRequests = 512,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Serve a model at /v1/chat/completions and /v1/completions, with batches that stay full."""
+    check_int("--port", port, low=0, high=65535)
+    check_int("--batch", batch, low=1)
+    check_int("--max-memory", max_memory, low=1, none=True)
+    check_int("--max-answer", max_answer, low=1)
+    check_int("--max-body", max_body, low=1)
+    check_int("--max-requests", max_requests, low=1)
+    check_number("--timeout", timeout, low=0, open_low=True)
+    key = read_key(api_key_file)
+    from paradec.serving import check_installed, listen
+
+    check_installed()
+    if key is None and host not in LOCAL:
+        print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
+    listening = listen(host, port)  # before the model is loaded, which may take minutes
+    from paradec.cli.work import prepare
+    from paradec.serving.asked import read_presets
+
+    offered = read_presets(presets)
+    work = prepare(
+        "generate",
+        None,
+        source=model,
+        preset=preset,
+        given=options.given(context),
+        sampler=sampler,
+        settings=set_,
+        dtype=dtype,
+        device=device,
+        attention=None,
+        attention_settings=None,
+        num_return_sequences=1,
+        cache=cache,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        guidance_scale=1.0,
+        seed=None,
+    )
+    request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
+    with show.waiting("starting"):
+        import paradec.serving.app as app
+        from paradec.serving.engine import Engine
+
+        engine = Engine(work.model, batch_size=batch, max_memory=max_memory, sampler=work.method, **request)
+    called = name or ("packaged" if model is None else model)
+    try:
+        built = app.build_app(
+            engine,
+            name=called,
+            presets=offered,
+            api_key=key,
+            max_answer=max_answer,
+            max_body=max_body,
+            max_requests=max_requests,
+            timeout=timeout,
+        )
+        shown = f"[{host}]" if ":" in host else host
+        typer.echo(f"{called}: http://{shown}:{listening.getsockname()[1]}/v1")
+        sys.stdout.flush()
+        with listening:
+            app.serve(built, listening)
+    finally:
+        engine.close()
+
+
+def read_key(file: Path | None) -> str | None:
+    """The API key of a file, or of the environment; None where there is none.
+
+    Raises:
+        ValueError, OSError: a file without a key.
+    """
+    if file is None:
+        return os.environ.get(KEY) or None
+    key = file.read_text(encoding="utf-8").strip()
+    if not key or any(sign.isspace() for sign in key):
+        raise ValueError(f"--api-key-file {str(file)!r} must hold one key")
+    return key

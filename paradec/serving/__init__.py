@@ -1,0 +1,60 @@
+"""A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
+
+| file | what it is |
+|---|---|
+| `engine.py` | the batch and the one thread that steps it |
+| `asked.py` | a body of JSON becomes a prompt and changes of the request |
+| `streams.py` | ids that are final become text in a queue; what OpenAI's stop sequences cut off |
+| `hosts.py` | subclasses of transformers' model manager and generation managers |
+| `handlers.py` | subclasses of transformers' handlers of the two endpoints |
+| `gate.py` | keys, sizes, how many at once, clients that go away |
+| `metrics.py` | counts for Prometheus |
+| `app.py` | all of it put together; `serve` runs it |
+
+Schemas, server-sent events, tool calls and reasoning are those of `transformers serve`. Its classes are private:
+paradec was tried with transformers 5.23 (`TRIED`), and `tests/serving/test_contract.py` says what is relied on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import socket
+from typing import Any
+
+TRIED = (">=5.23", "<5.24")
+"""Releases of transformers that the server was tried with: it stands on private classes of theirs."""
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
+"""What the extra `serve` installs."""
+LATER = {"Engine": "engine", "build_app": "app", "serve": "app"}
+
+
+def check_installed() -> None:
+    """Raise ImportError unless the extra `serve` is installed; the message names what is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"the server needs {', '.join(missing)}: install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
+        )
+    if importlib.util.find_spec("transformers.cli.serving") is None:
+        raise ImportError(f"the server needs transformers {','.join(TRIED)}; this one has no transformers.cli.serving")
+
+
+def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+
+
+def __getattr__(name: str) -> Any:
+    if name in LATER:
+        check_installed()
+        return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,75 @@
+"""`paradec serve` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import paradec
+from paradec.cli import app
+
+ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
+
+
+def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\n")
+    command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--name", "mine", "--api-key-file", "key"]
+    running = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ELSEWHERE
+    )
+    assert running.stdout is not None
+    name, address = running.stdout.readline().split()
+    assert name == "mine:" and address.startswith("http://127.0.0.1:") and address.endswith("/v1")
+    body = json.dumps({"messages": [{"role": "user", "content": "Sort: pear fig apple"}]}).encode()
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/chat/completions", body, headers)) as answer:
+        found = json.loads(answer.read())
+    assert (found["model"], found["choices"][0]["message"]["content"]) == ("mine", "apple fig pear")
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130 and errors == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port=70000"),
+        (["--batch", "0"], "--batch=0"),
+        (["--max-body", "0"], "--max-body=0"),
+        (["--timeout", "0"], "--timeout=0"),
+        (["--presets", "nowhere"], "presets='nowhere' is no folder"),
+        (["--api-key-file", "nowhere"], "nowhere"),
+        (["--sampler", "nosuch"], "nosuch"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["serve", *arguments])
+    assert done.exit_code == 2 and done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fastapi", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = CliRunner().invoke(app, ["serve"])
+    assert done.exit_code == 2 and "the server needs fastapi, prometheus_client: install" in done.stderr
+    assert "'.[serve]'" in done.stderr
+
+
+def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paradec, "load", None)  # it is said before
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
+    assert done.exit_code == 2 and done.stderr.startswith("error: cannot listen on 127.0.0.1 port")

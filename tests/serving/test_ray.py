@@ -1,0 +1,69 @@
+"""What of `paradec.ray` needs no Ray. benchmarks/ray_jobs.py has a job whose worker is killed (.ci/full ray)."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paradec
+import paradec.ray as jobs
+
+ROWS = {
+    "id": np.array([4, 2, 9, 7]),
+    "prompt": np.array(["Shuffle: pear fig apple kiwi"] * 2 + ["Sort: pear fig apple", "Hello"]),
+    "kept": np.array(["a", "b", "c", "d"]),
+}
+REQUEST: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def predictor() -> jobs.Predictor:
+    return jobs.Predictor(load={"dtype": "float64"}, batch_size=2, seed=3, **REQUEST)
+
+
+def test_answers_depend_on_prompt_id_and_seed_alone(predictor: jobs.Predictor) -> None:
+    found = predictor(ROWS)
+    assert found["kept"] is ROWS["kept"] and found["text"][3] == "" and "'Hello'" in found["error"][3]
+    seeds = [jobs.seed_of(3, int(name)) for name in ROWS["id"][:3]]
+    alone = paradec.generate(predictor.model, [str(text) for text in ROWS["prompt"][:3]], seed=seeds, **REQUEST)
+    assert found["text"][:3] == alone.text and found["tokens"][:3] == alone.tokens
+    assert found["forwards"][:3] == alone.row_nfe and found["error"][:3] == [""] * 3
+    backwards = predictor({name: values[2::-1] for name, values in ROWS.items()})
+    assert backwards["text"] == found["text"][2::-1]
+    one = predictor({name: values[1:2] for name, values in ROWS.items()})
+    assert one["text"] == found["text"][1:2]
+
+
+def test_seeds_of_rows_differ() -> None:
+    seeds = {jobs.seed_of(seed, name) for seed in range(3) for name in (0, 1, "0", "1", "a")}
+    assert len(seeds) == 15 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_columns_are_named(predictor: jobs.Predictor) -> None:
+    with pytest.raises(ValueError, match="no column 'prompt'; they have \\['id', 'text'\\]"):
+        predictor({"id": [1], "text": ["x"]})
+
+
+def test_a_model_of_ones_own(predictor: jobs.Predictor) -> None:
+    own = jobs.Predictor(model=lambda: predictor.model, prompt="question", id="name")
+    assert own({"name": ["x"], "question": ["Sort: pear fig apple"]})["text"] == ["apple fig pear"]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match="ray.* missing: install paradec's extra 'ray'"):
+        jobs.answer(None, tmp_path)
+
+
+def test_functions_that_refer_to_the_package_can_be_sent() -> None:
+    assert pickle.loads(pickle.dumps(paradec)) is paradec
+
+
+def test_parts_are_read_once_each(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="id 2 stands twice, the second time in .*b.parquet"):
+        jobs._once([3, 2], jobs._once([1, 2], set(), tmp_path / "a.parquet"), tmp_path / "b.parquet")

@@ -1,0 +1,349 @@
+"""The server with a real client, and with clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import LONG, NAME, SORT, Running, chat, running, wait
+
+import paradec
+from paradec.batching import Cancelled
+from paradec.serving import asked
+from paradec.serving.engine import Engine, EngineStopped
+from paradec.serving.gate import Gate
+from paradec.serving.hosts import CALL, Call
+from paradec.serving.metrics import Metrics
+
+PROMPTS = [
+    SORT,
+    "Reverse: pear fig apple kiwi",
+    "Copy: plum lime fig",
+    "Sort: owl ant bee cat",
+    "Reverse: rose seal mole",
+    "Sort: zebra ant wolf bee newt",
+]
+SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
+SLOWLY = {"sampler": "low_confidence"}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return paradec.load(dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("presets")
+    paradec.Request(sampler="low_confidence", max_new_tokens=12).save(folder / "slowly.json")
+    (folder / "warm.json").write_text('{"temperature": 1.5, "max_new_tokens": 12}')
+    with running(model, presets=asked.read_presets(folder)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def said(client: openai.OpenAI, text: str, **more: Any) -> str:
+    answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **more)
+    return answer.choices[0].message.content or ""
+
+
+def pieces(client: openai.OpenAI, text: str, **more: Any) -> list[str]:
+    chunks = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": text}], stream=True, **more
+    )
+    return [text for chunk in chunks if (text := chunk.choices[0].delta.content)]
+
+
+def test_answers_are_those_of_generate_many_at_once(server: Running, client: openai.OpenAI, model: Any) -> None:
+    expected = paradec.generate(model, PROMPTS).text
+    with ThreadPoolExecutor(12) as pool:
+        plain = pool.map(lambda text: said(client, text), PROMPTS * 2)
+        streamed = pool.map(lambda text: "".join(pieces(client, text)), PROMPTS * 2)
+        assert list(plain) == expected * 2 and list(streamed) == expected * 2
+    assert (server.engine.occupied, server.engine.waiting) == (0, 0)
+
+
+def test_a_stream_is_text_that_is_final_in_order(server: Running, client: openai.OpenAI) -> None:
+    found = pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    assert "".join(found) == "kiwi apple fig pear" and len(found) == 4
+    chunks = list(
+        client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], stream=True, max_tokens=2)
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].model == NAME
+    _, _, text = server.post(chat(stream=True))
+    assert text.rstrip("\r\n0").endswith("data: [DONE]")
+
+
+def test_drafts_are_comments_and_only_on_request(server: Running, client: openai.OpenAI) -> None:
+    more = {"paradec": {**SLOWLY, "drafts": True, "block_length": 32}, "max_tokens": 32}
+    assert "".join(pieces(client, SORT, max_tokens=32, extra_body={"paradec": more["paradec"]})) == "apple fig pear"
+    _, _, text = server.post(chat(stream=True, **more))
+    lines = text.splitlines()
+    drafts = [json.loads(line[2:])["draft"] for line in lines if line.startswith(": ")]
+    assert drafts and any(word is not None for draft in drafts for word in draft)
+    assert all(word is None or isinstance(word, str) for draft in drafts for word in draft)
+    _, _, text = server.post(chat(stream=True, paradec=SLOWLY))
+    assert not any(line.startswith(":") for line in text.splitlines())
+
+
+def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=NAME, messages=chat()["messages"], stop=[" pear", "zebra"])
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("apple fig", "stop")
+    found = pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    assert "".join(found) == "apple "
+    short = client.chat.completions.create(model=NAME, messages=chat()["messages"], max_tokens=2)
+    assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("apple fig", "length")
+    assert short.usage is not None and (short.usage.prompt_tokens, short.usage.completion_tokens) == (8, 2)
+
+
+def test_a_seed_is_kept_whatever_came_before(client: openai.OpenAI, model: Any) -> None:
+    drawn = {"temperature": 1.0, "max_tokens": 12}
+    found = [said(client, SHUFFLE, seed=7, **drawn) for _ in range(3)]
+    assert found == [paradec.generate(model, SHUFFLE, seed=7, temperature=1.0, max_new_tokens=12).text] * 3
+    assert len({said(client, SHUFFLE, **drawn) for _ in range(6)}) > 1  # without a seed each draws anew
+
+
+def test_presets_are_overruled_by_what_stands_beside_them(client: openai.OpenAI, model: Any) -> None:
+    usual = {"max_new_tokens": 12}
+    slowly = paradec.generate(model, SHUFFLE, sampler="low_confidence", temperature=2.0, seed=3, **usual).text
+    assert said(client, SHUFFLE, temperature=2.0, seed=3, extra_body={"preset": "slowly"}) == slowly
+    cold = paradec.generate(model, SHUFFLE, temperature=0, **usual).text
+    assert said(client, SHUFFLE, temperature=0.0, extra_body={"preset": "warm"}) == cold
+    warm = {paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, **usual).text for seed in range(3)}
+    assert {said(client, SHUFFLE, seed=seed, extra_body={"preset": "warm"}) for seed in range(3)} == warm != {cold}
+
+
+def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model: Any) -> None:
+    raw = client.completions.create(model=NAME, prompt=SORT, max_tokens=16)
+    assert raw.choices[0].text == paradec.generate(model, SORT, chat=False, max_new_tokens=16).text
+    more = {"paradec": {"chat": True}}
+    assert client.completions.create(model=NAME, prompt=SORT, extra_body=more).choices[0].text == "apple fig pear"
+    chunks = client.completions.create(model=NAME, prompt=SORT, stream=True, extra_body=more)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "apple fig pear"
+
+
+def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
+    assert [found.id for found in client.models.list().data] == [NAME]
+
+
+REFUSED: list[tuple[Any, int, str]] = [
+    (b'{"messages": [', 400, "no JSON"),
+    (b"[1, 2]", 422, "JSON object"),
+    ({}, 422, "messages=None must be a list"),
+    (chat(messages=[]), 422, "messages=[] must be a list"),
+    ({"messages": [{"content": "x"}]}, 422, "must have a role"),
+    ({"messages": [{"role": "user", "content": 3}]}, 422, "must have a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "must be of type text"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 422, "cannot be read"),
+    (chat("Hello"), 400, "outside the model's vocabulary: 'Hello'"),
+    (chat(colour="red"), 422, "unknown field: 'colour'"),
+    (chat(temprature=1), 422, "did you mean 'temperature'?"),
+    (chat(n=2), 422, "n=2 is not offered"),
+    (chat(response_format={"type": "json_object"}), 422, "response_format="),
+    (chat(stream="yes"), 422, "stream='yes' must be true or false"),
+    (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
+    (chat(temperature=-1), 400, "temperature=-1"),
+    (chat(top_p=2), 400, "top_p=2"),
+    (chat(max_tokens=0), 400, "max_tokens=0"),
+    (chat(max_tokens=5000), 400, "max_tokens=5000"),
+    (chat(max_tokens=510), 400, "longer than"),
+    (chat(max_tokens=8, max_completion_tokens=9), 400, "say the same"),
+    (chat(seed="x"), 400, "seed='x'"),
+    (chat(stop=[3]), 422, "stop="),
+    (chat(stop=["x"] * 17), 400, "at most 16"),
+    (chat(preset="fast"), 400, "preset='fast' must be one of slowly, warm"),
+    (chat(paradec=3), 422, "paradec=3 must be an object"),
+    (chat(paradec={"sampler": "nosuch"}), 400, "nosuch"),
+    (chat(paradec={"race": 4}), 422, "unknown field of paradec: 'race'"),
+    (chat(paradec={"temperature": 1}, temperature=1), 400, "say the same"),
+    (chat(paradec={"drafts": True}), 400, "needs stream=true"),
+    (chat(paradec={"sampler": {"sampler": "learn2pd", "filter": "/etc/passwd"}}), 422, "must be a number here"),
+    (chat(paradec={"chat": True}), 422, "chat is for /v1/completions"),
+    (chat(model="another"), 404, "is not served here"),
+    (chat("x" * 1_100_000), 413, "longer than 1048576 bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "message"), REFUSED, ids=[entry[2] for entry in REFUSED])
+def test_what_is_wrong_is_said(server: Running, body: Any, status: int, message: str) -> None:
+    found, _, text = server.post(body)
+    error = json.loads(text)["error"]
+    assert found == status and message in error["message"] and error["type"] and "\n" not in error["message"]
+
+
+def test_completions_refuse_too(server: Running) -> None:
+    for body, message in [({"prompt": ["a"]}, "prompt="), ({"prompt": SORT, "suffix": "x"}, "suffix")]:
+        status, _, text = server.post(body, "/v1/completions")
+        assert status == 422 and message in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/docs"])
+def test_what_is_not_ours_is_not_there(server: Running, path: str) -> None:
+    status, _, text = server.post({}, path)
+    assert status == 404 and json.loads(text)["error"]["message"] == "Not Found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) -> None:
+    before = len(server.engine.batch._copies)
+    wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
+    wait(lambda: server.engine.occupied == 1)
+    steps = server.engine.steps
+    wire.close()
+    wait(lambda: server.engine.occupied == 0)
+    assert server.engine.steps - steps < 300  # it would have taken 400
+    assert len(server.engine.batch._copies) == before == 0  # nothing is kept of a prompt
+
+
+def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
+    """Some before their prompt is in the batch."""
+    steps = server.engine.steps
+    for number in range(8):
+        server.send(json.dumps(chat(stream=number % 2 == 0, **LONG)).encode()).close()
+    server.post(chat())  # behind them
+    wait(lambda: server.engine.occupied == server.engine.waiting == 0)
+    assert server.engine.steps - steps < 300
+
+
+def test_a_client_that_left_before_its_prompt_is_in_the_batch(server: Running) -> None:
+    ended: list[Any] = []
+    call = Call(server.engine)
+    call.end()
+    call.add(server.engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
+    wait(lambda: len(ended) == 1)
+    assert isinstance(ended[0].output.error, Cancelled)
+
+
+def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
+    def broken(self: Any, ids: Any) -> None:
+        raise ValueError('a "quoted"\nmessage')
+
+    monkeypatch.setattr("paradec.serving.streams.TextStream.put", broken)
+    with pytest.raises(openai.APIError, match='a "quoted"\nmessage'):
+        pieces(client, SORT)
+    wait(lambda: server.engine.occupied == 0)
+
+
+def test_metrics_count(model: Any) -> None:
+    with running(model) as server:
+        server.post(chat())
+        server.post(b"{")
+        import urllib.request
+
+        with urllib.request.urlopen(f"{server.address}/metrics") as answer:
+            text = answer.read().decode()
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["paradec_requests_total", "/v1/chat/completions", "200"] == 1
+    assert found["paradec_requests_total", "/v1/chat/completions", "400"] == 1
+    assert (found["paradec_tokens_total", "prompts"], found["paradec_tokens_total", "answers"]) == (8, 4)
+    assert found["paradec_answers_total", "whole"] == 1 and found["paradec_rows_occupied",] == 0
+    assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_forwards_total",] >= 1
+
+
+def test_keys_and_numbers_are_limited(model: Any) -> None:
+    with running(model, batch_size=1, api_key="secret", max_requests=1) as server:
+        for given in ({}, {"Authorization": "Bearer another"}, {"Authorization": "secret"}):
+            status, headers, text = server.post(chat(), **given)
+            assert status == 401 and headers["www-authenticate"] == "Bearer" and "API key" in text
+        key = {"Authorization": "Bearer secret"}
+        assert server.post(chat(), **key)[0] == 200
+        wire = server.send(json.dumps(chat(**LONG)).encode(), **key)
+        wait(lambda: server.engine.occupied == 1)
+        status, headers, text = server.post(chat(), **key)
+        assert status == 429 and 1 <= int(headers["retry-after"]) <= 60 and "rate_limit_error" in text
+        wire.close()
+        wait(lambda: server.post(chat(), **key)[0] == 200)
+
+
+def test_an_engine_that_stops_says_so(model: Any) -> None:
+    import urllib.error
+    import urllib.request
+
+    with running(model) as server:
+        wire = server.send(json.dumps(chat(**LONG)).encode())
+        wait(lambda: server.engine.occupied == 1)
+        assert urllib.request.urlopen(f"{server.address}/health").status == 200
+        server.engine.close()
+        assert b"503" in wire.recv(64)
+        wire.close()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{server.address}/health")
+        assert server.post(chat())[0] == 503
+        with pytest.raises(EngineStopped, match="it was closed"):
+            server.engine.submit(SORT, on_done=print)
+
+
+def test_steps_that_fail_again_and_again_end_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(model)
+    calls = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine.batch, "step", fails)
+    ended: list[Any] = []
+    engine.submit(SORT, on_done=ended.append)
+    wait(lambda: not engine.alive and len(ended) == 1)
+    assert len(calls) == 3 and "the device is gone" in str(engine.failure)
+    with pytest.raises(EngineStopped, match="the device is gone"):
+        engine.submit(SORT, on_done=print)
+    engine.close()
+
+
+def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
+    """Behind a socket it would take megabytes to fill its buffers: the gate is driven as uvicorn drives it."""
+    engine = Engine(model)
+    ended: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        CALL.get().add(engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def drive() -> None:
+        messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        gate = Gate(app, engine=engine, metrics=Metrics(engine), timeout=0.05)
+        await gate({"type": "http", "method": "POST", "path": "/x", "headers": []}, receive, send)
+        assert gate.running == 0
+
+    asyncio.run(asyncio.wait_for(drive(), 30))
+    wait(lambda: len(ended) == 1)
+    assert isinstance(ended[0].output.error, Cancelled) and engine.occupied == 0
+    engine.close()
+
+
+def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder"):
+        asked.read_presets(tmp_path / "none")
+    with pytest.raises(ValueError, match="holds no .json file"):
+        asked.read_presets(tmp_path)
+    (tmp_path / "bad.json").write_text('{"colour": 1}')
+    with pytest.raises(ValueError, match="bad.json"):
+        asked.read_presets(tmp_path)
