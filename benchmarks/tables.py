@@ -160,8 +160,8 @@ def digits_table(data: dict[str, Any], short: bool) -> str:
 def digits_scales_table(data: dict[str, Any]) -> str:
     """All ways to make digits in few forwards, of benchmarks/digits_scales.py, by the distance."""
     lines = [
-        "| method | model | chosen | forwards | positions | CPU, ms | right class, % | Frechet distance | p to the one "
-        "above |"
+        "| method | model | chosen | forwards | positions | CPU, ms | right class, % | Frechet distance | further than "
+        "the first |"
     ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     for entry in data["methods"]:
@@ -169,11 +169,14 @@ def digits_scales_table(data: dict[str, Any]) -> str:
         said = entry["settings"] | {name: value for name, value in entry["request"].items() if name != "steps"}
         forwards = f"{entry['forwards'][0]:.1f}"
         forwards += f" + {entry['draft_forwards']:.0f} large" if entry["draft_forwards"] else ""
-        p = entry.get("p_to_the_one_above")
+        apart = entry.get("further")
         cells = [f"`{entry['label']}`", f"`{entry['model']}`", setting({k: v for k, v in said.items() if v != 0})]
         cells += [forwards, f"{entry['positions']:.0f}", f"{entry['milliseconds']:.1f}"]
         cells += [f"{right[0]:.1f} ({right[1]:.1f}-{right[2]:.1f})"]
-        cells += [f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f})", "" if p is None else f"{p:.3f}"]
+        cells += [
+            f"{distance[0]:.1f} ({distance[1]:.1f}-{distance[2]:.1f})",
+            "" if apart is None else "{:.1f} ({:.1f} to {:.1f})".format(*apart),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -336,6 +339,7 @@ def rendered() -> dict[str, str]:
             "jacobi": jacobi_table(jacobi),
             "jacobi_verification": verification_table(jacobi),
         },
+        "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {
             "compare": compare_table(compare, True),
             "antibody": antibody_table(antibody, True),

@@ -260,7 +260,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["digits-dit", "--class", "1", "--steps", "0"], "--steps=0 must be an integer from 1 to 1000000"),
         (["digits-dit", "--class", "1", "--dtype", "int8"], "unknown --dtype: 'int8'"),
         (["digits-dit", "--class", "1", "--device", "gpu"], "--device 'gpu' cannot be used"),
-        (
+        (["AMUSED", "--prompt", "a", "--sampler", "taylorseer"], "it takes maskgit, halton, lpd, recap"),
             ["AMUSED", "--prompt", "a", "--sampler", "taylorseer"],
             "AmusedPipeline; it takes maskgit, halton, lpd, recap",
         ),
