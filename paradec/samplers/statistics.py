@@ -223,7 +223,7 @@ def filter_logits(logits: Tensor, top_p: float | None, top_k: int | None, top_n_
     return filtered
 
 
-def token_law(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """What a token is drawn from: logits [..., V] -> [..., V], float32 at least; one-hot on the best at temperature 0.
     NaN where no logit is finite.
 

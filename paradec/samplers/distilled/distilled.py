@@ -23,7 +23,7 @@ from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, Stat
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
-from paradec.samplers.statistics import token_law
+from paradec.samplers.statistics import filtered_distribution
 from paradec.trace import Notes, Trace
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
@@ -327,7 +327,7 @@ class Distilled(Sampler):
         request, (_, at) = state.request, state.plan[state.index]
         first, stop = state.teaching.span(at)
         logits = state.teaching.guided(answer, at)
-        law = token_law(logits, request.temperature, request.top_k, request.top_p)
+        law = filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
         ids = draw(law, state.uniform(torch.arange(first, stop, device=logits.device)))
         return DistilledProposal(
             rows=np.arange(state.batch),

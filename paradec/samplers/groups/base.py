@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,8 +24,8 @@ from paradec.orders import Groups, Order, keyed
 from paradec.prompts import Prompts
 from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
 from paradec.request import FIELDS, Request, randomness, request_for
-from paradec.samplers.causal.verification import draw, probability, token_distribution
-from paradec.samplers.statistics import filter_logits, guided
+from paradec.samplers.causal.verification import draw, probability
+from paradec.samplers.statistics import filtered_distribution, guided
 from paradec.trace import Trace
 
 if TYPE_CHECKING:
@@ -119,15 +119,50 @@ class GroupState(State):
 
 
 @dataclass(frozen=True)
-class GroupSampler(Sampler):
-    """Base of the family. A subclass says in which order (`order_for`), what a step evaluates (`query`), and with which
-    guidance (`guidance`)."""
+class GroupWriter(Sampler):
+    """What all samplers of the family share: what tokens are drawn from, and how a group is written."""
 
     family: ClassVar[str] = "groups"
+    request_defaults = {"temperature": 1.0}
+
+    def law(self, state: Any, logits: Tensor) -> Tensor:
+        """What tokens are drawn from: logits [B, n, V], guided -> [B, n, V]. After the temperature the `top_k` best are
+        kept, then the nucleus of these."""
+        request = state.request
+        return filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
+
+    def commit(self, state: Any, proposal: Proposal) -> Commit:
+        """Write the group.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+        """
+        state.check_current(proposal)
+        sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
+        if not sound.all():
+            row = int(sound.int().argmin())
+            raise FloatingPointError(
+                f"the model returned NaN or infinite logits for row {row} at its step {state.index}"
+            )
+        branches = len(state.context) // state.batch
+        positions, tokens = proposal.positions.repeat(branches, 1), proposal.values.repeat(branches, 1)
+        state.context = state.context.scatter(1, positions, tokens)
+        state.accepted.append(np.full(state.batch, tokens.shape[1], np.int64))
+        state.count(proposal.cost)
+        state.commits += 1
+        state.index += 1
+        written = torch.ones_like(proposal.values, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, written, proposal.scores, proposal.kind)
+
+
+@dataclass(frozen=True)
+class GroupSampler(GroupWriter):
+    """Base of the samplers of any order. A subclass says in which order (`order_for`), what a step evaluates (`query`),
+    and with which guidance (`guidance`)."""
+
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
     unserved: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
-    request_defaults = {"temperature": 1.0}
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
@@ -247,39 +282,11 @@ class GroupSampler(Sampler):
             kind=query.kind,
         )
 
-    def law(self, state: GroupState, logits: Tensor) -> Tensor:
-        """What tokens are drawn from: logits [B, n, V], guided -> [B, n, V]. After the temperature the `top_k` best are
-        kept, then the nucleus of these."""
-        best = filter_logits(logits, None, state.request.top_k)
-        return token_distribution(best, replace(state.request, top_k=None))
-
     def draw(self, state: GroupState, law: Tensor, positions: Tensor) -> Tensor:
         """Tokens [B, n] of positions [B, n]: the lowest id whose cumulated probability is above a uniform number."""
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
         return draw(law, uniform.squeeze(-1))
-
-    def commit(self, state: GroupState, proposal: Proposal) -> Commit:
-        """Write the group.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-        """
-        state.check_current(proposal)
-        sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
-        if not sound.all():
-            row = int(sound.int().argmin())
-            raise FloatingPointError(
-                f"the model returned NaN or infinite logits for row {row} at its step {state.index}"
-            )
-        tokens, positions = state.both(proposal.values), state.both(proposal.positions)
-        state.context = state.context.scatter(1, positions, tokens)
-        state.accepted.append(np.full(state.batch, tokens.shape[1]))
-        state.count(proposal.cost)
-        state.commits += 1
-        state.index += 1
-        written = torch.ones_like(proposal.values, dtype=torch.bool)
-        return Commit(proposal.rows, proposal.values, proposal.positions, written, proposal.scores, proposal.kind)
 
 
 def _rows(name: str, given: Any) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch import Tensor
 from paradec import rng
 from paradec.checks import check_int
 from paradec.models.images.grid import Grid
+from paradec.orders import Diagonal
 from paradec.prompts import encode
-from paradec.protocol import Commit, Cost, Memory, Proposal, Query, Sampler, State
+from paradec.protocol import Cost, Memory, Proposal, Query, State
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
-from paradec.samplers.statistics import guided, token_law
+from paradec.samplers.groups.base import GroupWriter
+from paradec.samplers.statistics import guided
 from paradec.trace import Trace
 
 if TYPE_CHECKING:
@@ -93,7 +96,7 @@ class NARState(State):
 
 
 @dataclass(frozen=True)
-class NAR(Sampler):
+class NAR(GroupWriter):
     """Per step, decide a diagonal of the picture: of g x g cells in 2g - 1 forwards. A cell's logits are the mean of
     what the right head of its left neighbour and the lower head of its upper neighbour say; on the first row and in the
     first column one of them alone speaks, and of the first cell both heads of the condition. Tokens of a diagonal are
@@ -113,13 +116,11 @@ class NAR(Sampler):
     cfg_interval: int = -1
 
     name = "nar"
-    family = "groups"
     models = ("neighbour image",)
     paper = "NAR"
     arxiv = "2503.10696"
     summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
     unserved = tuple(name for name in FIELDS if name not in SERVED)
-    request_defaults = {"temperature": 1.0}
 
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)
@@ -232,8 +233,7 @@ class NAR(Sampler):
         cells = torch.as_tensor(diagonal(state.grid, state.index), device=heads.device)
         averaged = neighbours(heads, state.grid, state.index)  # [R, W, V]
         logits = guided(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
-        request = state.request
-        p = token_law(logits, request.temperature, request.top_k, request.top_p)
+        p = self.law(state, logits)
         tokens = draw(p, state.uniform(cells))
         return Proposal(
             rows=query.rows,
@@ -242,39 +242,20 @@ class NAR(Sampler):
             positions=state.positions(cells),
             scores=probability(p, tokens).double(),
             available=torch.ones_like(tokens, dtype=torch.bool),
-            quantities={"averaged": averaged, "logits": logits},
+            quantities={"averaged": averaged, "logits": logits, "top_logit": logits.amax(-1)},
             made_at=state.commits,
             kind=query.kind,
         )
 
-    def commit(self, state: NARState, proposal: Proposal) -> Commit:
-        """Write the diagonal.
-
-        Raises:
-            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
-        """
-        state.check_current(proposal)
-        broken = ~proposal.scores.isfinite() | ~proposal.quantities["logits"].amax(-1).isfinite()
-        failed = broken.any(1).cpu().numpy()
-        if failed.any():
-            raise FloatingPointError(
-                f"the model returned NaN or infinite logits for row {int(failed.argmax())} at its step {state.index}"
-            )
-        branches = len(state.context) // state.batch
-        positions, tokens = proposal.positions.repeat(branches, 1), proposal.values.repeat(branches, 1)
-        state.context = state.context.scatter(1, positions, tokens)
-        state.accepted.append(np.full(state.batch, tokens.shape[1], np.int64))
-        state.count(proposal.cost)
-        state.commits += 1
-        state.index += 1
-        written = proposal.available
-        return Commit(proposal.rows, proposal.values, proposal.positions, written, proposal.scores, proposal.kind)
-
 
 def diagonal(grid: Grid, index: int) -> np.ndarray:
     """[W] int64: the cells (i, j) with i + j = index, counted row by row, the upper ones first."""
-    row = np.arange(max(0, index - grid.width + 1), min(index, grid.height - 1) + 1)
-    return row * grid.width + index - row
+    return _diagonals(grid.height, grid.width)[index]
+
+
+@lru_cache(maxsize=64)
+def _diagonals(height: int, width: int) -> tuple[np.ndarray, ...]:
+    return tuple(group[0] for group in Diagonal().groups(height, width))
 
 
 def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:

@@ -276,7 +276,7 @@ def test_other_pairs_are_refused() -> None:
     with pytest.raises(ValueError, match="earlier state"):
         sampler.commit(state, again)
     broken = sampler.step(model, state)
-    broken.quantities["logits"][0, 0, 0] = torch.nan
+    broken.quantities["top_logit"][0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="row 0 at its step 1"):
         sampler.commit(state, broken)
     assert state.index == 1
