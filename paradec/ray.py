@@ -92,6 +92,7 @@ def answer(
     Args:
         dataset: with columns "id" and "prompt", and any others, which are kept.
         folder: of this job alone. A part that was half written is set aside as NAME.broken; its rows are done again.
+            Rows with an error count as answered.
         workers: processes that decode, each with a model of its own. Each takes a CPU of Ray's, unless `num_cpus` says
             otherwise; leave one for reading and writing.
         rows_per_part: what is lost at most per worker when the job is stopped.

@@ -54,7 +54,9 @@ print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
     assert python(code) == ["[]", "[]"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["tasks"], ["generate"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"], ["tasks"], ["generate"]]
+)
 def test_the_command_needs_no_torch_for(arguments: list[str]) -> None:
     code = f"""
 import sys

@@ -135,6 +135,15 @@ def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model
     assert "".join(chunk.choices[0].text for chunk in chunks) == "apple fig pear"
 
 
+def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Running) -> None:
+    """The packaged model's template has no use for them; a broken one is the client's to hear of."""
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    assert said(client, SORT, tools=[tool]) == "apple fig pear"
+    more = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert said(client, SORT, extra_body=more) == "apple fig pear"
+    assert server.post(chat(chat_template_kwargs=3))[0] == 422
+
+
 def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
     assert [found.id for found in client.models.list().data] == [NAME]
 
