@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -385,6 +385,33 @@ def check_weights(source: str, stored: Mapping[str, Stored], config: Any, names:
 def published_to_own(name: str, names: Mapping[str, str]) -> str:
     """What the model calls a weight of the checkpoint."""
     return next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
+
+
+def check_fit(
+    needed: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    source: str,
+    what: str = "",
+    optional: Collection[str] = (),
+    unused: tuple[str, ...] = (),
+) -> None:
+    """Raise CheckpointError unless the tensors `weights` are those that are `needed`, by names and shapes.
+
+    Args:
+        source: the file. what: that the message says they do not fit.
+        optional: names that may be missing. unused: how names begin that nothing needs.
+    """
+    wrong = {
+        "missing": [name for name in needed if name not in weights and name not in optional],
+        "unexpected": [name for name in weights if name not in needed and not name.startswith(unused)],
+        "mismatched": [
+            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
+            for name, tensor in weights.items()
+            if name in needed and tensor.shape != needed[name].shape
+        ],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"the weights of {source!r} do not fit{what and ' '}{what}: {listed(wrong)}")
 
 
 def listed(wrong: Mapping[str, list[str]]) -> str:

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 from paradec.checks import check_model, shown
 from paradec.models.adapter import Model, take_columns
-from paradec.models.checkpoint import CheckpointError, fetch, listed, positive, read_json
+from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
 from paradec.models.images.llamagen import LlamaGenModel, angles
 from paradec.models.weights import read_weights
 from paradec.protocol import Query
@@ -251,17 +251,7 @@ def load_drafter(
         raise CheckpointError(f"{source!r} is an EAGLE-3 drafter, which is not read; EAGLE's and EAGLE-2's are")
     module = EagleHead(config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     needed = module.state_dict()
-    wrong = {
-        "missing": [name for name in needed if name not in weights],
-        "unexpected": [name for name in weights if name not in needed],
-        "mismatched": [
-            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
-            for name, tensor in weights.items()
-            if name in needed and tensor.shape != needed[name].shape
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit config.json: {listed(wrong)}")
+    check_fit(needed, weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
         weights = halves_of_pairs(weights, config.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)

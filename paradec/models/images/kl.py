@@ -12,7 +12,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.vq import Decoder, VQConfig, from_taming
 from paradec.models.weights import read_weights
 
@@ -81,12 +81,6 @@ def load_kl(source: str | os.PathLike[str], norm_groups: int = 32) -> KLDecoder:
         ) from error
     model = KLDecoder(config)
     needed = model.state_dict()
-    wrong = {
-        "missing": [name for name in needed if name not in weights],
-        "unexpected": [name for name in weights if name not in needed],
-        "mismatched": [name for name in needed if name in weights and needed[name].shape != weights[name].shape],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {os.fspath(source)!r} do not fit: {listed(wrong)}")
+    check_fit(needed, weights, os.fspath(source))
     model.load_state_dict(weights)
     return model.eval().requires_grad_(False)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from paradec.checks import check_choice, check_int, check_number
-from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.facts import ModelFacts
 from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
@@ -526,17 +526,7 @@ def read_network(
         config = _config(path, state, format.grid if grid is None else grid, n_head, format)
     module = format.network(config)
     needed = module.state_dict()
-    wrong = {
-        "missing": [name for name in needed if name not in state],
-        "unexpected": [name for name in state if name not in needed],
-        "mismatched": [
-            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
-            for name, tensor in state.items()
-            if name in needed and tensor.shape != needed[name].shape
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {str(path)!r} do not fit: {listed(wrong)}")
+    check_fit(needed, state, str(path))
     kept = state["tok_embeddings.weight"].dtype if path.suffix in PICKLES or dtype is not None else torch.float32
     module = module.to(dtype or kept)
     module.load_state_dict(state)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
 from paradec.checks import check_choice, check_int, check_number, shown
-from paradec.models.checkpoint import CheckpointError, listed, read_json
+from paradec.models.checkpoint import CheckpointError, check_fit, read_json
 from paradec.models.facts import ModelFacts
 from paradec.models.images.adapter import ImageModel, ImageRequest, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
@@ -416,17 +416,7 @@ def load_lpd(
     with torch.device("meta"):  # its weights are the file's
         module = LPD(config)
     needed = module.state_dict()
-    wrong = {
-        "missing": [key for key in needed if key not in weights],
-        "unexpected": [key for key in weights if key not in needed],
-        "mismatched": [
-            f"{key} {list(tensor.shape)} instead of {list(needed[key].shape)}"
-            for key, tensor in weights.items()
-            if key in needed and tensor.shape != needed[key].shape
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {str(path)!r} do not fit {preset or 'an LPD'}: {listed(wrong)}")
+    check_fit(needed, weights, str(path), preset or "an LPD")
     if grid is not None and grid != config.grid:
         weights = weights | {"pos_embed": resized(weights["pos_embed"], grid)}
         with torch.device("meta"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
 from paradec.checks import check_int, shown
-from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, from_taming
 from paradec.models.weights import read_weights
 
@@ -212,21 +212,7 @@ def load_multi_scale_vq(
             raise CheckpointError(f"{os.fspath(source)!r} holds no multi-scale VQ: {error}") from error
     module = MultiScaleVQ(config)
     needed = module.state_dict()
-    wrong = {
-        "missing": [name for name in needed if name not in state],
-        "unexpected": [
-            name
-            for name in state
-            if name not in needed and not (not config.encoder and name.startswith(("encoder.", "quant_conv.")))
-        ],
-        "mismatched": [
-            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
-            for name, tensor in state.items()
-            if name in needed and tensor.shape != needed[name].shape
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {os.fspath(source)!r} do not fit: {listed(wrong)}")
+    check_fit(needed, state, os.fspath(source), unused=() if config.encoder else ("encoder.", "quant_conv."))
     module.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
     return module.eval().requires_grad_(False)
 

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_
 from paradec.checks import check_bool, check_int, shown
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
-from paradec.models.checkpoint import CheckpointError, listed, read_json
+from paradec.models.checkpoint import CheckpointError, check_fit, read_json
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.grid import Grid
@@ -483,17 +483,7 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """
     needed = module.state_dict()
     buffers = {key for key, _ in module.named_buffers()}
-    wrong = {
-        "missing": [key for key in needed if key not in weights and key not in buffers],
-        "unexpected": [key for key in weights if key not in needed],
-        "mismatched": [
-            f"{key} {list(tensor.shape)} instead of {list(needed[key].shape)}"
-            for key, tensor in weights.items()
-            if key in needed and tensor.shape != needed[key].shape
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {source!r} do not fit: {listed(wrong)}")
+    check_fit(needed, weights, source, optional=buffers)
     module.load_state_dict({**{key: needed[key] for key in buffers}, **weights})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_dot_product_attention, silu
 
 from paradec.checks import check_bool, check_int, shown
-from paradec.models.checkpoint import CheckpointError, listed
+from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.registry import unknown
 
 
@@ -354,16 +354,6 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
             f"the codebook of {os.fspath(source)!r} has shape {list(book.shape)}; this configuration has "
             f"[{config.codebook_size}, {config.codebook_embed_dim}]"
         )
-    wrong = {
-        "missing": [name for name in needed if name not in state],
-        "unexpected": [name for name in state if name not in needed and not name.startswith(UNUSED)],
-        "mismatched": [
-            f"{name} {list(tensor.shape)} instead of {list(needed[name].shape)}"
-            for name, tensor in state.items()
-            if name in needed and tensor.shape != needed[name].shape
-        ],
-    }
-    if any(wrong.values()):
-        raise CheckpointError(f"the weights of {os.fspath(source)!r} do not fit: {listed(wrong)}")
+    check_fit(needed, state, os.fspath(source), unused=UNUSED)
     model.load_state_dict({name: state[name].to(needed[name].dtype) for name in needed})
     return model.eval().requires_grad_(False)
