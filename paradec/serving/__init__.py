@@ -18,6 +18,7 @@ paradec was tried with transformers 5.23 (`TRIED`), and `tests/serving/test_cont
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import socket
 from typing import Any
@@ -36,8 +37,18 @@ def check_installed() -> None:
         raise ImportError(
             f"the server needs {', '.join(missing)}: install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
         )
-    if importlib.util.find_spec("transformers.cli.serving") is None:
-        raise ImportError(f"the server needs transformers {','.join(TRIED)}; this one has no transformers.cli.serving")
+    found = importlib.metadata.version("transformers")
+    if not tried(found):
+        raise ImportError(
+            f"the server needs transformers {','.join(TRIED)}, whose private classes it extends, not {found}"
+        )
+
+
+def tried(version: str) -> bool:
+    """Whether the server was tried with this release of transformers."""
+    from packaging.specifiers import SpecifierSet  # transformers needs it too
+
+    return SpecifierSet(",".join(TRIED)).contains(version, prereleases=True)
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:

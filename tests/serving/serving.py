@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import transformers
 import uvicorn
 
-from paradec.serving.app import build_app
-from paradec.serving.engine import Engine
+from paradec import serving
+
+if not serving.tried(transformers.__version__):
+    pytest.skip("the server was not tried with it", allow_module_level=True)
+
+from paradec.serving.app import build_app  # noqa: E402
+from paradec.serving.engine import Engine  # noqa: E402
 
 NAME = "tiny"
 SORT = "Sort: pear fig apple"

@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import serving  # noqa: F401 - skips all where the server was not tried
 from typer.testing import CliRunner
 
 import paradec
@@ -66,6 +67,12 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["serve"])
     assert done.exit_code == 2 and "the server needs fastapi, prometheus_client: install" in done.stderr
     assert "'.[serve]'" in done.stderr
+
+
+def test_another_release_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.24.0")
+    done = CliRunner().invoke(app, ["serve"])
+    assert done.exit_code == 2 and "the server needs transformers >=5.23,<5.24" in done.stderr
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

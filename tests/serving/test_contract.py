@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 import transformers
-from packaging.specifiers import SpecifierSet
 
 from paradec import serving
 
@@ -15,9 +14,7 @@ def parameters(function: object) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(
-    transformers.__version__ not in SpecifierSet(",".join(serving.TRIED)), reason="the server was not tried with it"
-)
+@pytest.mark.skipif(not serving.tried(transformers.__version__), reason="the server was not tried with it")
 def test_the_classes_that_are_subclassed_are_as_they_were() -> None:
     from transformers.cli.serving import chat_completion, completion, server, utils
     from transformers.cli.serving.model_manager import ModelManager

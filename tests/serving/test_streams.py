@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import serving  # noqa: F401 - skips all where the server was not tried
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
