@@ -70,7 +70,7 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         help="Of speculative, lantern and cspd: a smaller model of the family, digits-ar-drafter say, or EAGLE's; of "
-        "code: the larger VAR."
+        "code: the larger VAR; of distilled: the student's teacher."
     ),
 ]
 VQ = Annotated[str | None, typer.Option(help="The file of the VQ decoder, where the checkpoint has none.")]
@@ -313,12 +313,14 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
     if drafter is None and sampler.name in NEED_A_DRAFTER:
         raise ValueError(f"--sampler {sampler.name} needs --drafter: {NEED_A_DRAFTER[sampler.name]}")
     if drafter is not None and drafter_setting(sampler) is None:
-        raise ValueError(f"--drafter is for speculative, lantern, lantern++, cspd and code; {sampler.name} takes none")
+        raise ValueError(
+            f"--drafter is for speculative, lantern, lantern++, cspd, code and distilled; {sampler.name} takes none"
+        )
 
 
 def drafter_setting(sampler: Any) -> str | None:
     """The setting of a sampler that takes another model."""
-    return next((name for name in ("drafter", "draft") if name in sampler.settings()), None)
+    return next((name for name in ("drafter", "draft", "teacher") if name in sampler.settings()), None)
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:

@@ -248,3 +248,26 @@ def test_published_stages() -> None:
         sampler = paradec.samplers.create("distilled", preset=name, teacher=tiny_var())
         stages = check_stages((0, *ends_of(PUBLISHED_SCALES[256])), 5, 5, scales=True)
         assert len(sampler.plan(stages, None)) == calls
+
+
+def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
+    """`--drafter` is the teacher, which shares the student's autoencoder."""
+    from typer.testing import CliRunner
+
+    from paradec.cli import app
+
+    teacher = tiny_var()
+    student = tiny_var_student(teacher)
+    folder, vq = tmp_path / "student", tmp_path / "vq.safetensors"
+    folder.mkdir()
+    fields = {"model_type": "distilled_var", "scales": [1, 2, 3, 4], "heads": 2, "second": 2, "split": 2}
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(student.module.float().state_dict(), folder / "model.safetensors")
+    save_file(teacher.vq.float().state_dict(), vq, metadata={"config": '{"norm_groups": 4}'})
+    metadata = {"config": '{"scales": [1, 2, 3, 4], "heads": 2}'}
+    save_file(teacher.module.float().state_dict(), tmp_path / "teacher.safetensors", metadata=metadata)
+    asked = ["image", "--model", str(folder), "--vq", str(vq), "--class", "1", "--out", str(tmp_path / "x.png")]
+    taught = ["--drafter", str(tmp_path / "teacher.safetensors"), "--set", "teacher_start=1"]
+    for options, forwards in (([], "2 forwards"), (taught, "3 forwards")):
+        done = CliRunner().invoke(app, [*asked, *options])
+        assert done.exit_code == 0 and forwards in done.output, done.output

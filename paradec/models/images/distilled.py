@@ -112,6 +112,8 @@ class DistilledModel(PictureModel, Adapter):
     family = "distilled"
     default_sampler = "distilled"
     facts: DistilledFacts
+    vq: Any
+    """The autoencoder; None is none."""
     taught: ClassVar[Mapping[str, Any]] = {}
     """What the authors sample the teacher with."""
 
@@ -139,6 +141,11 @@ class DistilledModel(PictureModel, Adapter):
         raise NotImplementedError
 
     # ---- what all share -------------------------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The autoencoder, which a teacher writes codes of too."""
+        return {"vq": self.vq}
 
     def __call__(self, query: DistilledQuery) -> DistilledAnswer:
         """Evaluate one query."""
