@@ -35,14 +35,15 @@ FAMILIES = {
 }
 """The module of an image model, what loads it and its adapter, by the `model_type` of config.json."""
 TELLING = {
-    "nar": {"medusa_norm.weight", "medusa_output.weight"},
-    "distilled_llamagen": {"tok_embeddings.bias"},
-    "distilled_var": {"layerwise_n_d_embed.0.weight"},
-    "mar": {"diffusion_pos_embed_learned"},
-    "var": {"pos_1LC"},
-    "lpd": {"fake_latent", "token_emb.weight", "pos_embed"},
+    "medusa_norm.weight": "nar",
+    "medusa_output.weight": "nar",
+    "tok_embeddings.bias": "distilled_llamagen",
+    "layerwise_n_d_embed.0.weight": "distilled_var",
+    "diffusion_pos_embed_learned": "mar",
+    "pos_1LC": "var",
+    "token_emb.weight": "lpd",
 }
-"""The tensors by which a single file of a `model_type` is known; the first that fits counts."""
+"""The `model_type` of a single file, by the name of a tensor that those below do not have."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-maskgit", "digits-var", "digits-var-small")
 """Image models inside the package."""
 
@@ -73,7 +74,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
             names = set(next((found for key in nested if (found := inside(data, key)) is not None), data))
     except Exception:  # the loader says what is wrong with it
         return "llamagen"
-    return next((kind for kind, telling in TELLING.items() if telling <= names), "llamagen")
+    return next((kind for name, kind in TELLING.items() if name in names), "llamagen")
 
 
 def image_loader(model_type: Any) -> Callable[..., Any] | None:

@@ -255,7 +255,7 @@ def diagonal(grid: Grid, index: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _diagonals(height: int, width: int) -> tuple[np.ndarray, ...]:
-    return tuple(group[0] for group in Diagonal().groups(height, width))
+    return tuple(group[0].copy() for group in Diagonal().groups(height, width))
 
 
 def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:

@@ -376,7 +376,7 @@ def test_steps_are_groups() -> None:
         ({"cache": "dual"}, "cache='dual' has no meaning for sampler 'groups'"),
         ({"height": 9}, "height=9 must be a multiple of 2"),
         ({"height": 16}, "height=16 must be 8"),
-        ({"sampler": "sjd"}, "'sjd' is of family 'draft_verify'; LPD .* takes the 'groups' family: groups"),
+        ({"sampler": "sjd"}, "'sjd' is of family 'draft_verify'; LPD .* takes the 'groups' family: "),
         ({"sampler": samplers.create("lpd")}, "the sampler 'lpd' with settings is of family 'masked'"),
         ({"seed": [1, 2, 3]}, "seed has 3 entries for 2 rows"),
     ],

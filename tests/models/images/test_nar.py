@@ -22,7 +22,7 @@ from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
 from paradec.protocol import Query, decode
 from paradec.samplers.groups.nar import diagonal
-from paradec.samplers.statistics import token_law
+from paradec.samplers.statistics import filtered_distribution
 
 NAMES = cases("nar", "nar")
 
@@ -183,8 +183,8 @@ def test_top_p_is_taken_of_what_top_k_leaves() -> None:
     model = tiny_nar()
     logits = torch.tensor([0.4, 0.35, 0.25]).double().log()
     # of 0.4 and 0.35 the first has 0.533, so that the second crosses 0.6; of all three it would cross it too
-    torch.testing.assert_close(token_law(logits, 1.0, 2, 0.6), torch.tensor([0.4, 0.35, 0]).double() / 0.75)
-    assert token_law(logits, 1.0, 2, 0.5).tolist() == [1, 0, 0]  # of all three 0.4 alone is less than 0.5
+    torch.testing.assert_close(filtered_distribution(logits, 1.0, 2, 0.6), torch.tensor([0.4, 0.35, 0]).double() / 0.75)
+    assert filtered_distribution(logits, 1.0, 2, 0.5).tolist() == [1, 0, 0]  # of all three 0.4 alone is less than 0.5
     assert model.defaults["top_k"] == 2000 and tiny_nar("t2i").defaults["top_k"] is None
 
 
