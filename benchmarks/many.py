@@ -2,7 +2,7 @@
 
     python benchmarks/many.py [--prompts 500] [--flat 2000] [--out benchmarks/results/many.json]
 
-The packaged model in float64 on one thread, one token per step (`low_confidence`), so that a row takes as many steps
+The packaged model on one thread, one token per step (`low_confidence`), so that a row takes as many steps
 as its answer has tokens: 4 to 128, drawn evenly, without an early stop. A fixed batch is the same `Batch` that gets its
 prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how
 many rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size.
@@ -35,6 +35,11 @@ from paradec.batching import Batch, Ticket
 SHORTEST, LONGEST = 4, 128
 REQUEST: dict[str, Any] = {"sampler": "low_confidence", "eos_early_stop": False, "block_length": 32, "seed": 0}
 TURN = 100
+CASES: dict[str, dict[str, Any]] = {
+    "no cache": {},
+    "no cache, one call a step": {"calls_per_step": 1},
+    "dual cache": {"cache": "dual", "temperature": 0.5},
+}
 
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -169,13 +174,13 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
     }
 
 
-def occupancy(model: Any, count: int, longest: int, sizes: Iterable[int]) -> list[dict[str, Any]]:
-    """How full batches of several sizes are, with their empty end; and what the same prompts take."""
+def occupancy(model: Any, longest: int, sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """How full batches of several sizes are, with their empty end, each over eight prompts a slot; and what they take."""
     found = []
     for size in sizes:
         meter = Meter(model, size, **REQUEST)
-        meter.run(prompts(count, longest), fixed=False)
-        found.append({"batch_size": size, **meter.result()})
+        meter.run(prompts(8 * size, longest), fixed=False)
+        found.append({"batch_size": size, "prompts": 8 * size, **meter.result()})
         print(found[-1], flush=True)
     return found
 
@@ -187,23 +192,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=LONGEST)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--dtype", default="float64", help="float32 takes half the time; answers may have near-ties")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "many.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model = paradec.load(dtype="float64")
-    cases: dict[str, dict[str, Any]] = {
-        "no cache": {},
-        "no cache, one call a step": {"calls_per_step": 1},
-        "dual cache": {"cache": "dual", "temperature": 0.5},
-    }
+    model = paradec.load(dtype=given.dtype)
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    result["dtype"] = given.dtype
     result["beside"] = {}
-    for name, request in cases.items():
-        result["beside"][name] = beside(model, given.prompts, given.batch, given.longest, **request)
+    for name in given.cases:
+        result["beside"][name] = beside(model, given.prompts, given.batch, given.longest, **CASES[name])
         print(name, result["beside"][name], flush=True)
     result["flat"] = flat(model, given.flat, given.batch, min(given.longest, 16))
     print(result["flat"], flush=True)
-    result["occupancy"] = occupancy(model, max(1, given.prompts // 2), given.longest, given.sizes)
+    result["occupancy"] = occupancy(model, given.longest, given.sizes)
     write_result(given.out, result)
 
 
