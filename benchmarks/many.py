@@ -175,7 +175,7 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
 
 
 def occupancy(model: Any, longest: int, sizes: Iterable[int]) -> list[dict[str, Any]]:
-    """How full batches of several sizes are, with their empty end, each over eight prompts a slot; and what they take."""
+    """How full batches of several sizes are, with their empty end; each has eight prompts a slot."""
     found = []
     for size in sizes:
         meter = Meter(model, size, **REQUEST)
