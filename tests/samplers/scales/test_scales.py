@@ -204,6 +204,8 @@ def test_draws_have_their_law() -> None:
     assert chi < 18.4  # two degrees of freedom, one in ten thousand
     ends = inverse(logits[:2].unsqueeze(1), torch.tensor([[[0.0]], [[1.0 - 2**-53]]], dtype=torch.float64))
     assert ends.flatten().tolist() == [0, 3]
+    first = inverse(logits[:1].roll(1, -1).unsqueeze(1), torch.zeros(1, 1, 1, dtype=torch.float64))
+    assert first.item() == 1  # the first word has no share
 
 
 def test_filters_and_temperatures() -> None:
