@@ -16,7 +16,7 @@ import typer
 
 import paradec
 from paradec import caches
-from paradec.checks import check_int, check_number, check_temperature, check_text, shown
+from paradec.checks import MODELS, check_int, check_number, check_temperature, check_text, shown
 from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
@@ -292,12 +292,9 @@ def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
     Raises:
         ValueError: a sampler of a family that this model does not take, or no image model.
     """
-    from paradec.models.checkpoint import read_json
-    from paradec.models.images.loading import FAMILIES, PACKAGED, file_type, image_adapter, packaged_image
+    from paradec.models.images.loading import FAMILIES, image_adapter
 
-    place = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
-    single = os.path.isfile(place)
-    model_type = file_type(place) if single else read_json(place, "config.json", None).get("model_type")
+    model_type = image_type(source)
     if model_type not in FAMILIES:
         raise ValueError(
             f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
@@ -306,6 +303,15 @@ def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
     from paradec.images import picture_sampler
 
     return picture_sampler(image_adapter(model_type), sampler, repr(source), **settings)
+
+
+def image_type(source: str) -> Any:
+    """The `model_type` of an image model's folder, file or name; of another checkpoint what its config.json says."""
+    from paradec.models.checkpoint import read_json
+    from paradec.models.images.loading import PACKAGED, file_type, packaged_image
+
+    place = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
+    return file_type(place) if os.path.isfile(place) else read_json(place, "config.json", None).get("model_type")
 
 
 def check_drafter(sampler: Any, drafter: str | None) -> None:
@@ -324,15 +330,19 @@ def drafter_setting(sampler: Any) -> str | None:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """A smaller model of the base's family, or an EAGLE drafter for it. options: as for `paradec.load`."""
-    from paradec.models.checkpoint import read_json
+    """Another model of the base's kind, a student's teacher, or an EAGLE drafter. options: as for `paradec.load`.
+
+    Raises:
+        ValueError: a model of another kind.
+    """
     from paradec.models.eagle import load_drafter
-    from paradec.models.images.loading import FAMILIES, PACKAGED
+    from paradec.models.images.loading import FAMILIES, image_adapter
     from paradec.models.loading import load
 
-    options |= base.shared
-    if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):
-        return load(source, **options)
-    if read_json(source, "config.json", None).get("model_type") in FAMILIES:
-        return load(source, **options)
-    return load_drafter(source, base=base)
+    model_type = image_type(source)
+    if model_type not in FAMILIES:
+        return load_drafter(source, base=base)
+    kind = image_adapter(model_type).makes
+    if kind != base.makes and base.makes != "distilled image":
+        raise ValueError(f"--drafter {source!r} is {MODELS[kind][0]}; {base.facts.name} is {MODELS[base.makes][0]}")
+    return load(source, **options | base.shared)

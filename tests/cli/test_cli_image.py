@@ -271,7 +271,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["MAR", "--class", "1", "--sampler", "sjd"], "is of family 'draft_verify'; MAR (mar, recap or cspd) takes"),
         (["MAR", "--class", "1", "--sampler", "cspd"], "--sampler cspd needs --drafter: a smaller MAR"),
         (["MAR", "--class", "1", "--drafter", "x"], "--drafter is for speculative, lantern, lantern++, cspd"),
-        (["MAR", "--class", "1", "--sampler", "cspd", "--drafter", "digits-ar"], "draft of 'cspd' takes a MAR"),
+        (["MAR", "--class", "1", "--sampler", "cspd", "--drafter", "digits-ar"], "is an autoregressive image model; "),
         (["MAR", "--class", "1", "--vq", "x.pt"], "unknown option of 'mar' models: 'vq'"),
         (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
         (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),

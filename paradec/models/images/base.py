@@ -48,6 +48,8 @@ class PictureModel:
     """Base of all image models. A kind of model states its samplers and conditions, and implements `grid`, `request`,
     `begin`, `read` and `decode`; where tokens are codes in a canvas, `tokens_of` reads them."""
 
+    makes: ClassVar[str] = ""
+    """What it is, one of `paradec.checks.MODELS`."""
     family: ClassVar[str] = ""
     """Of the samplers that decode with it."""
     default_sampler: ClassVar[str] = ""

@@ -381,5 +381,7 @@ def test_command(tmp_path: Any) -> None:
     code = ["--sampler", "code", "--set", "split=3", "--drafter", str(tmp_path / "large.safetensors")]
     done = CliRunner().invoke(app, [*given, *code, *out])
     assert done.exit_code == 0 and "longest row 1" in done.output, done.output
+    done = CliRunner().invoke(app, [*given, *code[:-1], "digits-ar", *out])
+    assert done.exit_code != 0 and "'digits-ar' is an autoregressive image model; small is a VAR model" in done.output
     done = CliRunner().invoke(app, [*given, "--sampler", "code", *out])
     assert done.exit_code != 0 and "--sampler code needs --drafter" in done.output
