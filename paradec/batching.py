@@ -319,6 +319,10 @@ class Batch:
         method = method_of(self.model, ticket.request)
         return method, method.start(self.model, ticket.prompts, ticket.request)
 
+    def _model_of(self, ticket: Any) -> Any:
+        """What a prompt is decoded with: the model, or a copy that knows this prompt alone (`paradec.rows.Rows`)."""
+        return self.model
+
     def _read(self, state: Any, slot: int, ticket: Any, error: Exception | None) -> Any:
         """The output of one row of a state."""
         return read(self.model, state, slot, ticket, error)
@@ -394,10 +398,10 @@ class Batch:
             with held_back():
                 ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    group = _Group(key, method, state, row)
+                    group = _Group(key, method, state, row, self._model_of(ticket), self.model)
                     self._groups.append(group)
                 group.make_room(most, self.waiting, width)
-                slot = group.enter(ticket, state)
+                slot = group.enter(ticket, state, self._model_of(ticket))
                 group.row_bytes = row
                 self._leave_queue(ticket)
                 self._feed(group, slot, ticket)
@@ -429,7 +433,7 @@ class Batch:
             between = True
             error: Exception
             try:
-                proposal = group.method.step(self.model, group.state)
+                proposal = group.method.step(group.model, group.state)
                 with held_back():
                     between = False
                     group.method.commit(group.state, proposal)
@@ -547,8 +551,11 @@ class Batch:
 class _Group:
     """Rows that share their calls: one state, whose rows are slots."""
 
-    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int):
+    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int, model: Any, shared: Any):
         self.key, self.method, self.state, self.row_bytes = key, method, state, row_bytes
+        self.bound = model is not shared
+        """Whether the model knows the rows' prompts: it takes rows in and gives them away as the state does."""
+        self.model = model.taken(np.arange(state.batch)) if self.bound else model
         self.tickets: list[Ticket | None] = [None] * state.batch
         """By slot; None is free."""
 
@@ -592,10 +599,12 @@ class _Group:
         if occupied and 2 * len(occupied) <= len(self.tickets):
             self.keep(occupied)
 
-    def enter(self, ticket: Ticket, state: Any) -> int:
+    def enter(self, ticket: Ticket, state: Any, model: Any) -> int:
         """Put a row into a free slot."""
         slot = self.tickets.index(None)
         if state is not self.state:
+            if self.bound:
+                self.model.put(np.array([slot]), model)
             self.state.put(np.array([slot]), state)
         self.tickets[slot] = ticket
         return slot
@@ -608,6 +617,8 @@ class _Group:
         if slots > len(occupied):
             state.dismiss(np.arange(len(occupied), slots))
         self.state = state
+        if self.bound:
+            self.model = self.model.taken(rows)
         self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
 
 

@@ -21,6 +21,7 @@ from paradec.models.images.base import ImageRequest, PictureModel
 from paradec.pictures import ImageOutput
 from paradec.prompts import encode
 from paradec.request import Preset, Request
+from paradec.rows import Rows
 
 __all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
 
@@ -107,10 +108,10 @@ class ImageBatch(Batch):
         """One prompt's row.
 
         Raises:
-            ValueError: of a model that holds what it knows of a request's rows.
+            ValueError: of a model that holds what it knows of a request's rows and does not say how they are exchanged.
         """
         laid = model.request(prompt, self.grid, 1, negative_prompt)
-        if laid.model is not model:
+        if laid.model is not model and not (model is self.model and isinstance(laid.model, Rows)):
             raise ValueError(
                 f"{model.facts.name} holds what its prompts say for rows that begin together; use "
                 "paradec.generate_images"
@@ -128,6 +129,9 @@ class ImageBatch(Batch):
 
     def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
         return picture_request(self.model, {**self._asked, **_said(changes, preset)})
+
+    def _model_of(self, ticket: ImageTicket) -> Any:
+        return ticket.laid.model
 
     def _begin(self, ticket: ImageTicket) -> tuple[Any, Any]:
         method: Any = ticket.request.sampler
