@@ -305,9 +305,7 @@ class Batch:
         request = Request.of(arguments, preset, **own_defaults(self.model))
         method = method_of(self.model, request)
         if request.steps is not None and not method.uses_steps:
-            warnings.warn(
-                f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3
-            )
+            warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
         return request
 
     def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
