@@ -84,17 +84,18 @@ def generate_many(
         Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of the answers that are
             whole and were not given yet. Iterating on goes on, and gives them.
     """
-    of_batch = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step, "preset": preset}
+    of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
+    of_batch |= {"preset": preset, **arguments}
     of_pictures = {"height": height, "width": width, "negative_prompt": negative_prompt, "output_type": output_type}
     of_pictures = {name: value for name, value in of_pictures.items() if value is not None}
     if isinstance(model, PictureModel):
         check_refillable(model)
-        make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures, **arguments)
+        make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures)
     else:
         check_model("generate_many", model, MADE)
         for name, value in of_pictures.items():
             raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
-        make = partial(Batch, model, **of_batch, **arguments)
+        make = partial(Batch, model, **of_batch)
     return Many(make, prompts, order, errors, look_ahead)
 
 

@@ -74,7 +74,7 @@ class ImageBatch(Batch):
         limits = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
         super().__init__(model, **limits, preset=preset, **arguments)
 
-    def add(  # type: ignore[override] - nothing is streamed
+    def add(  # type: ignore[override]  # nothing is streamed
         self,
         prompt: Any,
         *,
