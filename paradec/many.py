@@ -82,7 +82,7 @@ def generate_many(
     Raises:
         ValueError, TypeError: an argument out of its range, before any prompt is read; the message names it.
         Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of the answers that are
-            whole and were not given yet. Iterating on goes on, and gives them.
+            whole and were not given yet (pictures as codes: `images` is None). Iterating on goes on, and gives them.
     """
     of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
     of_batch |= {"preset": preset, **arguments}
