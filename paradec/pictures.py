@@ -39,8 +39,8 @@ class ImageOutput:
     forwarded_tokens: int
     """Positions evaluated, all rows together, padding excluded."""
     accepted: np.ndarray
-    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended. From `generate_many`
-    less those that were taken back."""
+    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended. From
+    `generate_many` less those that were taken back."""
     seconds: float
     """Wall time of the decoding loop, without the VQ decoder."""
     prompt_lengths: list[int]
