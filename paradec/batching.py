@@ -17,9 +17,9 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -90,6 +90,9 @@ class Ticket:
         return self.output is not None
 
 
+T = TypeVar("T", bound=Ticket)
+
+
 class Batch:
     """Decode prompts that come and go, up to `batch_size` of them at once.
 
@@ -135,21 +138,16 @@ class Batch:
         preset: Preset | None = None,
         **arguments: Unpack[Arguments],
     ):
-        check_model("Batch", model, MADE)
+        self._check_kind(model)
         check_int("batch_size", batch_size, low=1)
         check_int("calls_per_step", calls_per_step, low=1, high=3)
         check_int("max_memory", max_memory, low=1, none=True)
         self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
         self.calls_per_step = calls_per_step
-        self.request = Request.of(arguments, preset, **own_defaults(model))
+        self.request = self._requested(arguments, preset)
         check_request(model, self.request)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
-        method = method_of(model, self.request)
-        if self.request.steps is not None and not method.uses_steps:
-            warnings.warn(
-                f"steps={self.request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=2
-            )
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._waiting: deque[Ticket] = deque()
         self._groups: list[_Group] = []
@@ -190,22 +188,30 @@ class Batch:
             ValueError, TypeError: a prompt or an argument that cannot be used; it takes no number then.
             RuntimeError: the batch is closed.
         """
+        request = self._own_request(changes, preset)
+        prompts = encode(self.model, prompt, None, request.chat)
+        if streamer is not None:
+            check_streamer(streamer, 1)
+        return self._queue(Ticket(0, id, prompts, request, streamer, on_done), alone)
+
+    def _own_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
+        """What one prompt is decoded with."""
         request = self.request
         if preset is not None or changes:
-            request = Request.of({**self.request.changes(), **Request.said(changes, preset)})
+            request = self._changed_request(changes, preset)
             check_request(self.model, request)
         if isinstance(request.seed, tuple):
             if len(request.seed) != 1:
                 raise ValueError(f"seed={shown(request.seed)} has {len(request.seed)} entries for one prompt")
             request = replace(request, seed=request.seed[0])
-        if request.seed is None:
-            request = replace(request, seed=self._seed)
-        prompts = encode(self.model, prompt, None, request.chat)
+        return replace(request, seed=self._seed) if request.seed is None else request
+
+    def _queue(self, ticket: T, alone: bool) -> T:
+        """Give a ticket its number, and let it wait."""
+        prompts = ticket.prompts
         if len(prompts.rows) != 1:
             raise ValueError(f"prompt holds {len(prompts.rows)} rows; add them one by one")
-        if streamer is not None:
-            check_streamer(streamer, 1)
-        identity = np.asarray([request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
+        identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
         key = hashlib.blake2b(identity, digest_size=16).digest()
         with self._changed:
             if self._closed:
@@ -214,8 +220,8 @@ class Batch:
             before = 0 if alone else self._copies[key]
             if not alone:
                 self._copies[key] += 1
-            mine = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
-            ticket = Ticket(self._number, id, mine, request, streamer, on_done)
+            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
+            ticket.number = self._number
             self._number += 1
             self._waiting.append(ticket)
             self._changed.notify_all()
@@ -288,6 +294,48 @@ class Batch:
         found, self._ended = self._ended, []
         return found
 
+    # ---- what is text's own -----------------------------------------------------------------------------------------
+
+    def _check_kind(self, model: Any) -> None:
+        """Raise TypeError for another kind of model."""
+        check_model("Batch", model, MADE)
+
+    def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
+        """What prompts are decoded with that say nothing else."""
+        request = Request.of(arguments, preset, **own_defaults(self.model))
+        method = method_of(self.model, request)
+        if request.steps is not None and not method.uses_steps:
+            warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
+        return request
+
+    def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
+        """The same for a prompt that says more."""
+        return Request.of({**self.request.changes(), **Request.said(changes, preset)})
+
+    def _begin(self, ticket: Any) -> tuple[Any, Any]:
+        """A prompt's sampler, and what it starts from."""
+        method = method_of(self.model, ticket.request)
+        return method, method.start(self.model, ticket.prompts, ticket.request)
+
+    def _model_of(self, ticket: Any) -> Any:
+        """What a prompt is decoded with: the model, or a copy that knows this prompt alone (`paradec.rows.Rows`)."""
+        return self.model
+
+    def _read(self, state: Any, slot: int, ticket: Any, error: Exception | None) -> Any:
+        """The output of one row of a state."""
+        return read(self.model, state, slot, ticket, error)
+
+    def _failed(self, ticket: Any, error: Exception) -> Any:
+        """The output of a prompt that nothing was decoded of."""
+        return nothing(self.model, ticket.prompts.rows[0], error)
+
+    def refused(self, error: Exception) -> Any:
+        """The output of a prompt that `add` did not take."""
+        return nothing(self.model, (), error)
+
+    def finish(self, output: Any) -> None:
+        """What is left to do when an output is handed out: nothing for text."""
+
     # ---- letting in -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
@@ -301,7 +349,7 @@ class Batch:
             except (ValueError, TypeError, FloatingPointError) as error:
                 with held_back():
                     self._leave_queue(ticket)
-                    self._end(ticket, failed(self.model, ticket, error))
+                    self._end(ticket, self._failed(ticket, error))
                 continue
             except Exception as error:
                 if not out_of_memory(error) or not self.occupied:
@@ -312,8 +360,7 @@ class Batch:
 
     def _start(self, ticket: Ticket) -> tuple[Any, State]:
         """The sampler of a prompt, and the state of a request that has this row alone."""
-        method = method_of(self.model, ticket.request)
-        state = method.start(self.model, ticket.prompts, ticket.request)
+        method, state = self._begin(ticket)
         if method.family == "masked":
             state.most_calls = self.calls_per_step
         if why := state.fixed():
@@ -342,17 +389,17 @@ class Batch:
                 error = ValueError(f"the prompt needs {row} bytes, more than max_memory={self.max_memory}")
                 with held_back():
                     self._leave_queue(ticket)
-                    self._end(ticket, failed(self.model, ticket, error))
+                    self._end(ticket, self._failed(ticket, error))
                 return True
             most = 1
         try:
             with held_back():
                 ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    group = _Group(key, method, state, row)
+                    group = _Group(key, method, state, row, self._model_of(ticket), self.model)
                     self._groups.append(group)
                 group.make_room(most, self.waiting, width)
-                slot = group.enter(ticket, state)
+                slot = group.enter(ticket, state, self._model_of(ticket))
                 group.row_bytes = row
                 self._leave_queue(ticket)
                 self._feed(group, slot, ticket)
@@ -367,7 +414,7 @@ class Batch:
             if not self.occupied:
                 with held_back():
                     self._leave_queue(ticket)
-                    self._end(ticket, failed(self.model, ticket, error))
+                    self._end(ticket, self._failed(ticket, error))
                 return True
             return False
         return True
@@ -384,7 +431,7 @@ class Batch:
             between = True
             error: Exception
             try:
-                proposal = group.method.step(self.model, group.state)
+                proposal = group.method.step(group.model, group.state)
                 with held_back():
                     between = False
                     group.method.commit(group.state, proposal)
@@ -421,7 +468,7 @@ class Batch:
         ticket = group.tickets[slot]
         assert ticket is not None
         group.tickets[slot] = None
-        self._end(ticket, read(self.model, group.state, slot, ticket, error))
+        self._end(ticket, self._read(group.state, slot, ticket, error))
 
     def _end(self, ticket: Ticket, output: Output) -> None:
         output.index, output.id = ticket.number, ticket.id
@@ -453,7 +500,7 @@ class Batch:
             if drafts is not None and state.facts.hole_id is not None and final < stop:
                 drafts(state.canvas[slot, final:stop].cpu().unsqueeze(0).clone())
         except Exception as error:
-            output = read(self.model, state, slot, ticket, error)
+            output = self._read(state, slot, ticket, error)
             group.tickets[slot] = None
             self._end(ticket, output)
 
@@ -464,7 +511,7 @@ class Batch:
             for ticket in gone:
                 self._waiting.remove(ticket)
         for ticket in gone:
-            self._end(ticket, failed(self.model, ticket, Cancelled(f"prompt {ticket.number} was cancelled")))
+            self._end(ticket, self._failed(ticket, Cancelled(f"prompt {ticket.number} was cancelled")))
         for group in self._groups:
             for slot, running in enumerate(group.tickets):
                 if running is not None and running.cancelled:
@@ -479,7 +526,7 @@ class Batch:
         if len(tickets) == 1 and self.occupied == 1:
             group.tickets = [None] * len(group.tickets)
             self._groups.remove(group)
-            self._end(tickets[0], failed(self.model, tickets[0], error))
+            self._end(tickets[0], self._failed(tickets[0], error))
         else:
             stay = tickets[: len(tickets) // 2] if keep else []
             try:
@@ -502,8 +549,11 @@ class Batch:
 class _Group:
     """Rows that share their calls: one state, whose rows are slots."""
 
-    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int):
+    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int, model: Any, shared: Any):
         self.key, self.method, self.state, self.row_bytes = key, method, state, row_bytes
+        self.bound = model is not shared
+        """Whether the model knows the rows' prompts: it takes rows in and gives them away as the state does."""
+        self.model = model.taken(np.arange(state.batch)) if self.bound else model
         self.tickets: list[Ticket | None] = [None] * state.batch
         """By slot; None is free."""
 
@@ -547,10 +597,12 @@ class _Group:
         if occupied and 2 * len(occupied) <= len(self.tickets):
             self.keep(occupied)
 
-    def enter(self, ticket: Ticket, state: Any) -> int:
+    def enter(self, ticket: Ticket, state: Any, model: Any) -> int:
         """Put a row into a free slot."""
         slot = self.tickets.index(None)
         if state is not self.state:
+            if self.bound:
+                self.model.put(np.array([slot]), model)
             self.state.put(np.array([slot]), state)
         self.tickets[slot] = ticket
         return slot
@@ -563,6 +615,8 @@ class _Group:
         if slots > len(occupied):
             state.dismiss(np.arange(len(occupied), slots))
         self.state = state
+        if self.bound:
+            self.model = self.model.taken(rows)
         self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
 
 
@@ -581,6 +635,11 @@ def refusal(model: Any, request: Request) -> str | None:
     if request.rng != "counter":
         return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
     method = method_of(model, request)
+    if method.lock_step:
+        return (
+            f"sampler {method.name!r} does not work with batches that are refilled: its rows take their steps together "
+            "and end together; use paradec.generate_images"
+        )
     if method.family not in ("masked", "draft_verify"):
         return (
             f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; "
@@ -618,12 +677,7 @@ def bytes_of_row(model: Any, method: Any, state: Any, width: int) -> int:
 @torch.no_grad()
 def read(model: Any, state: Any, slot: int, ticket: Ticket, error: Exception | None) -> Output:
     """The output of one row of a state."""
-    light = copy.copy(state)
-    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
-    if drafting := getattr(state, "drafting", None):
-        light.drafting = replace(drafting, store=None, broken=None, parents=None)
-    alone = light.taken(np.array([slot]))
-    alone.store = state.store
+    alone = row_of(state, slot)
     if not isinstance(getattr(type(alone), "max_new_tokens", None), property):
         alone.max_new_tokens = ticket.new
     output = output_of(model, alone, ticket.prompts, time.perf_counter() - ticket.began)
@@ -631,9 +685,15 @@ def read(model: Any, state: Any, slot: int, ticket: Ticket, error: Exception | N
     return output
 
 
-def failed(model: Any, ticket: Ticket, error: Exception) -> Output:
-    """The output of a prompt that nothing was decoded of."""
-    return nothing(model, ticket.prompts.rows[0], error)
+def row_of(state: Any, slot: int) -> Any:
+    """A copy of the state with one row, for what is decoded of it: without what it remembers and has stored."""
+    light = copy.copy(state)
+    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
+    if drafting := getattr(state, "drafting", None):
+        light.drafting = replace(drafting, store=None, broken=None, parents=None)
+    alone = light.taken(np.array([slot]))
+    alone.store = state.store
+    return alone
 
 
 def nothing(model: Any, ids: Sequence[int], error: Exception) -> Output:

@@ -115,12 +115,8 @@ def generate_images(
     check_names(arguments, inspect.signature(generate_images).parameters)
     given = _given(model, {"prompts": prompts, "class_labels": class_labels})
     request = picture_request(model, arguments, preset)
-    check_choice("output_type", output_type, OUTPUT_TYPES)
+    check_output_type(model, output_type)
     check_int("num_images", num_images, low=1, high=MOST_IMAGES)
-    if output_type == "pil":
-        pillow()
-    if output_type != "latent":
-        model.check_decodes()
     grid = model.grid(height, width)
     laid = model.request(given, grid, num_images, negative_prompt)
     method: Any = request.sampler
@@ -137,16 +133,15 @@ def generate_images(
             decode(method, laid.model, state, after_commit)
     except KeyboardInterrupt as interrupt:
         stopped = Interrupted("decoding was interrupted; what was decoded is in .output")
-        stopped.output, _ = _read(model, state, grid, time.perf_counter() - begin)
+        stopped.output, _ = output_of(model, state, grid, time.perf_counter() - begin)
         raise stopped from interrupt
     if laid.model.device.type == "cuda":
         torch.cuda.synchronize(laid.model.device)
-    output, latent = _read(model, state, grid, time.perf_counter() - begin)
+    output, latent = output_of(model, state, grid, time.perf_counter() - begin)
     if latent is not None:
         output.images = latent
         if output_type != "latent":
-            images = model.decode(output.tokens, grid).cpu()
-            output.images = to_pil(images) if output_type == "pil" else images
+            output.images = drawn(model, output.tokens, grid, output_type)
             if state.trace is not None and request.trace:
                 state.trace.images = of_images(output.images)
                 for step, stage in zip(state.trace.steps, model.stages(output.tokens), strict=False):
@@ -206,6 +201,21 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
     return samplers.resolve(sampler, model.family, user)
 
 
+def check_output_type(model: PictureModel, output_type: Any) -> None:
+    """Raise ValueError or ImportError where pictures cannot be given out so."""
+    check_choice("output_type", output_type, OUTPUT_TYPES)
+    if output_type == "pil":
+        pillow()
+    if output_type != "latent":
+        model.check_decodes()
+
+
+def drawn(model: PictureModel, tokens: torch.Tensor, grid: Grid, output_type: str) -> Any:
+    """The pictures of whole answers [B, N]: `ImageOutput.images`, as "pil" or "pt"."""
+    images = model.decode(tokens, grid).cpu()
+    return to_pil(images) if output_type == "pil" else images
+
+
 def _given(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
     """What the model is conditioned on."""
     for name, value in conditions.items():
@@ -216,7 +226,7 @@ def _given(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
     return conditions[model.conditions]
 
 
-def _read(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, torch.Tensor | None]:
+def output_of(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, torch.Tensor | None]:
     """The output without pictures, and what they are decoded from: None where one is not whole."""
     found = model.read(state, grid)
     latent = model.latent(found.tokens, grid) if found.whole else None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self, Unpack
 
-from paradec.batching import MADE, Batch, Cancelled, Ticket, nothing
+from paradec.batching import MADE, Batch, Cancelled, Ticket
 from paradec.checks import check_choice, check_int, check_model, shown
 from paradec.generate import Output
+from paradec.many_images import ImageBatch, check_refillable
+from paradec.models.images.base import PictureModel
+from paradec.pictures import ImageOutput
 from paradec.protocol import Interrupted
 from paradec.request import Arguments, Preset, Request, takes_arguments
 
@@ -31,6 +35,10 @@ def generate_many(
     look_ahead: int | None = None,
     max_memory: int | None = None,
     calls_per_step: int = 3,
+    height: int | None = None,
+    width: int | None = None,
+    negative_prompt: Any = None,
+    output_type: str | None = None,
     preset: Preset | None = None,
     **arguments: Unpack[Arguments],
 ) -> Many:
@@ -40,11 +48,11 @@ def generate_many(
     >>> for out in paradec.generate_many(model, prompts, batch_size=16, seed=0):     # doctest: +SKIP
     ...     print(out.index, out.error or out.text)
 
-    Each prompt's tokens are those of `generate` on the whole list with the same arguments: exactly in float64, in
-    narrower types up to near-ties.
+    Each prompt's tokens are those of `generate` (of image models `generate_images`) on the whole list with the same
+    arguments: exactly in float64, in narrower types up to near-ties.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`.
+        model: from `paradec.load` or `paradec.wrap`; of image models the autoregressive and the masked ones.
         prompts: any iterable, also one without an end: no more is read than is decoded and held back. An entry is one
             of what `generate` takes (text, a chat, ids, what a tokenizer returns); a mapping {"prompt": ...} of one,
             with any fields of `paradec.Request` for it alone and an "id" that its `Output` will bear; or a pair
@@ -62,35 +70,46 @@ def generate_many(
         max_memory: bytes that keys, values and the method's memory may take; as many rows as fit are decoded at once.
             None leaves it to `batch_size`, and to the device: what does not fit is decoded in smaller batches.
         calls_per_step: as in `paradec.batching.Batch`.
-        preset, arguments: the fields of `paradec.Request`, as in `generate`; `paradec.batching.REFUSED` lists those
-            that have no meaning here.
+        height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
+            or a class label, and its mapping may hold a "negative_prompt" of its own.
+        preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`;
+            `paradec.batching.REFUSED` lists those that have no meaning here.
 
     Returns:
-        An iterator of one-row `Output`s, whose `text` is a string; `index` is the number of the prompt. Its `cancel`
-        takes a prompt back, and `close` all that are left.
+        An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture each; `index` is
+        the number of the prompt. Its `cancel` takes a prompt back, and `close` all that are left.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any prompt is read; the message names it.
         Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of the answers that are
-            whole and were not given yet. Iterating on goes on, and gives them.
+            whole and were not given yet (pictures as codes: `images` is None). Iterating on goes on, and gives them.
     """
-    of_batch = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step, "preset": preset}
-    return Many(model, prompts, order, errors, look_ahead, {**of_batch, **arguments})
+    of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
+    of_batch |= {"preset": preset, **arguments}
+    of_pictures = {"height": height, "width": width, "negative_prompt": negative_prompt, "output_type": output_type}
+    of_pictures = {name: value for name, value in of_pictures.items() if value is not None}
+    if isinstance(model, PictureModel):
+        check_refillable(model)
+        make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures)
+    else:
+        check_model("generate_many", model, MADE)
+        for name, value in of_pictures.items():
+            raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
+        make = partial(Batch, model, **of_batch)
+    return Many(make, prompts, order, errors, look_ahead)
 
 
-class Many(Iterator[Output]):
-    """What `generate_many` returns."""
+class Many(Iterator[Any]):
+    """What `generate_many` returns: an iterator of `Output`s, or of `ImageOutput`s."""
 
     def __init__(
         self,
-        model: Any,
+        make: Callable[[], Batch],
         prompts: Iterable[Any],
         order: str,
         errors: str,
         look_ahead: int | None,
-        of_batch: Mapping[str, Any],
     ):
-        check_model("generate_many", model, MADE)
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(
                 f"prompts={shown(prompts)} must be an iterable of prompts; one alone goes to paradec.generate"
@@ -98,7 +117,7 @@ class Many(Iterator[Output]):
         check_choice("order", order, ORDERS)
         check_choice("errors", errors, ERRORS)
         check_int("look_ahead", look_ahead, low=0, none=True)
-        self.batch = Batch(model, **of_batch)
+        self.batch = make()
         """The core: its `occupied` says how full it is."""
         self._source, self._exhausted = iter(prompts), False
         self._in_order, self._raises = order == "input", errors == "raise"
@@ -107,11 +126,11 @@ class Many(Iterator[Output]):
         self._read = self._given = 0
         self._tickets: dict[int, Ticket] = {}
         self._index: dict[int, int] = {}  # of tickets' numbers; prompts that were refused have none
-        self._done: dict[int, Output] = {}
+        self._done: dict[int, Output | ImageOutput] = {}
         self._came: deque[int] = deque()
         self._unwanted: set[int] = set()
 
-    def __next__(self) -> Output:
+    def __next__(self) -> Any:
         try:
             while (index := self._next()) is None:
                 self._fill()
@@ -119,6 +138,7 @@ class Many(Iterator[Output]):
                     self.batch.close()
                     raise StopIteration
                 self._take(self.batch.step())
+            self.batch.finish(self._done[index])
         except KeyboardInterrupt as interrupt:
             self._take(self.batch.ended())
             stopped = Interrupted("decoding was interrupted; answers that were not given yet are in .output")
@@ -181,7 +201,7 @@ class Many(Iterator[Output]):
             try:
                 ticket = batch.add(**as_arguments(entry))
             except (ValueError, TypeError) as error:
-                output = nothing(batch.model, (), error)
+                output = batch.refused(error)
                 output.id = name
                 self._hold(index, output)
                 continue
@@ -197,7 +217,7 @@ class Many(Iterator[Output]):
             assert ticket.output is not None  # it has ended
             self._hold(index, ticket.output)
 
-    def _hold(self, index: int, output: Output) -> None:
+    def _hold(self, index: int, output: Output | ImageOutput) -> None:
         output.index = index
         self._done[index] = output
         if not self._in_order:

@@ -39,13 +39,22 @@ class ImageOutput:
     forwarded_tokens: int
     """Positions evaluated, all rows together, padding excluded."""
     accepted: np.ndarray
-    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended."""
+    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended. From
+    `generate_many` less those that were taken back."""
     seconds: float
     """Wall time of the decoding loop, without the VQ decoder."""
     prompt_lengths: list[int]
     trace: Trace | None = None
     draft_nfe: list[int] = field(default_factory=list)
     """Forward calls of the smaller model that drafted for each row, which `row_nfe` leaves out; 0 without one."""
+    in_order: bool = True
+    """Whether each row was written in order, so that `accepted` says which step made which token."""
+    index: int | None = None
+    """From `generate_many`: which prompt this is the picture of, from 0."""
+    id: Any = None
+    """From `generate_many`: what the caller named the prompt."""
+    error: Exception | None = None
+    """From `generate_many`: why there is no whole picture; the other fields hold what was decoded until then."""
 
     def __repr__(self) -> str:
         rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
@@ -74,10 +83,12 @@ class ImageOutput:
         of autoregressive models but `zipar` do).
 
         Raises:
-            ValueError: continuous tokens, which are not written in order, without a trace.
+            ValueError: tokens that are not written in order, without a trace.
         """
         if self.trace is None and self.tokens.ndim == 3:
             raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
+        if self.trace is None and not self.in_order:
+            raise ValueError("masked tokens are not written in order: make the pictures with generate_images")
         offsets = self.grid.cell_offsets.numpy()
         if self.trace is None:
             ends = self.accepted.cumsum(0)  # [steps, B]

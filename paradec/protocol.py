@@ -493,6 +493,8 @@ class Sampler:
     """Settings that are gone: the one value that each could have, and where any other had no meaning."""
     uses_steps: ClassVar[bool] = False
     """Whether the request's `steps` means something to the method."""
+    lock_step: ClassVar[bool] = False
+    """Whether all rows take the same steps and end together, so that no row can take the place of another."""
     models: ClassVar[tuple[str, ...]] = ()
     """Which kinds of model the method decodes with: names of `paradec.checks.MODELS`."""
     unserved: ClassVar[tuple[str, ...]] = ()

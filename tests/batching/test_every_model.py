@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from every_model import CANVAS, IMAGES, TEXT, shared
+from test_image_families import MODELS as IMAGE_MODELS
 
 import paradec
 from paradec.batching import Batch
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 3], [2], [5, 4, 3]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+REFILLED = ("digits-maskgit", *IMAGE_MODELS)
+"""Image models whose pictures `test_many_images.py` compares."""
 OFTEN = ("llada", "Opaque", "Bert", "Qwen2 block_causal", "Llama causal", "llada2-tiny")
 
 
@@ -35,11 +38,13 @@ def test_rows_are_those_of_generate(kind: str) -> None:
         assert ticket.output.row_nfe[0] == whole.row_nfe[index]
 
 
-@pytest.mark.parametrize("kind", [CANVAS, *(kind for kind in IMAGES if kind != "digits-maskgit")])
+@pytest.mark.parametrize("kind", [CANVAS, *(kind for kind in IMAGES if kind not in REFILLED)])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
     model = shared(kind)
     with pytest.raises(TypeError, match="^generate_many takes .*: give it to "):
         paradec.generate_many(model, [ROWS])
+    with pytest.raises(TypeError, match="^Batch takes .*: give it to "):
+        Batch(model)
 
 
 def test_masked_pictures_are_decoded_as_ids() -> None:
@@ -50,6 +55,10 @@ def test_masked_pictures_are_decoded_as_ids() -> None:
     request = {"sampler": "maskgit", "steps": 4, "temperature": 1.0, "seed": 5, "max_new_tokens": grid.length}
     request |= {"suppress_tokens": model.suppressed, "eos_early_stop": False}
     whole = paradec.generate(model, prompts, **request)
-    outs = list(paradec.generate_many(model, prompts, batch_size=2, **request))
+    with Batch(model, batch_size=2, **request) as batch:
+        tickets = [batch.add(prompt) for prompt in prompts]
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+    outs = [ticket.output for ticket in tickets]
     assert [out.error for out in outs] == [None] * 3
     assert [out.new_tokens[0].tolist() for out in outs] == whole.new_tokens.tolist()

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from paradec import rows as of_rows
 from paradec.checks import check_choice, check_int, check_number
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.facts import ModelFacts
@@ -382,6 +384,31 @@ class LlamaGenModel(ImageModel):
         if self._prompt_length is None:
             raise ValueError(f"{self.facts.name} reads captions: call it through the model that request() gives")
         return branch_rows(query, len(self._prompt_length) // 2)
+
+    # ---- rows that come and go, of what `request` gives for captions ------------------------------------------------
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> LlamaGenModel:
+        """A copy that knows the captions of `rows` [N] alone."""
+        captions, lengths, every = self._of_branches(rows)
+        bound: LlamaGenModel = self._bound(
+            _captions=of_rows.taken(captions, every), _prompt_length=of_rows.taken(lengths, every)
+        )
+        return bound
+
+    def put(self, slots: np.ndarray, other: LlamaGenModel) -> None:
+        """Replace the captions of `slots` [N] by those of another request."""
+        captions, lengths, every = self._of_branches(slots)
+        theirs, their_lengths, _ = other._of_branches(slots[:0])
+        wide = max(captions.shape[1], theirs.shape[1])
+        captions = of_rows.fitted(captions, wide, 0.0)
+        of_rows.put(captions, every, of_rows.fitted(theirs, wide, 0.0))
+        of_rows.put(lengths, every, their_lengths)
+        self._captions = captions
+
+    def _of_branches(self, rows: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+        """Captions [2 B, T, dim], their lengths [2 B], and where `rows` and their unconditional branches stand."""
+        assert self._captions is not None and self._prompt_length is not None  # of a request for captions
+        return self._captions, self._prompt_length, np.concatenate((rows, rows + len(self._prompt_length) // 2))
 
     def codebook(self) -> Tensor | None:
         return None if self.vq is None else self.vq.quantize.codes

@@ -91,8 +91,9 @@ class MaskedImageModel(PictureModel, UViTModel):
 
     def read(self, state: Any, grid: Grid) -> Reading:
         tokens = tokens_of(state, grid)
-        accepted = np.zeros((len(state.trace.steps), state.batch), np.int64)
-        for index, step in enumerate(state.trace.steps):
+        steps = [] if state.trace is None else state.trace.steps
+        accepted = np.zeros((len(steps), state.batch), np.int64)
+        for index, step in enumerate(steps):
             rows = [row for row, _, token, _ in step.commits if token != self.facts.mask_token_id]
             accepted[index] = np.bincount(rows, minlength=state.batch)
         whole = not tokens.eq(self.facts.mask_id).any()

@@ -91,6 +91,7 @@ class ZipAR(CausalSampler):
     summary = "the rows of an image side by side, each a window behind the one above; not lossless"
     lossless = False
     state_type: ClassVar[type[CausalState]] = ZipARState
+    lock_step = True
     removed = {
         name: (default, "where nothing is drafted")
         for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform"))
