@@ -38,10 +38,11 @@ class Cut:
         if self.over:
             return ""
         text = self._held + text
-        begins = [at for at in (text.find(stop) for stop in self.stops) if at >= 0]
-        if begins:
+        # the one that is complete first ends it, however the text comes in pieces
+        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
             self.over, self._held = True, ""
-            return text[: min(begins)]
+            return text[: min(found)[1]]
         held = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -53,7 +54,7 @@ class Cut:
 
 
 def cut_off(text: str, stops: Sequence[str]) -> str:
-    """A whole text up to the first of the stop sequences."""
+    """A whole text up to the stop sequence that is complete first."""
     cut = Cut(stops)
     return cut.feed(text) + cut.rest()
 

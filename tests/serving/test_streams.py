@@ -19,8 +19,10 @@ from paradec.serving.streams import Cut, TextStream, cut_off
 def test_a_cut_is_that_of_the_whole_text(pieces: list[str], stops: list[str]) -> None:
     cut, given_out = Cut(stops), ""
     whole = "".join(pieces)
-    ends = [at for at in (whole.find(stop) for stop in stops) if at >= 0]
-    expected = whole[: min(ends)] if ends else whole
+    # letter by letter: the stop sequence that is complete first ends it, the longest of those complete at once
+    read = (whole[: count + 1] for count in range(len(whole)))
+    ended = next((text for text in read if any(text.endswith(stop) for stop in stops)), None)
+    expected = whole if ended is None else ended[: -max(len(stop) for stop in stops if ended.endswith(stop))]
     for piece in pieces:
         given_out += cut.feed(piece)
         assert expected.startswith(given_out)  # nothing is taken back
