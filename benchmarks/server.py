@@ -1,7 +1,7 @@
 """`paradec serve` under load and under clients that misbehave, with the packaged model and OpenAI's own client.
 
     python benchmarks/server.py                              # minutes on two cores
-    python benchmarks/server.py --requests 300 --out /tmp/server.json
+    python benchmarks/server.py --requests 300 --out runs/server.json
 
 One at a time first, then 200 at once (half of them as streams), then a mixture of good requests and clients that
 vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in all. Checked: no good
