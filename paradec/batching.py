@@ -402,7 +402,7 @@ class Batch:
                 slot = group.enter(ticket, state, self._model_of(ticket))
                 group.row_bytes = row
                 self._leave_queue(ticket)
-                self._feed(group, slot, ticket)
+                self._feed(group, slot, ticket, _Seen.of(group))
                 if ticket.done:  # its streamer failed
                     group.state.dismiss(np.array([slot]))
         except Exception as error:
@@ -453,11 +453,11 @@ class Batch:
 
     def _harvest(self, group: _Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
-        running = group.state.running
+        running, seen = group.state.running, _Seen.of(group)
         for slot, ticket in enumerate(group.tickets):
             if ticket is None:
                 continue
-            self._feed(group, slot, ticket)
+            self._feed(group, slot, ticket, seen)
             if ticket.done:  # its streamer failed
                 group.state.dismiss(np.array([slot]))
             elif not running[slot]:
@@ -482,23 +482,23 @@ class Batch:
         if ticket.on_done is not None:
             ticket.on_done(ticket)
 
-    def _feed(self, group: _Group, slot: int, ticket: Ticket) -> None:
+    def _feed(self, group: _Group, slot: int, ticket: Ticket, seen: _Seen | None) -> None:
         """Give a ticket's streamer what has become final; one that raises ends the ticket."""
         streamer, state = ticket.streamer, group.state
-        if streamer is None:
+        if streamer is None or seen is None:
             return
         try:
+            row, final = seen.canvas[slot], int(seen.final[slot])
             if ticket.sent is None:
                 ticket.sent = int(state.prompt_length[slot])
-                streamer.put(state.canvas[slot, : ticket.sent].cpu().unsqueeze(0).clone())
-            final = int(state.final(np.array([slot]))[0])
+                streamer.put(row[: ticket.sent].unsqueeze(0).clone())
             if final > ticket.sent:
-                streamer.put(state.canvas[slot, ticket.sent : final].cpu().unsqueeze(0).clone())
+                streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
                 ticket.sent = final
             stop = int(state.end[slot])
             drafts = getattr(streamer, "put_draft", None)
             if drafts is not None and state.facts.hole_id is not None and final < stop:
-                drafts(state.canvas[slot, final:stop].cpu().unsqueeze(0).clone())
+                drafts(row[final:stop].unsqueeze(0).clone())
         except Exception as error:
             output = self._read(state, slot, ticket, error)
             group.tickets[slot] = None
@@ -544,6 +544,23 @@ class Batch:
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@dataclass
+class _Seen:
+    """What streamers are given of a group, read from the device once for all rows."""
+
+    canvas: Tensor
+    """[B, L] int64, on the host."""
+    final: np.ndarray
+    """[B] int64, of `State.final`."""
+
+    @classmethod
+    def of(cls, group: _Group) -> Self | None:
+        """None where nobody listens."""
+        if all(ticket is None or ticket.streamer is None for ticket in group.tickets):
+            return None
+        return cls(group.state.canvas.cpu(), group.state.final(np.arange(len(group.tickets))))
 
 
 class _Group:
