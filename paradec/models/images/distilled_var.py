@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from paradec.checks import shown
 from paradec.models.checkpoint import CheckpointError, read_json
-from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
-from paradec.models.images.grid import Grid
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq
-from paradec.models.images.var import BUFFERS, VAR, VARModel, fill, sizes_of
+from paradec.models.images.var import BUFFERS, VAR, ScalePictures, VARModel, fill, sizes_of
 from paradec.models.weights import NESTED, read_weights
 
 SECONDS = {1024: 5, 1280: 4, 1536: 4}
@@ -70,7 +68,7 @@ class DistilledVAR(VAR):
         return self.final_layer_conti(x, condition), self.head(self.head_nm(x, condition))
 
 
-class DistilledVARModel(DistilledModel):
+class DistilledVARModel(ScalePictures, DistilledModel):
     """The adapter of a `DistilledVAR`. Its stages are scales: K(t) counts the tokens of the first t.
 
     Args:
@@ -133,29 +131,6 @@ class DistilledVARModel(DistilledModel):
                 )
         if not torch.equal(teacher.codes.float().cpu(), self.codes().float().cpu()):
             raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: give both one vq")
-
-    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture: the last scale.
-
-        Raises:
-            ValueError: another size in pixels than the model's.
-        """
-        side, scale = self.module.scales[-1], self.vq.config.scale
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels_to_codes(name, pixels, side, scale) != side:
-                raise ValueError(f"{name}={pixels} must be {side * scale}, the only size of {self.facts.name}")
-        return Grid(side, side, range(self.facts.vocab_size))
-
-    @torch.no_grad()
-    def latent(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """Vectors [B, L, C] of all scales -> the features [B, C, s, s] that the decoder reads."""
-        return self.vq.inputs(tokens.to(self.device, self.vq.codes.dtype), self.module.scales)[1].cpu()
-
-    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """Vectors [B, L, C], codes and others, as they are -> images [B, channels, H, W] float32 in [0, 1]."""
-        with torch.no_grad():
-            images = self.vq.decode(self.latent(tokens).to(self.device))
-        return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
 def load_distilled_var(

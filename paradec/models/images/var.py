@@ -274,7 +274,44 @@ class ScaleFacts:
         return ends_of(self.scales)
 
 
-class VARModel(PictureModel, Adapter):
+class ScalePictures(PictureModel):
+    """How codes of all scales become pictures, of a `VAR` and of its students."""
+
+    module: Any
+    vq: Any
+    device: torch.device
+
+    def latent(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+        """`features`, on the host."""
+        return self.features(tokens).cpu()
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, L] int64 of all scales, or their code vectors [B, L, C] float -> features [B, C, s, s]."""
+        codes = tokens.to(self.device)
+        codes = codes.to(self.vq.codes.dtype) if codes.is_floating_point() else self.vq.codes[codes]
+        return self.vq.inputs(codes, self.module.scales)[1]
+
+    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
+        """The raster of a picture: the last scale.
+
+        Raises:
+            ValueError: another size in pixels than the model's.
+        """
+        side, scale = self.module.scales[-1], self.vq.config.scale
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels_to_codes(name, pixels, side, scale) != side:
+                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
+        return Grid(side, side, range(self.module.codebook_size))
+
+    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
+        """Tokens as `features` takes them -> images [B, channels, H, W] float32 in [0, 1]."""
+        with torch.no_grad():
+            images = self.vq.decode(self.features(tokens))
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+class VARModel(ScalePictures, Adapter):
     """The adapter of a `VAR`.
 
     Args:
@@ -374,34 +411,6 @@ class VARModel(PictureModel, Adapter):
         tokens = state.tokens if state.codes is None else state.codes
         before = [self.module.begin(len(self.module.scales) - 1)] * state.batch
         return Reading(tokens.cpu(), state.done, accepted, before, state.draft_nfe.tolist())
-
-    def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
-        return self.features(tokens).cpu()
-
-    @torch.no_grad()
-    def features(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, L] int64 of all scales, or their code vectors [B, L, C] float -> features [B, C, s, s]."""
-        codes = tokens.to(self.device)
-        codes = codes.to(self.vq.codes.dtype) if codes.is_floating_point() else self.vq.codes[codes]
-        return self.vq.inputs(codes, self.module.scales)[1]
-
-    def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture: the last scale.
-
-        Raises:
-            ValueError: another size in pixels than the model's.
-        """
-        side, scale = self.module.scales[-1], self.vq.config.scale
-        for name, pixels in (("height", height), ("width", width)):
-            if pixels_to_codes(name, pixels, side, scale) != side:
-                raise ValueError(f"{name}={shown(pixels)} must be {side * scale}, the model's only size")
-        return Grid(side, side, range(self.module.codebook_size))
-
-    def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        """Tokens as `features` takes them -> images [B, channels, H, W] float32 in [0, 1]."""
-        with torch.no_grad():
-            images = self.vq.decode(self.features(tokens))
-        return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
         """The pictures after each scale."""
