@@ -23,6 +23,7 @@ from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, Stat
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
+from paradec.samplers.labels import labels_of
 from paradec.samplers.statistics import filtered_distribution
 from paradec.trace import Notes, Trace
 
@@ -213,11 +214,8 @@ class Distilled(Sampler):
         """
         self.check_model(model)
         request = request_for(self, request, arguments)
-        facts, labels = model.facts, [prompt] if isinstance(prompt, int) else list(prompt)
-        if not labels:
-            raise ValueError("prompt is empty; give one class label at least")
-        for label in labels:
-            check_int("label", label, low=0, high=facts.classes - 1)
+        facts = model.facts
+        labels = labels_of(prompt, facts.classes - 1)
         for name, off in TAUGHT.items():
             if self.teacher is None and (value := getattr(request, name)) not in (off, 1 if name == "top_p" else off):
                 raise ValueError(f"{name}={shown(value)} has no meaning without a teacher: a student is not guided")

@@ -16,6 +16,7 @@ from paradec.checks import check_int
 from paradec.orders import Cosine, keyed, left_after
 from paradec.protocol import Memory, Sampler, State
 from paradec.request import FIELDS, Request, request_for
+from paradec.samplers.labels import labels_of
 from paradec.trace import Trace
 
 SERVED = ("sampler", "steps", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
@@ -101,11 +102,7 @@ class ContinuousSampler(Sampler):
             raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")
         request = request_for(self, request, arguments)
         module = model.module
-        size, labels = module.positions, [prompt] if isinstance(prompt, int) else list(prompt)
-        if not labels:
-            raise ValueError("prompt is empty; give one class label at least")
-        for label in labels:
-            check_int("label", label, low=0, high=module.classes - 1)
+        size, labels = module.positions, labels_of(prompt, module.classes - 1)
         steps = DEFAULT_STEPS if request.steps is None else request.steps
         check_int("steps", steps, low=1, high=size)
         seed, generator = request.seed, request.generator

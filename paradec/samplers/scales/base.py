@@ -20,6 +20,7 @@ from paradec.checks import check_bool, check_choice, check_int, check_number, sh
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
 from paradec.request import FIELDS, Request, randomness, request_for
+from paradec.samplers.labels import labels_of
 from paradec.samplers.statistics import argmax, filter_logits, tempered
 from paradec.trace import Trace
 
@@ -175,11 +176,7 @@ class ScaleSampler(Sampler):
         request = request_for(self, request, arguments)
         facts = model.facts
         self.check_lists(len(facts.scales))
-        labels = [prompt] if isinstance(prompt, int) else list(prompt)
-        if not labels:
-            raise ValueError("prompt is empty; give one class label at least")
-        for label in labels:
-            check_int("label", label, low=0, high=facts.classes)
+        labels = labels_of(prompt, facts.classes)
         _, seeds = randomness(request, [[label] for label in labels])
         device, length, side = model.device, facts.ends[-1], facts.scales[-1]
         dtype = torch.promote_types(model.dtype, torch.float32)
