@@ -40,6 +40,7 @@ from timing import Section, markdown, milliseconds
 from torch import Tensor
 
 import paradec
+from paradec.batching import Batch
 from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, reference_stats, token_stats
 from paradec.protocol import Query, decode
 from paradec.samplers.masked import device_step as engine
@@ -266,6 +267,17 @@ def check_steps(device: torch.device, scale: Scale) -> int:
                     check(torch.equal(plain.canvas, graphed.canvas), f"{what}: tokens")
                     check(bool((plain.counts == graphed.counts).all()), f"{what}: counts")
                     done += 1
+        request = {"sampler": "threshold", "cache": "dual", "block_length": 8, "seed": 1, "temperature": 0.7}
+        batch = Batch(model, batch_size=2, compile=device.type == "cuda", **request)  # slots that are refilled
+        lengths = (16, 5, 30, 9)
+        tickets = [batch.add(row, max_new_tokens=new, alone=True) for row, new in zip(prompts[0], lengths)]
+        while batch.occupied or batch.waiting:
+            batch.step()
+        for ticket, row, new in zip(tickets, prompts[0], lengths):
+            alone = paradec.generate(model, input_ids=[row], max_new_tokens=new, **request)
+            same = torch.equal(ticket.output.new_tokens, alone.new_tokens)
+            check(same, f"captured steps of a batch that is refilled, prediction {prediction}: tokens")
+            done += 1
     return done
 
 

@@ -19,7 +19,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.checks import check_int, check_model, shown
-from paradec.generate import Output, output_of, own_defaults, sampler_on
+from paradec.generate import Output, check_captured, output_of, own_defaults, sampler_on
 from paradec.interrupts import held_back
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Memory, NotFinite, State
 from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments
+from paradec.samplers.masked import device_step
+from paradec.slots import DeviceGroup, Group, Seen
 from paradec.streaming import check_streamer
 
 __all__ = ["OWN", "Batch", "Cancelled", "Ticket", "refusal"]
@@ -53,12 +55,9 @@ REFUSED = {
     "callback": "there is no state of one request to look at; give each prompt a streamer",
     "streamer": "a streamer is one prompt's: give it with the prompt",
     "trace": "a trace is of the rows that it began with; use paradec.generate",
-    "compile": "the device step replays whole requests; use paradec.generate",
     "progress": "count the outputs as they come",
 }
 """Fields that mean nothing here, and what to do instead."""
-WIDTHS = 32
-"""Canvases that have to grow are rounded up to a multiple of this."""
 
 
 class Cancelled(Exception):
@@ -127,6 +126,9 @@ class Batch:
             refilled with; the message names it.
     """
 
+    capture: ClassVar[bool] = True
+    """False takes the steps of `compile=True` uncaptured, on any device."""
+
     @takes_arguments()
     def __init__(
         self,
@@ -145,16 +147,17 @@ class Batch:
         self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
         self.calls_per_step = calls_per_step
         self.request = self._requested(arguments, preset)
-        check_request(model, self.request)
+        self._check(self.request)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._waiting: deque[Ticket] = deque()
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._copies: Counter[bytes] = Counter()
         self._number = 0
         self._ended: list[Ticket] = []
         self._most_positions: int | None = None  # rows times columns, once memory was too small for more
+        self._uncapturable = ""  # why no graph could be captured
         self._closed = False
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
@@ -199,7 +202,7 @@ class Batch:
         request = self.request
         if preset is not None or changes:
             request = self._changed_request(changes, preset)
-            check_request(self.model, request)
+            self._check(request)
         if isinstance(request.seed, tuple):
             if len(request.seed) != 1:
                 raise ValueError(f"seed={shown(request.seed)} has {len(request.seed)} entries for one prompt")
@@ -264,6 +267,8 @@ class Batch:
                 if running is not None:
                     running.cancelled = True
             self._cancel()
+            for group in self._groups:
+                group.close()
             self._groups.clear()
 
     def __enter__(self) -> Self:
@@ -283,7 +288,9 @@ class Batch:
             for group in list(self._groups):
                 self._advance(group)
             with held_back():
-                self._groups = [group for group in self._groups if group.occupied]
+                for group in [group for group in self._groups if not group.occupied]:
+                    group.close()
+                    self._groups.remove(group)
                 if not self._waiting:
                     for group in self._groups:
                         group.compact()
@@ -299,6 +306,12 @@ class Batch:
     def _check_kind(self, model: Any) -> None:
         """Raise TypeError for another kind of model."""
         check_model("Batch", model, MADE)
+
+    def _check(self, request: Request) -> None:
+        """Raise ValueError where the batch cannot be refilled with such a request."""
+        check_request(self.model, request)
+        if request.compile and self.capture:
+            check_captured(self.model)
 
     def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
         """What prompts are decoded with that say nothing else."""
@@ -369,7 +382,7 @@ class Batch:
 
     def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
         """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
-        key = _key(method, ticket.request, state)
+        key = _key(method, ticket.request, state, self._on_device(method, ticket.request, state))
         group = next((group for group in self._groups if group.key == key), None)
         width = state.extent(np.zeros(1, np.int64))
         if group is not None:
@@ -396,15 +409,15 @@ class Batch:
             with held_back():
                 ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    group = _Group(key, method, state, row, self._model_of(ticket), self.model)
+                    group = self._group(key, method, state, row, self._model_of(ticket))
                     self._groups.append(group)
                 group.make_room(most, self.waiting, width)
                 slot = group.enter(ticket, state, self._model_of(ticket))
                 group.row_bytes = row
                 self._leave_queue(ticket)
-                self._feed(group, slot, ticket, _Seen.of(group))
+                self._feed(group, slot, ticket, Seen.of(group))
                 if ticket.done:  # its streamer failed
-                    group.state.dismiss(np.array([slot]))
+                    group.dismiss(np.array([slot]))
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -419,54 +432,76 @@ class Batch:
             return False
         return True
 
+    def _on_device(self, method: Any, request: Request, state: Any) -> bool:
+        """Whether a row's steps are taken on the device."""
+        if not request.compile:
+            return False
+        why = self._uncapturable or device_step.refusal(method, self.model, state)
+        if why:
+            warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
+        return not why
+
+    def _group(self, key: tuple[Any, ...], method: Any, state: Any, row_bytes: int, model: Any) -> Group:
+        """A group that begins with a row of this kind."""
+        if key[-1]:
+            return DeviceGroup(key, method, state, row_bytes, model, self.model, capture=self.capture)
+        return Group(key, method, state, row_bytes, model, self.model)
+
     def _leave_queue(self, ticket: Ticket) -> None:
         with self._changed:
             self._waiting.remove(ticket)
 
     # ---- stepping -------------------------------------------------------------------------------------------------
 
-    def _advance(self, group: _Group) -> None:
+    def _advance(self, group: Group) -> None:
         """One step of a group, and the end of the rows that have ended with it."""
         while not group.state.done:
             between = True
             error: Exception
             try:
-                proposal = group.method.step(group.model, group.state)
+                proposal = group.propose()
                 with held_back():
                     between = False
-                    group.method.commit(group.state, proposal)
+                    group.commit(proposal)
                     self._harvest(group)
                 return
             except NotFinite as found:
                 error = found.with_traceback(None)  # else it would hold on to the step's tensors
+            except device_step.NotCapturable as found:
+                with held_back():
+                    self._uncapturable = str(found)  # in the plain loop, from their beginning
+                    self._groups.remove(group)
+                    self._wait_again([ticket for ticket in group.tickets if ticket is not None])
+                return
             except Exception as found:
                 if not out_of_memory(found):
                     raise
                 error = found.with_traceback(None)
             with held_back():
                 if not isinstance(error, NotFinite):
-                    self._shrink(group, error, keep=between)
+                    self._shrink(group, error, keep=between and not isinstance(group, DeviceGroup))
                     return
                 for slot in error.rows.tolist():
                     self._let_go(group, slot, FloatingPointError(_without_row(error)))
-                group.state.dismiss(error.rows, wipe=True)
+                group.dismiss(error.rows, wipe=True)
 
-    def _harvest(self, group: _Group) -> None:
+    def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
-        running, seen = group.state.running, _Seen.of(group)
+        running, seen = group.state.running, Seen.of(group)
         for slot, ticket in enumerate(group.tickets):
             if ticket is None:
                 continue
             self._feed(group, slot, ticket, seen)
             if ticket.done:  # its streamer failed
-                group.state.dismiss(np.array([slot]))
+                group.dismiss(np.array([slot]))
             elif not running[slot]:
                 self._let_go(group, slot, None)
 
-    def _let_go(self, group: _Group, slot: int, error: Exception | None) -> None:
+    def _let_go(self, group: Group, slot: int, error: Exception | None) -> None:
         """End the ticket of a slot, with what was decoded."""
         ticket = group.tickets[slot]
         assert ticket is not None
+        group.told(np.array([slot]))
         group.tickets[slot] = None
         self._end(ticket, self._read(group.state, slot, ticket, error))
 
@@ -482,7 +517,7 @@ class Batch:
         if ticket.on_done is not None:
             ticket.on_done(ticket)
 
-    def _feed(self, group: _Group, slot: int, ticket: Ticket, seen: _Seen | None) -> None:
+    def _feed(self, group: Group, slot: int, ticket: Ticket, seen: Seen | None) -> None:
         """Give a ticket's streamer what has become final; one that raises ends the ticket."""
         streamer, state = ticket.streamer, group.state
         if streamer is None or seen is None:
@@ -516,9 +551,9 @@ class Batch:
             for slot, running in enumerate(group.tickets):
                 if running is not None and running.cancelled:
                     self._let_go(group, slot, Cancelled(f"prompt {running.number} was cancelled"))
-                    group.state.dismiss(np.array([slot]))
+                    group.dismiss(np.array([slot]))
 
-    def _shrink(self, group: _Group, error: Exception, keep: bool) -> None:
+    def _shrink(self, group: Group, error: Exception, keep: bool) -> None:
         """Memory was too small for the rows of a group: the younger half waits again, all of them where the state is
         between two commits (`keep` False)."""
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
@@ -537,104 +572,15 @@ class Batch:
                 stay = []
             if not stay:
                 self._groups.remove(group)
-            with self._changed:
-                back = [ticket for ticket in tickets if ticket not in stay]
-                # where they stood: nothing that waits is older than any of them, but what came back before
-                self._waiting = deque(sorted((*back, *self._waiting), key=lambda ticket: ticket.number))
+            self._wait_again([ticket for ticket in tickets if ticket not in stay])
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-
-@dataclass
-class _Seen:
-    """What streamers are given of a group, read from the device once for all rows."""
-
-    canvas: Tensor
-    """[B, L] int64, on the host."""
-    final: np.ndarray
-    """[B] int64, of `State.final`."""
-
-    @classmethod
-    def of(cls, group: _Group) -> Self | None:
-        """None where nobody listens."""
-        if all(ticket is None or ticket.streamer is None for ticket in group.tickets):
-            return None
-        return cls(group.state.canvas.cpu(), group.state.final(np.arange(len(group.tickets))))
-
-
-class _Group:
-    """Rows that share their calls: one state, whose rows are slots."""
-
-    def __init__(self, key: Any, method: Any, state: Any, row_bytes: int, model: Any, shared: Any):
-        self.key, self.method, self.state, self.row_bytes = key, method, state, row_bytes
-        self.bound = model is not shared
-        """Whether the model knows the rows' prompts: it takes rows in and gives them away as the state does."""
-        self.model = model.taken(np.arange(state.batch)) if self.bound else model
-        self.tickets: list[Ticket | None] = [None] * state.batch
-        """By slot; None is free."""
-
-    @property
-    def occupied(self) -> int:
-        """Slots that are taken."""
-        return sum(ticket is not None for ticket in self.tickets)
-
-    @property
-    def width(self) -> int:
-        """Columns of the canvas."""
-        return int(self.state.canvas.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its rows take, about."""
-        return len(self.tickets) * self.row_bytes
-
-    def make_room(self, most: int, waiting: int, width: int) -> None:
-        """Have a free slot of so many columns; of no more than `most` slots, as many as will soon be asked for."""
-        slots, columns = len(self.tickets), self.width
-        occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
-        wanted = slots
-        if len(occupied) == slots:
-            wanted = min(most, slots + max(waiting, slots // 2, 1))
-        elif slots > most:
-            wanted = most
-        if width > columns:
-            columns = -(-width // WIDTHS) * WIDTHS
-        if (wanted, columns) != (slots, self.width):
-            self._arrange(occupied, wanted, columns)
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Have these slots alone."""
-        if slots:
-            self._arrange(slots, len(slots), self.state.extent(np.array(slots)))
-
-    def compact(self) -> None:
-        """Give back what half of the slots and more have no use for."""
-        occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
-        if occupied and 2 * len(occupied) <= len(self.tickets):
-            self.keep(occupied)
-
-    def enter(self, ticket: Ticket, state: Any, model: Any) -> int:
-        """Put a row into a free slot."""
-        slot = self.tickets.index(None)
-        if state is not self.state:
-            if self.bound:
-                self.model.put(np.array([slot]), model)
-            self.state.put(np.array([slot]), state)
-        self.tickets[slot] = ticket
-        return slot
-
-    def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        """Have so many slots, the `occupied` ones first; the others hold copies that nobody decodes."""
-        first = occupied[0] if occupied else 0
-        rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
-        state = self.state.taken(rows, columns)
-        if slots > len(occupied):
-            state.dismiss(np.arange(len(occupied), slots))
-        self.state = state
-        if self.bound:
-            self.model = self.model.taken(rows)
-        self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
+    def _wait_again(self, tickets: Sequence[Ticket]) -> None:
+        """Let tickets wait where they stood: nothing that waits is older, but what came back before."""
+        with self._changed:
+            self._waiting = deque(sorted((*tickets, *self._waiting), key=lambda ticket: ticket.number))
 
 
 def method_of(model: Any, request: Request) -> Any:
@@ -671,11 +617,11 @@ def check_request(model: Any, request: Request) -> None:
         raise ValueError(why)
 
 
-def _key(method: Any, request: Request, state: Any) -> tuple[Any, ...]:
+def _key(method: Any, request: Request, state: Any, on_device: bool) -> tuple[Any, ...]:
     """What rows must have in common to share their calls."""
-    own = OWN_MASKED if method.family == "masked" else OWN
+    own = OWN_MASKED if method.family == "masked" and not on_device else OWN
     changes = {name: value for name, value in request.changes().items() if name not in (*own, "sampler")}
-    return method, changes, getattr(state, "blocks", None)
+    return method, changes, getattr(state, "blocks", None), on_device
 
 
 def bytes_of_row(model: Any, method: Any, state: Any, width: int) -> int:

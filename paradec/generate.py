@@ -189,8 +189,8 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     method = sampler_on(model, method)
     if request.steps is not None and not method.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
-    if request.compile and model.device.type != "cuda":
-        raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
+    if request.compile:
+        check_captured(model)
     race, callback, copies = request.race, request.callback, request.num_return_sequences
     if race is not None:
         _check_race(race, prompts, copies, request.streamer)
@@ -300,6 +300,12 @@ def check_source(prompt: Any, input_ids: Any) -> None:
     """Raise ValueError unless exactly one is given."""
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
+
+
+def check_captured(model: Any) -> None:
+    """Raise ValueError where `compile` means nothing."""
+    if model.device.type != "cuda":
+        raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
 
 
 def _device_loop(

@@ -472,7 +472,6 @@ NOT_HERE: dict[str, Any] = {
     "callback": print,
     "streamer": Recorder(),
     "trace": True,
-    "compile": True,
     "progress": True,
     "rng": "reference",
 }

@@ -94,25 +94,66 @@ class Engine(CanvasState):
 
     def load(self, model: Any, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
         """Copy a request into the tensors. table: its `block_table`."""
-        self.model, (blocks, count) = model, table
+        self.empty(model)
+        self.put(np.arange(self.batch), state, table)
+
+    def empty(self, model: Any) -> None:
+        """Hold nothing; `model` evaluates what will be put in."""
+        self.model = model
         if self.cache.uses_store:
             if self.store is None:
                 self.store = model.make_store(self.batch, self.columns, self.cache.store_dtype)
             self.store.token_at_write.fill_(-1)  # what it holds is another request's
-        exact = state.canvas.shape[1]
-        self.canvas.fill_(self.facts.fill_token_id)[:, :exact].copy_(state.canvas)
-        self.keys.copy_(state.keys)
-        self.blocks.zero_()[:, : blocks.shape[1]].copy_(torch.as_tensor(blocks))
-        steps = np.zeros(self.batch, np.int64) if state.steps_per_block is None else state.steps_per_block
-        given = (count, state.length, state.asked, state.end, state.answer_start, steps)
-        self._given.copy_(torch.as_tensor(np.stack(given)))
-        for tensor in (self.counts, self._progress, self.stopped, self.stuck):
-            tensor.zero_()
-        for at, tensor in enumerate((self.block_start, self.block_end, self.masks_at_open)):
-            tensor.copy_(self.blocks[:, 0, at])
-        self.failed.fill_(-1)
         self.live.fill_(True)
-        torch.gt(self.block_count, 0, out=self.running)
+        self._clear(torch.arange(self.batch, device=self.device))
+        self._note_flags()
+
+    def put(self, slots: np.ndarray, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
+        """Copy a request's rows, which nobody has stepped, into `slots` [N]. table: its `block_table`."""
+        (blocks, count), index = table, torch.as_tensor(slots, device=self.device)
+        steps = np.zeros(len(slots), np.int64) if state.steps_per_block is None else state.steps_per_block
+        given = np.stack((count, state.length, state.asked, state.end, state.answer_start, steps))
+        self._clear(index)
+        self.canvas[:, : state.canvas.shape[1]].index_copy_(0, index, state.canvas)
+        self.keys.index_copy_(0, index, state.keys)
+        self.blocks[:, : blocks.shape[1]].index_copy_(0, index, torch.as_tensor(blocks, device=self.device))
+        self._given.index_copy_(1, index, torch.as_tensor(given, device=self.device))
+        for at, tensor in enumerate((self.block_start, self.block_end, self.masks_at_open)):
+            tensor.index_copy_(0, index, self.blocks[index, 0, at])
+        self.running.index_copy_(0, index, self.block_count[index] > 0)
+        if self.store is not None:
+            self.store.token_at_write.index_fill_(0, index, -1)
+        self._note_flags()
+
+    def _clear(self, rows: Tensor) -> None:
+        """Make `rows` [N] of all tensors what they are where no request is."""
+        self.canvas.index_fill_(0, rows, self.facts.fill_token_id)
+        self.failed.index_fill_(0, rows, -1)
+        for tensor in (self.keys, self.blocks, self.stopped, self.running, self.stuck):
+            tensor.index_fill_(0, rows, 0)
+        for tensor in (self._given, self.counts, self._progress):
+            tensor.index_fill_(1, rows, 0)
+
+    # ---- rows that come and go --------------------------------------------------------------------------------------
+
+    def take_over(self, other: Engine, rows: np.ndarray) -> None:
+        """Go on with `rows` [N] of another engine in the first slots of this one, which is empty and no smaller."""
+        index, count = torch.as_tensor(rows, device=self.device), len(rows)
+        self.canvas[:count, : other.columns] = other.canvas[index, : other.columns]
+        self.blocks[:count, : other.blocks.shape[1]] = other.blocks[index]
+        for name in ("keys", "failed", "stopped", "running", "stuck"):
+            getattr(self, name)[:count] = getattr(other, name)[index]
+        for name in ("_given", "counts", "_progress"):
+            getattr(self, name)[:, :count] = getattr(other, name)[:, index]
+        if self.store is not None:
+            self.store.put(np.arange(count), other.store.taken(rows))
+        self._note_flags()
+
+    def dismiss(self, rows: np.ndarray) -> None:
+        """Take `rows` [N] out of the steps to come."""
+        index = torch.as_tensor(rows, device=self.device)
+        self.running.index_fill_(0, index, False)
+        self.failed.index_fill_(0, index, -1)
         self._note_flags()
 
     # ---- on the host ------------------------------------------------------------------------------------------------
@@ -125,14 +166,18 @@ class Engine(CanvasState):
                 self._complain()
             if not whole + part:
                 return
-            if not self.cache.uses_store:
-                for _ in range(poll_every):
-                    self._play("full", self._rounded(whole), self.columns)
-                continue
-            if whole:
-                self._play("full", self._rounded(whole), self.columns)
+            self.advance(whole, part, widest, poll_every)
+
+    def advance(self, whole: int, part: int, widest: int, poll_every: int = 1) -> None:
+        """Take the steps that `flags` ask for."""
+        if not self.cache.uses_store:
             for _ in range(poll_every):
-                self._play("window", self._rounded(whole + part), self._width(widest))
+                self._play("full", self._rounded(whole), self.columns)
+            return
+        if whole:
+            self._play("full", self._rounded(whole), self.columns)
+        for _ in range(poll_every):
+            self._play("window", self._rounded(whole + part), self._width(widest))
 
     def _rounded(self, rows: int) -> int:
         """The power of two that holds so many rows, or all of them."""
@@ -162,16 +207,22 @@ class Engine(CanvasState):
                 raise FloatingPointError(f"the model returned NaN or infinite logits for row {row} at its step {step}")
         raise RuntimeError(f"sampler {self.sampler.name!r} committed nothing for row {self.stuck.tolist().index(True)}")
 
-    def write_back(self, state: MaskedState) -> None:
-        """Give the request's state what was decoded, finished or not."""
-        state.canvas.copy_(self.canvas[:, : state.canvas.shape[1]])
-        flags = (self.stopped.long(), self.running.long())
-        host = torch.stack((self.end, self.row_step, self.decided, *flags)).cpu().numpy()
-        state.end[:], state.row_step[:], state.decided[:], state.stopped[:] = host[0], host[1], host[2], host[3] > 0
-        state.commits = int(host[1].max())
-        state.add_counts(self.counts.cpu().numpy())
-        state.finish(np.flatnonzero(host[4] == 0))
-        state.open_blocks(np.empty(0, np.int64))  # makes the window of the rows that are left
+    def write_back(self, state: MaskedState, rows: np.ndarray | None = None) -> None:
+        """Give the request's state what was decoded, finished or not; of `rows` [N] alone, if they are given."""
+        chosen = np.arange(self.batch) if rows is None else rows
+        index, width = torch.as_tensor(chosen, device=self.device), min(state.canvas.shape[1], self.columns)
+        state.canvas[:, :width].index_copy_(0, index, self.canvas[index, :width])
+        found = torch.stack((self.end, self.row_step, self.decided, self.stopped.long(), self.running.long()))
+        host, counts = found[:, index].cpu().numpy(), np.zeros((4, self.batch), np.int64)
+        state.end[chosen], state.row_step[chosen], state.decided[chosen] = host[:3]
+        state.stopped[chosen] = host[3] > 0
+        counts[:, chosen] = self.counts[:, index].cpu().numpy()
+        state.add_counts(counts)
+        self.counts.index_fill_(1, index, 0)  # told once
+        state.commits = max(state.commits, int(host[1].max()))
+        state.finish(chosen[host[4] == 0])
+        if rows is None:
+            state.open_blocks(np.empty(0, np.int64))  # makes the window of the rows that are left
         if self.store is not None:
             state.store.peak_bytes = self.store.nbytes
 

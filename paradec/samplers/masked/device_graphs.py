@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,26 @@ class Layout:
             device=state.canvas.device,
             capture=capture,
         )
+
+    def refilled(self, slots: int) -> Layout:
+        """Of so many slots that requests like this one come and go in. What they differ in is rounded up, so that the
+        next ones fit too."""
+        return replace(
+            self,
+            batch=slots,
+            widest=min(1 << (self.widest - 1).bit_length(), self.columns),
+            planned=1 << (self.planned - 1).bit_length(),
+            level=False,
+        )
+
+    def holding(self, other: Layout) -> Layout:
+        """This one, made as large as another one of the same slots asks for."""
+        sizes = {name: max(getattr(self, name), getattr(other, name)) for name in SIZES}
+        return replace(self, **sizes, holes=self.holes or other.holes)
+
+
+SIZES = ("columns", "widest", "blocks", "planned")
+"""The fields of a layout that may be larger than a row needs."""
 
 
 def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:

@@ -108,11 +108,7 @@ def decode(
 
 def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool, poll_every: int) -> None:
     table = block_table(state)
-    layout, module = Layout.of(sampler, state, table[0], capture), _fingerprint(model)
-    for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
-        del model.engines[key]
-    # taken out while it serves: a request beside this one makes its own
-    engine = model.engines.pop((layout, module), None) or Engine(layout)
+    engine, module = take_out(model, Layout.of(sampler, state, table[0], capture))
     engine.load(model, state, table)
     try:
         engine.run(poll_every)
@@ -122,9 +118,23 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
         engine.write_back(state)
         raise  # and the engine is not kept: its store may hold NaN
     engine.write_back(state)
+    give_back(model, engine, module)
+
+
+def take_out(model: Any, layout: Layout) -> tuple[Engine, Any]:
+    """An engine of a layout, and what it was made from: one that the model has kept, or a new one. As long as it
+    serves, the model does not have it: a request beside this one takes another."""
+    module = fingerprint(model)
+    for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
+        del model.engines[key]
+    return model.engines.pop((layout, module), None) or Engine(layout), module
+
+
+def give_back(model: Any, engine: Engine, module: Any) -> None:
+    """Leave an engine that has served to the model."""
     engine.model = None
-    model.engines[layout, module] = engine
-    _evict(model, layout.device)
+    model.engines[engine.layout, module] = engine
+    _evict(model, engine.device)
 
 
 def _evict(model: Any, device: torch.device) -> None:
@@ -150,7 +160,7 @@ def clear_graphs(model: Any) -> int:
     return count
 
 
-def _fingerprint(model: Any) -> tuple[Any, ...]:
+def fingerprint(model: Any) -> tuple[Any, ...]:
     """Where the weights stand, and what else a captured forward has fixed."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())

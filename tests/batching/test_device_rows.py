@@ -1,0 +1,293 @@
+"""Rows of a batch that is refilled on the device (`compile=True`), here uncaptured: the same answers and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_batch import REQUEST, ROWS, Failing, Recorder, drained, tokens
+from tiny_models import tiny
+
+import paradec
+from paradec import samplers
+from paradec.batching import Batch, Cancelled
+from paradec.models.adapter import Model
+from paradec.samplers.masked import device_engine, device_graphs
+from paradec.samplers.masked.device_graphs import NotCapturable
+from paradec.samplers.masked.device_rows import DeviceRows
+from paradec.slots import DeviceGroup
+
+SAMPLERS = [name for name in samplers.names() if getattr(samplers.get(name), "device_step", False)]
+MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
+NEW = [6, 3, 9, 1, 7, 12]
+
+
+class Uncaptured(Batch):
+    capture = False
+
+
+@pytest.fixture(autouse=True)
+def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding to 64 positions would be most of what these models compute."""
+    monkeypatch.setattr(device_graphs, "COLUMNS", 8)
+    monkeypatch.setattr(device_engine, "WIDTHS", 8)
+
+
+@pytest.fixture
+def model() -> Model:
+    return tiny(1)
+
+
+def on_the_device(batch: Batch) -> bool:
+    return all(isinstance(group, DeviceGroup) for group in batch._groups)
+
+
+def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) -> None:
+    """Every prompt's answer and counts are those of `generate` for it alone."""
+    tickets = [
+        batch.add(row, max_new_tokens=new, seed=7 + new) for row, new in list(zip(ROWS, NEW, strict=True))[:count]
+    ]
+    ended: list[Any] = []
+    while batch.occupied or batch.waiting:
+        ended += batch.step()
+        assert on_the_device(batch)
+    assert sorted(ticket.number for ticket in ended) == [ticket.number for ticket in tickets]
+    for ticket, row, new in zip(tickets, ROWS, NEW):
+        alone = paradec.generate(
+            model, input_ids=[row], **{**REQUEST, **changes, "max_new_tokens": new, "seed": 7 + new}
+        )
+        out = ticket.output
+        assert out is not None and out.error is None and tokens(ticket) == alone.new_tokens[0].tolist()
+        assert (out.row_nfe, out.tokens, out.finished) == (alone.row_nfe, alone.tokens, alone.finished)
+        assert (out.row_forwards, out.forwarded_tokens) == (alone.row_forwards, alone.forwarded_tokens)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "prediction", "cache"),
+    [(name, *pair) for name in SAMPLERS for pair in (("same", "none"), ("shifted", "dual"))]
+    + [("threshold", "same", "prefix"), ("low_confidence", "shifted", "prefix")],
+)
+def test_answers_and_counts_are_those_of_each_prompt_alone(sampler: str, prediction: str, cache: str) -> None:
+    changes = {"sampler": sampler, "cache": cache}
+    model = MODELS[prediction]
+    assert_as_alone(model, Uncaptured(model, batch_size=3, **{**REQUEST, **changes}, compile=True), **changes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_any_number_of_slots(model: Model, size: int) -> None:
+    changes = {"cache": "dual", "sampler": "threshold", "block_length": 5}
+    assert_as_alone(model, Uncaptured(model, batch_size=size, **{**REQUEST, **changes}, compile=True), **changes)
+
+
+def test_rows_that_need_more_room_move_all_into_a_larger_engine(model: Model) -> None:
+    changes = {"sampler": "low_confidence", "cache": "dual", "block_length": 8, "eos_early_stop": False}
+    request = {**REQUEST, **changes}
+    batch = Uncaptured(model, batch_size=3, **request, compile=True)
+    first = [batch.add(row, max_new_tokens=8) for row in ROWS[:2]]
+    for _ in range(3):
+        batch.step()
+    before = batch._groups[0].rows.engine  # type: ignore[attr-defined]
+    assert all(ticket.output is None for ticket in first)
+    later = batch.add(ROWS[2] * 3, max_new_tokens=40)
+    batch.step()
+    group = batch._groups[0]
+    assert isinstance(group, DeviceGroup) and group.rows is not None and group.rows.engine is not before
+    assert group.rows.engine.columns > before.columns and group.rows.engine.blocks.shape[1] > before.blocks.shape[1]
+    drained(batch)
+    for ticket, row, new in zip([*first, later], [*ROWS[:2], ROWS[2] * 3], [8, 8, 40]):
+        alone = paradec.generate(model, input_ids=[row], **{**request, "max_new_tokens": new})
+        assert tokens(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
+
+
+def test_an_engine_serves_again_and_what_it_held_is_gone(model: Model) -> None:
+    request = {**REQUEST, "cache": "dual", "compile": True}
+    for _ in range(2):
+        assert_as_alone(model, Uncaptured(model, batch_size=4, **request), cache="dual")
+    assert len(model.engines) == 1
+    engine = next(iter(model.engines.values()))
+    assert_as_alone(model, Uncaptured(model, batch_size=4, **request), cache="dual")
+    assert next(iter(model.engines.values())) is engine
+
+
+def test_new_weights_are_seen_by_the_next_row(model: Model) -> None:
+    batch = Uncaptured(model, batch_size=2, **REQUEST, compile=True)
+    first = batch.add(ROWS[0])
+    drained(batch)
+    head = model.module.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().flip(0))
+    second = batch.add(ROWS[0], alone=True)
+    drained(batch)
+    alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST)
+    assert tokens(second) == alone.new_tokens[0].tolist() != tokens(first)
+
+
+def test_a_streamer_is_given_what_is_final_and_drafts(model: Model) -> None:
+    heard = [Recorder() for _ in ROWS]
+    with Uncaptured(model, batch_size=2, **REQUEST, compile=True) as batch:
+        tickets = [batch.add(row, streamer=each) for row, each in zip(ROWS, heard, strict=True)]
+        drained(batch)
+    for ticket, row, each in zip(tickets, ROWS, heard):
+        assert each.ends == 1 and each.drafts and each.pieces[0] == row
+        assert sum(each.pieces[1:], []) == tokens(ticket)[: ticket.output.tokens[0]]
+        alone = paradec.generate(model, input_ids=[row], **REQUEST)
+        assert ticket.output.forwarded_tokens == alone.forwarded_tokens and ticket.output.row_nfe == alone.row_nfe
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
+    poisoned = Failing(model, token=35)
+    request = {**REQUEST, "cache": cache}
+    batch = Uncaptured(poisoned, batch_size=3, **request, compile=True)
+    rows = [ROWS[0], [35, 1, 2], ROWS[2], ROWS[3], ROWS[4]]
+    tickets = [batch.add([token if token != 35 or at == 1 else 3 for token in row]) for at, row in enumerate(rows)]
+    drained(batch)
+    for at, ticket in enumerate(tickets):
+        assert ticket.output is not None
+        if at == 1:
+            assert isinstance(ticket.output.error, FloatingPointError) and "its step 0" in str(ticket.output.error)
+            continue
+        row = [token if token != 35 else 3 for token in rows[at]]
+        alone = paradec.generate(model, input_ids=[row], **request)
+        assert ticket.output.error is None and tokens(ticket) == alone.new_tokens[0].tolist()
+
+
+def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None:
+    request = {**REQUEST, "max_new_tokens": 9, "eos_early_stop": False}
+    batch = Uncaptured(model, batch_size=1, **request, compile=True)
+    gone, next_one = batch.add(ROWS[0]), batch.add(ROWS[1])
+    for _ in range(4):
+        batch.step()
+    assert batch.cancel(gone)
+    drained(batch)
+    whole = paradec.generate(model, input_ids=[ROWS[0]], **request).new_tokens[0]
+    assert isinstance(gone.output.error, Cancelled) and gone.output.row_nfe == [4]
+    written = gone.output.sequences[0, gone.output.filled[0]]
+    masks = written == model.facts.mask_id
+    assert 0 < int((~masks).sum()) < 9 and torch.equal(written[~masks], whole[: len(written)][~masks])
+    alone = paradec.generate(model, input_ids=[ROWS[1]], **request)
+    assert tokens(next_one) == alone.new_tokens[0].tolist()
+
+
+def test_words_that_are_never_proposed_make_groups_of_their_own(model: Model) -> None:
+    batch = Uncaptured(model, batch_size=4, **REQUEST, compile=True)
+    tickets = [batch.add(ROWS[0], suppress_tokens=words, alone=True) for words in ((1, 2), (1, 2), (3,), None)]
+    batch.step()
+    assert len(batch._groups) == 3 and on_the_device(batch)
+    drained(batch)
+    for ticket, words in zip(tickets, ((1, 2), (1, 2), (3,), None)):
+        alone = paradec.generate(model, input_ids=[ROWS[0]], **REQUEST, suppress_tokens=words)
+        assert tokens(ticket) == alone.new_tokens[0].tolist()
+
+
+def test_out_of_memory_begins_anew_with_fewer_rows(model: Model) -> None:
+    failing = Failing(model, calls=3, error=torch.OutOfMemoryError("CUDA out of memory"))
+    batch = Uncaptured(failing, batch_size=4, **REQUEST, compile=True)
+    tickets = [batch.add(row) for row in ROWS]
+    most = 0
+    while batch.occupied or batch.waiting:
+        batch.step()
+        if failing.left < -1:
+            most = max(most, batch.occupied)
+            assert on_the_device(batch)
+    assert 0 < most <= 2
+    for ticket, row in zip(tickets, ROWS):
+        assert tokens(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
+
+
+def test_a_step_that_cannot_be_captured_goes_on_in_the_plain_loop(model: Model) -> None:
+    failing = Failing(model, calls=2, error=NotCapturable("a step of tiny cannot be captured: it waits"))
+    batch = Uncaptured(failing, batch_size=4, **REQUEST, compile=True)
+    tickets = [batch.add(row) for row in ROWS]
+    with pytest.warns(UserWarning, match="compile=True has no effect: a step of tiny cannot be captured"):
+        drained(batch)
+    for ticket, row in zip(tickets, ROWS):
+        assert tokens(ticket) == paradec.generate(model, input_ids=[row], **REQUEST).new_tokens[0].tolist()
+
+
+def test_an_interrupt_loses_nothing(model: Model) -> None:
+    failing = Failing(model, calls=4, error=KeyboardInterrupt())
+    batch = Uncaptured(failing, batch_size=3, **{**REQUEST, "cache": "dual"}, compile=True)
+    tickets = [batch.add(row) for row in ROWS]
+    with pytest.raises(KeyboardInterrupt):
+        drained(batch)
+    drained(batch)
+    for ticket, row in zip(tickets, ROWS):
+        alone = paradec.generate(model, input_ids=[row], **REQUEST, cache="dual")
+        assert tokens(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
+
+
+def test_what_the_device_step_cannot_serve_runs_in_the_plain_loop_with_a_warning(model: Model) -> None:
+    batch = Uncaptured(model, batch_size=2, **{**REQUEST, "sampler": "credit"}, compile=True)
+    ticket = batch.add(ROWS[0])
+    with pytest.warns(UserWarning, match="compile=True has no effect: sampler 'credit'"):
+        batch.step()
+    assert not on_the_device(batch)
+    drained(batch)
+    alone = paradec.generate(model, input_ids=[ROWS[0]], **{**REQUEST, "sampler": "credit"})
+    assert tokens(ticket) == alone.new_tokens[0].tolist()
+
+
+def test_memory_bounds_the_slots(model: Model) -> None:
+    request = {**REQUEST, "cache": "dual"}
+    width = 16
+    row = model.store_bytes(1, width, None) + 32 * width
+    batch = Uncaptured(model, batch_size=8, max_memory=3 * row, **request, compile=True)
+    tickets = [batch.add(each) for each in ROWS]
+    most = 0
+    while batch.occupied or batch.waiting:
+        batch.step()
+        for group in batch._groups:
+            assert isinstance(group, DeviceGroup) and group.rows is not None
+            most = max(most, group.rows.engine.nbytes)
+    assert 0 < most <= 3 * row
+    for ticket, each in zip(tickets, ROWS):
+        assert tokens(ticket) == paradec.generate(model, input_ids=[each], **request).new_tokens[0].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_captured_steps_give_the_answers_of_each_prompt_alone(cache: str) -> None:
+    model = tiny(2)
+    model.module.to("cuda")
+    assert_as_alone(model, Batch(model, batch_size=3, **{**REQUEST, "cache": cache}, compile=True), cache=cache)
+
+
+def test_on_a_cpu_nothing_is_captured_and_the_error_says_so(model: Model) -> None:
+    with pytest.raises(ValueError, match="compile=True captures CUDA graphs, and the model is on cpu"):
+        Batch(model, **REQUEST, compile=True)
+    with pytest.raises(ValueError, match="compile=True captures CUDA graphs"):
+        Batch(model, **REQUEST).add(ROWS[0], compile=True)
+
+
+def test_generate_many_takes_it(model: Model) -> None:
+    """The door is the same batch; on a CPU it says what `generate` says."""
+    with pytest.raises(ValueError, match="compile=True captures CUDA graphs"):
+        next(iter(paradec.generate_many(model, [{"input_ids": ROWS[0]}], **REQUEST, compile=True)))
+
+
+def test_rows_in_slots_are_those_of_the_numpy_loop() -> None:
+    """A slot that has been used begins as an unused one: all tensors of a row are those of an engine that is new."""
+    model = tiny(1)
+    method = samplers.create("low_confidence")
+
+    def begun(row: list[int]) -> Any:
+        return method.start(model, [row], **{**REQUEST, "cache": "dual"})
+
+    used = DeviceRows(method, model, begun(ROWS[0]), 2, capture=False)
+    used.put(0, begun(ROWS[1]))
+    used.put(1, begun(ROWS[2]))
+    for _ in range(3):
+        used.step()
+    used.put(1, begun(ROWS[3]))
+    model.engines.clear()
+    fresh = DeviceRows(method, model, begun(ROWS[0]), 2, capture=False)
+    fresh.put(1, begun(ROWS[3]))
+    for name in ("canvas", "blocks", "keys", "failed", "stopped", "running", "stuck"):
+        mine, new = getattr(used.engine, name)[1], getattr(fresh.engine, name)[1]
+        np.testing.assert_array_equal(mine[: len(new)] if mine.ndim else mine, new, err_msg=name)
+    for name in ("_given", "counts", "_progress"):
+        np.testing.assert_array_equal(getattr(used.engine, name)[:, 1], getattr(fresh.engine, name)[:, 1], err_msg=name)
+    assert (used.engine.store.token_at_write[1] == -1).all()
