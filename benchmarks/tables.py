@@ -181,6 +181,25 @@ def digits_scales_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def many_table(data: dict[str, Any]) -> str:
+    """A full batch over fixed ones, of benchmarks/many.py."""
+    lines = ["| | slots | calls x batch | CPU time | wall time | equal answers |", "|---" * 6 + "|"]
+    for name, entry in data["beside"].items():
+        ratio = entry["fixed_over_refilled"]
+        cells = [f"{ratio[key]:.2f}" for key in ("slots", "calls_x_batch_size", "cpu_seconds", "wall_seconds")]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {entry['equal_answers']} of {entry['prompts']} |")
+    return "\n".join(lines)
+
+
+def occupancy_table(data: dict[str, Any]) -> str:
+    """How full batches of several sizes are, of benchmarks/many.py."""
+    entries = data["occupancy"]
+    lines = ["| batch | " + " | ".join(str(entry["batch_size"]) for entry in entries) + " |"]
+    lines.append("|---" * (len(entries) + 1) + "|")
+    lines.append("| slots with a row, % | " + " | ".join(f"{100 * entry['occupancy']:.0f}" for entry in entries) + " |")
+    return "\n".join(lines)
+
+
 def jacobi_table(data: dict[str, Any]) -> str:
     """A step beside the model's forward, of benchmarks/jacobi.py."""
     lines = ["| setting | forward, ms | all else, ms | ratio | tokens per step |", "|---" * 5 + "|"]
@@ -338,6 +357,10 @@ def rendered() -> dict[str, str]:
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),
             "jacobi_verification": verification_table(jacobi),
+        },
+        "docs/text.md": {
+            "many": many_table(_result("many")),
+            "occupancy": occupancy_table(_result("many")),
         },
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {

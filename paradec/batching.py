@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import numpy as np
@@ -33,7 +33,7 @@ from paradec.prompts import Prompts, encode
 from paradec.protocol import Memory, NotFinite, State
 from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments
 from paradec.samplers.masked import device_step
-from paradec.slots import DeviceGroup, Group, Seen
+from paradec.slots import DeviceGroup, Group, Seen, Ticket
 from paradec.streaming import check_streamer
 
 __all__ = ["OWN", "Batch", "Cancelled", "Ticket", "refusal"]
@@ -62,31 +62,6 @@ REFUSED = {
 
 class Cancelled(Exception):
     """A prompt was taken back before its answer was whole."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A prompt that was given to a `Batch`: the handle to cancel it by, and where its answer will be."""
-
-    number: int
-    """How many prompts came before it."""
-    id: Any
-    prompts: Prompts
-    request: Request
-    streamer: Any = None
-    on_done: Callable[[Ticket], None] | None = None
-    output: Output | None = None
-    """Of one row; None as long as it is being decoded or waits."""
-    cancelled: bool = False
-    new: int = field(default=0, repr=False)
-    began: float = field(default=0.0, repr=False)
-    sent: int | None = field(default=None, repr=False)
-    """Positions that the streamer has been given; None before it has begun."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, whatever the reason."""
-        return self.output is not None
 
 
 T = TypeVar("T", bound=Ticket)

@@ -1,22 +1,48 @@
-"""The slots of a batch that stays full: rows that share their calls, in one state or on the device."""
+"""The slots of a batch that stays full, and the tickets that hold them: rows that share their calls, in one state or on
+the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
 
+from paradec.generate import Output
 from paradec.interrupts import held_back
+from paradec.prompts import Prompts
+from paradec.request import Request
 from paradec.samplers.masked.device_rows import DeviceRows
-
-if TYPE_CHECKING:
-    from paradec.batching import Ticket
 
 WIDTHS = 32
 """Canvases that have to grow are rounded up to a multiple of this."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A prompt that was given to a `Batch`: the handle to cancel it by, and where its answer will be."""
+
+    number: int
+    """How many prompts came before it."""
+    id: Any
+    prompts: Prompts
+    request: Request
+    streamer: Any = None
+    on_done: Callable[[Ticket], None] | None = None
+    output: Output | None = None
+    """Of one row; None as long as it is being decoded or waits."""
+    cancelled: bool = False
+    new: int = field(default=0, repr=False)
+    began: float = field(default=0.0, repr=False)
+    sent: int | None = field(default=None, repr=False)
+    """Positions that the streamer has been given; None before it has begun."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, whatever the reason."""
+        return self.output is not None
 
 
 @dataclass
