@@ -490,17 +490,22 @@ def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int, steps: int =
     return {"who": who, "rows": rows, "peak": max(peaks.most.values()), "stages": peaks.most}
 
 
+def peak_alone(who: str, *sizes: int) -> dict[str, Any]:
+    """`peak` in a process of its own: memory that this one has freed would hide what is asked for anew."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--peak", who, *map(str, sizes)]
+    environment = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).resolve().parents[1])}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def memory(vocab: int = VOCABULARY, canvas: int = CANVAS, hidden: int = 64, rows: tuple[int, ...] = (1, 2)) -> Any:
     """The peaks of both, in logits of one row (canvas x vocabulary float32)."""
     unit = 4 * vocab * canvas
     found = []
     for count in rows:
         for who in ("ours", "transformers"):
-            numbers = map(str, (count, vocab, canvas, hidden))
-            command = [sys.executable, str(Path(__file__).resolve()), "--peak", who, *numbers]
-            environment = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).resolve().parents[1])}
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+            found.append(peak_alone(who, count, vocab, canvas, hidden))
             stages = ", ".join(f"{name} {size / unit:.2f}" for name, size in found[-1]["stages"].items())
             print(f"{who}, {count} rows: peak {found[-1]['peak'] / 2**20:.0f} MiB, in logits of a row: {stages}")
     return {"vocabulary": vocab, "canvas": canvas, "hidden": hidden, "logits_of_a_row": unit, "peaks": found}

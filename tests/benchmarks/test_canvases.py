@@ -75,5 +75,5 @@ def test_a_step_of_each_is_taken_apart() -> None:
 def test_peaks_hold_logits_at_least() -> None:
     unit = 4 * 20_000 * 32
     for who in ("ours", "transformers"):
-        found = canvases.peak(who, rows=1, vocab=20_000, canvas=32, hidden=32)
+        found = canvases.peak_alone(who, 1, 20_000, 32, 32)
         assert found["peak"] == max(found["stages"].values()) > unit and "model" in found["stages"]
