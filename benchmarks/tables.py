@@ -200,6 +200,16 @@ def occupancy_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def server_table(data: dict[str, Any]) -> str:
+    """What clients of `paradec serve` waited, of benchmarks/server.py."""
+    lines = ["| | requests | at once | lost | p50, s | p99, s | tokens per second |", "|---" * 7 + "|"]
+    for name in ("one_at_a_time", "together", "among_bad_ones"):
+        entry = data[name]
+        cells = (entry[key] for key in ("requests", "at_once", "lost", "p50_seconds", "p99_seconds", "tokens_per_second"))
+        lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def jacobi_table(data: dict[str, Any]) -> str:
     """A step beside the model's forward, of benchmarks/jacobi.py."""
     lines = ["| setting | forward, ms | all else, ms | ratio | tokens per step |", "|---" * 5 + "|"]
@@ -362,6 +372,7 @@ def rendered() -> dict[str, str]:
             "many": many_table(_result("many")),
             "occupancy": occupancy_table(_result("many")),
         },
+        "docs/serving.md": {"server": server_table(_result("server"))},
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {
             "compare": compare_table(compare, True),
