@@ -205,7 +205,8 @@ def server_table(data: dict[str, Any]) -> str:
     lines = ["| | requests | at once | lost | p50, s | p99, s | tokens per second |", "|---" * 7 + "|"]
     for name in ("one_at_a_time", "together", "among_bad_ones"):
         entry = data[name]
-        cells = (entry[key] for key in ("requests", "at_once", "lost", "p50_seconds", "p99_seconds", "tokens_per_second"))
+        keys = ("requests", "at_once", "lost", "p50_seconds", "p99_seconds", "tokens_per_second")
+        cells = (entry[key] for key in keys)
         lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
