@@ -1,0 +1,172 @@
+"""paradec beside the public decoders of LLaDA: whole decodes of a random checkpoint, in turns.
+
+    python benchmarks/peers/text.py --python ENVIRONMENT/bin/python \\
+        --fast-dllm CHECKOUT --llada CHECKOUT --dkv-cache CHECKOUT --dinfer CHECKOUT [--turns 7] [--size small]
+
+References need an older transformers: `--python` is an interpreter with torch, transformers 4.46.3, einops and
+safetensors. Each runs in a process of its own that loads the same checkpoint (LLaDA's format, random weights), and
+takes turns with this one; one thread, CPU time of the process, greedy. Checkouts that are not given are left out.
+Tokens are compared. Cases are what the references publish: threshold 0.9, blocks of 32; LLaDA with half as many steps
+as tokens; dKV-Cache with a whole forward every eighth step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Checkout, Contestant, Elsewhere
+from provenance import write_result
+from safetensors.torch import save_file
+
+import paradec
+
+RESULT = common.BENCHMARKS / "results" / "peers_text.json"
+SIZES = {
+    # hidden, layers, heads, inner, words, prompt, answer
+    "tiny": (64, 2, 4, 128, 500, 16, 32),
+    "small": (512, 6, 8, 1536, 32_000, 64, 128),
+    "large": (768, 8, 12, 2048, 126_464, 64, 128),
+}
+PATCHED = {
+    "llada": "its model class is on the hub alone: the model is Fast-dLLM's copy of it",
+    "fast_dllm": "nothing",
+    "dkv_cache": "nothing; what it prints is discarded",
+    "dinfer": "its packages' own imports are passed over, vllm and sglang are empty modules but for a rank of 0 of 1",
+}
+
+
+def checkpoint(folder: Path, size: str) -> dict[str, int]:
+    """Write a random model in LLaDA's format; its sizes. The last layer's scale makes some tokens sure and others not,
+    so that a threshold commits several at a time."""
+    hidden, layers, heads, inner, words, _, _ = SIZES[size]
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=draw) * scale / math.sqrt(shape[-1])
+
+    top = "model.transformer."
+    weights = {
+        f"{top}wte.weight": torch.randn((words, hidden), generator=draw),
+        f"{top}ln_f.weight": torch.ones(hidden),
+        f"{top}ff_out.weight": normal(words, hidden, scale=4.0),
+    }
+    for layer in range(layers):
+        block = f"{top}blocks.{layer}."
+        weights |= {f"{block}{name}.weight": torch.ones(hidden) for name in ("attn_norm", "ff_norm")}
+        names = ("q_proj", "k_proj", "v_proj", "attn_out")
+        weights |= {f"{block}{name}.weight": normal(hidden, hidden) for name in names}
+        weights |= {f"{block}{name}.weight": normal(inner, hidden) for name in ("ff_proj", "up_proj")}
+        weights[f"{block}ff_out.weight"] = normal(hidden, inner)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "activation_type": "silu", "alibi": False, "architectures": ["LLaDAModelLM"], "attention_dropout": 0.0,
+        "attention_layer_norm": False, "attention_layer_norm_with_affine": True, "bias_for_layer_norm": False,
+        "block_group_size": 1, "block_type": "llama", "d_model": hidden, "embedding_dropout": 0.0,
+        "embedding_size": words, "eos_token_id": words - 2, "flash_attention": False, "include_bias": False,
+        "include_qkv_bias": False, "init_device": "cpu", "input_emb_norm": False, "layer_norm_type": "rms",
+        "layer_norm_with_affine": True, "mask_token_id": words - 1, "max_sequence_length": 1024,
+        "mlp_hidden_size": inner, "mlp_ratio": 4, "model_type": "llada", "multi_query_attention": None,
+        "n_heads": heads, "n_kv_heads": heads, "n_layers": layers, "pad_token_id": words - 2,
+        "residual_dropout": 0.0, "rms_norm_eps": 1e-05, "rope": True, "rope_full_precision": True,
+        "rope_theta": 500000.0, "scale_logits": False, "torch_dtype": "float32", "use_cache": False,
+        "vocab_size": words, "weight_tying": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"hidden": hidden, "layers": layers, "heads": heads, "inner": inner, "words": words}
+
+
+def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """By case: the reference, its settings, and ours."""
+    answer = SIZES[given.size][-1]
+    rule = {"sampler": paradec.samplers.create("threshold", threshold=0.9)}
+    found: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+    for cache in ("none", "prefix", "dual"):
+        found[f"fast_dllm {cache}"] = ("fast_dllm", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
+    for cache in ("none", "dual"):
+        found[f"dinfer {cache}"] = ("dinfer", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
+    steps = answer // 2
+    found["llada"] = ("llada", {"steps": steps}, {"sampler": "low_confidence", "steps": steps})
+    found["dkv_cache"] = (
+        "dkv_cache",
+        {"steps": answer, "refresh": 8},
+        {"sampler": "low_confidence", "cache": paradec.caches.create("dkv_decode", refresh_interval=8)},
+    )
+    return {
+        name: case
+        for name, case in found.items()
+        if getattr(given, case[0]) is not None and name.startswith(given.only)
+    }
+
+
+def decoder(model: Any, prompt: torch.Tensor, request: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    """Our whole decode, [1, prompt + answer]."""
+
+    def run() -> torch.Tensor:
+        return paradec.generate(model, input_ids=prompt, **request).sequences
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in PATCHED:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--compile", action="store_true", help="ours once more, with compile=True")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    if given.llada is not None and given.fast_dllm is None:
+        parser.error("--llada takes --fast-dllm too, whose copy of the model it runs")
+    torch.set_num_threads(1)
+    prompt_length, answer = SIZES[given.size][-2:]
+    result: dict[str, Any] = {**common.machine(), "dtype": given.dtype, "turns": given.turns, "cases": {}}
+    with tempfile.TemporaryDirectory() as away:
+        folder = Path(away)
+        result["model"] = sizes = checkpoint(folder, given.size)
+        words = sizes["words"]
+        draw = torch.Generator().manual_seed(1)
+        prompt = torch.randint(0, words - 2, (1, prompt_length), generator=draw)
+        model = paradec.load(folder, dtype=given.dtype)
+        for name, (reference, theirs, own) in cases(given).items():
+            checkout = Checkout(getattr(given, reference))
+            task = {
+                "folder": str(folder), "prompt": prompt.tolist(), "answer": answer, "block": 32, "steps": answer,
+                "mask": words - 1, "end": words - 2, "dtype": given.dtype, "version": checkout.commit, **theirs,
+                "model_checkout": str(given.fast_dllm),
+            }  # fmt: skip
+            (folder / "task.json").write_text(json.dumps(task))
+            script = Path(__file__).with_name("text_reference.py")
+            request = {"max_new_tokens": answer, "block_length": 32, "eos_early_stop": False, **own}
+            contestants: list[Contestant] = [Contestant("paradec", decoder(model, prompt, request))]
+            if given.compile:
+                compiled = decoder(model, prompt, {**request, "compile": True})
+                contestants.append(Contestant("paradec compiled", compiled))
+            with ExitStack() as stack:
+                arguments = (reference, str(checkout.folder), str(folder / "task.json"))
+                peer = stack.enter_context(Elsewhere(reference, given.python, script, *arguments))
+                contestants.append(peer)
+                common.alternate(contestants, given.turns, warm_up=2)
+            for contestant in contestants:  # some give the answer alone
+                contestant.result = contestant.result[:, -answer:]
+            aims = {contestant.name: reference for contestant in contestants[:-1]}
+            found = common.report(contestants, (reference,), aims)
+            result["cases"][name] = {"patched": PATCHED[reference], "contestants": found}
+            print(common.show(name, found, (reference,)), flush=True)
+    write_result(given.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""A public decoder of LLaDA, taking turns for `text.py` in an interpreter and environment of its own.
+
+    python benchmarks/peers/text_reference.py NAME CHECKOUT TASK.json
+
+Nothing of a reference is changed or copied: it is imported from its checkout, and called as its own scripts call it.
+What stands in for modules that it imports and this machine has not got is listed in `text.py`'s result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import io
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import serve
+
+
+class StandIns:
+    """Empty modules for packages that are imported and never called here, at the end of `sys.meta_path`."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__path__ = []
+        module.__getattr__ = _nothing  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _nothing(attribute: str) -> Any:
+    if attribute.startswith("__"):
+        raise AttributeError(attribute)
+    return _Nothing
+
+
+class _Nothing:
+    """Whatever a stand-in is asked for."""
+
+    def __init__(self, *given: Any, **named: Any):
+        raise RuntimeError("a stand-in was called")
+
+
+def llada_model(module: Any, folder: str, dtype: torch.dtype) -> Any:
+    """A reference's own LLaDA class with the weights of a checkpoint folder."""
+    from safetensors.torch import load_file
+
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    known = {name: value for name, value in settings.items() if name not in ("architectures", "torch_dtype")}
+    config = sys.modules[module.LLaDAConfig.__module__].LLaDAConfig(**known)
+    sizes = module.create_model_config_from_pretrained_config(config)
+    sizes.init_device = "cpu"  # some set another one themselves
+    model = module.LLaDAModelLM(config, model=module.LLaDAModel(sizes, init_params=False)).eval()
+    weights = load_file(Path(folder) / "model.safetensors")
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    if missing:
+        raise SystemExit(f"{folder} lacks {missing[:3]}")
+    return model.to(dtype)
+
+
+def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """LLaDA's own `generate`; its model class is on the hub alone, so the model is Fast-dLLM's copy of it."""
+    sys.path.insert(0, str(Path(task["model_checkout"]) / "llada"))
+    import model.modeling_llada as classes
+
+    module = llada_model(classes, task["folder"], getattr(torch, task["dtype"]))
+    sys.path.insert(0, str(checkout))
+    sys.modules.pop("generate", None)
+    import generate
+
+    prompt = torch.tensor(task["prompt"])
+
+    def run() -> Any:
+        return generate.generate(
+            module,
+            prompt,
+            steps=task["steps"],
+            gen_length=task["answer"],
+            block_length=task["block"],
+            mask_id=task["mask"],
+        )
+
+    return run
+
+
+def fast_dllm(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """Fast-dLLM (v1): no cache, prefix cache, dual cache; the threshold rule."""
+    sys.path.insert(0, str(checkout / "llada"))
+    import generate
+    import model.modeling_llada as classes
+
+    module = llada_model(classes, task["folder"], getattr(torch, task["dtype"]))
+    decode = {
+        "none": generate.generate,
+        "prefix": generate.generate_with_prefix_cache,
+        "dual": generate.generate_with_dual_cache,
+    }[task["cache"]]
+    prompt = torch.tensor(task["prompt"])
+
+    def run() -> Any:
+        found, _ = decode(
+            module,
+            prompt,
+            steps=task["steps"],
+            gen_length=task["answer"],
+            block_length=task["block"],
+            mask_id=task["mask"],
+            threshold=task["threshold"],
+        )
+        return found
+
+    return run
+
+
+def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """dKV-Cache-Decode with a whole forward every `refresh` steps."""
+    sys.path.insert(0, str(checkout))
+    import generation_utils.llada_dkv_cache_decode as decoding
+    import models.modeling_llada_dkv_cache_decode as classes
+
+    module = llada_model(classes, task["folder"], getattr(torch, task["dtype"]))
+    prompt = torch.tensor(task["prompt"])
+
+    def run() -> Any:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints
+            return decoding.generate(
+                module,
+                None,
+                prompt,
+                steps=task["steps"],
+                gen_length=task["answer"],
+                block_length=task["block"],
+                mask_id=task["mask"],
+                enable_cache=True,
+                cache_reloading_step=task["refresh"],
+            )
+
+    return run
+
+
+def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """dInfer: block by block, the compiled threshold rule; no cache, or the dual one."""
+    sys.meta_path.append(StandIns("vllm", "sglang", "flashinfer", "deepspeed"))  # type: ignore[arg-type]
+    for name, folder in (("dinfer", "dinfer"), ("dinfer.model", "dinfer/model")):
+        package = sys.modules[name] = types.ModuleType(name)  # without what it imports: models for newer releases
+        package.__path__ = [str(checkout / "python" / folder)]
+    alone = sys.modules["vllm.distributed"] = types.ModuleType("vllm.distributed")
+    alone.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
+    alone.get_tensor_model_parallel_world_size = lambda: 1  # type: ignore[attr-defined]
+    import dinfer.model.modeling_llada as classes
+    from dinfer.decoding.generate_uniform import BlockWiseDiffusionLLM
+    from dinfer.decoding.parallel_strategy import ThresholdParallelDecoder
+    from dinfer.decoding.utils import BlockIteratorFactory, KVCacheFactory
+
+    module = llada_model(classes, task["folder"], getattr(torch, task["dtype"]))
+    decoder = ThresholdParallelDecoder(0, threshold=task["threshold"], mask_id=task["mask"], eos_id=task["end"])
+    cache = None if task["cache"] == "none" else KVCacheFactory(task["cache"])
+    found = BlockWiseDiffusionLLM(module, decoder, BlockIteratorFactory(), early_stop=False, cache_factory=cache)
+    prompt = torch.tensor(task["prompt"])
+
+    def run() -> Any:
+        return found.generate(prompt, gen_length=task["answer"], block_length=task["block"])
+
+    return run
+
+
+REFERENCES = {"llada": llada, "fast_dllm": fast_dllm, "dkv_cache": dkv_cache, "dinfer": dinfer}
+
+
+def main() -> None:
+    name, checkout, task = sys.argv[1], Path(sys.argv[2]).resolve(), json.loads(Path(sys.argv[3]).read_text())
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    serve(REFERENCES[name](checkout, task), version=str(task.get("version", "")))
+
+
+if __name__ == "__main__":
+    main()
