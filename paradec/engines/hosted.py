@@ -154,6 +154,31 @@ class Hosted:
         self._state(key)
         del self._rows[key]
 
+    def discard(self, key: Hashable) -> None:
+        """`close`, where the row may be gone already."""
+        self._rows.pop(key, None)
+
+    def remembered(self, key: Hashable) -> dict[str, Tensor]:
+        """What the sampler remembers of a row beyond its blocks, by name, each [1, ...]: for a row that goes on where
+        this one ends (`remember`). Empty for most samplers."""
+        memory = self._state(key).memory
+        return {name: memory[name].clone() for name, spec in memory.specs.items() if spec.reset == "sequence"}
+
+    def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
+        """Begin a row with what another one `remembered`. Before its first step.
+
+        Raises:
+            ValueError: the row has been stepped, or the sampler remembers nothing of such a name or shape.
+        """
+        state = self._state(key)
+        if state.commits:
+            raise ValueError(f"key={shown(key)} has been stepped; what it remembers is its own")
+        for name, value in memory.items():
+            if name not in state.memory or state.memory[name].shape != value.shape:
+                raise ValueError(f"sampler {self.sampler.name!r} remembers no {name!r} of shape {list(value.shape)}")
+        for name, value in memory.items():
+            state.memory[name] = value.clone()
+
     def state(self, key: Hashable) -> MaskedState:
         """The sampler's own state of a row, to look at."""
         return self._state(key)
