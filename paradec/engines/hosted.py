@@ -50,9 +50,6 @@ def refusal(sampler: Any) -> str | None:
         return "it reads the answer as a picture"
     if own := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
         return f"it has a `{own[0]}` of its own, and the engine calls the model"
-    for member in getattr(sampler, "members", ()):
-        if why := refusal(member):
-            return f"of its members {member.name!r}: {why}"
     return None
 
 

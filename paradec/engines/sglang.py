@@ -129,6 +129,8 @@ class BlockSteps:
         self._check_steps()
         self.ends = _ids(given.get("eos_token_ids", FACTS["eos_token_ids"]))
         self.model_name = given.get("model_name", FACTS["model_name"])
+        if not isinstance(self.model_name, str):
+            raise ValueError(f"model_name={shown(self.model_name)} must be text")
         self._hosted: Hosted | None = None
         self._opened = 0
         specs = self.sampler.memory().values()

@@ -29,12 +29,13 @@ class Rule:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+EDITS = {"threshold": 0.5, "editing_threshold": 0.2, "max_post_steps": 3}
 RULES = {
     "ParadecThreshold": Rule("none", lambda: samplers.create("threshold", threshold=0.5), {"threshold": 0.5}),
     "ParadecEntropyBound": Rule("several positions at once", lambda: samplers.create("entropy_bound")),
     "ParadecCredit": Rule("remembers within a block", lambda: samplers.create("credit")),
     "ParadecSaber": Rule("remembers from block to block, takes back", lambda: samplers.create("saber")),
-    "ParadecEditing": Rule("edits", lambda: samplers.create("editing", preset="sglang"), {"preset": "sglang"}),
+    "ParadecEditing": Rule("edits", lambda: samplers.create("editing", **EDITS), EDITS),
     "ParadecLowConfidence": Rule("has a schedule", lambda: samplers.create("low_confidence"), {"steps": 2}),
     "ParadecCombination": Rule(
         "two rules", lambda: samplers.create("credit+localleap"), {"combination": "credit+localleap"}
@@ -113,10 +114,10 @@ class Requests:
 
 
 def check_rule(name: str, made: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
-    """Requests of unequal lengths, several blocks each: after every step the tokens are those of `paradec.generate`, and
+    """Requests of unequal lengths, several blocks each: after every step the tokens are those of `paradec.generate`;
     the forwards are its own, and one for every block that a forward has to find as it stays."""
-    rule, draw, blocks = RULES[name], random.Random(f"{name} {fdfo}"), 4
-    lengths = {"a": 3, "b": 6, "c": 8, "d": 1}
+    rule, draw, blocks = RULES[name], random.Random(f"{name} {fdfo}"), 3
+    lengths = {"a": 3, "b": 6, "c": 4}
     prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in lengths.items()}
     requests = Requests(model, prompts, blocks)
     requests.decode(made, runner, draw)

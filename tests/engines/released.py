@@ -1,7 +1,7 @@
 """SGLang's own algorithms, out of the released wheel, executed as they are.
 
-The engine needs CUDA builds that are not to be had here. Its algorithms need torch alone, and the names of what they are
-handed: those are stand-ins. `.ci/engines sglang` downloads the wheel; it is no part of this repository.
+The engine needs CUDA builds that are not to be had here. Its algorithms need torch alone, and the names of what they
+are handed: those are stand-ins. `.ci/engines sglang` downloads the wheel; it is no part of this repository.
 """
 
 from __future__ import annotations
