@@ -85,13 +85,14 @@ class Hosted:
         method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
         if not isinstance(method, Sampler):
             raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
-        if why := refusal(method):
+        why = refusal(method)
+        if why is not None or not isinstance(method, MaskedSampler):
             raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
         if not isinstance(facts, ModelFacts):
             raise TypeError(f"facts={shown(facts)} must be paradec.models.facts.ModelFacts")
         if facts.mask_token_id is None or facts.topology not in ("bidirectional", "block_causal"):
             raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
-        self.sampler: MaskedSampler = method
+        self.sampler = method
         self.facts, self.device = facts, torch.device(device)
         self._answering = _Answering(facts, self.device)
         self._rows: dict[Hashable, MaskedState] = {}
