@@ -150,7 +150,7 @@ class Batch:
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._waiting: deque[Ticket] = deque()
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._copies: Counter[bytes] = Counter()
         self._number = 0
         self._ended: list[Ticket] = []
@@ -396,7 +396,7 @@ class Batch:
             with held_back():
                 ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
                 if group is None:
-                    group = _Group(key, method, state, row, self._model_of(ticket), self.model)
+                    group = Group(key, method, state, row, self._model_of(ticket), self.model)
                     self._groups.append(group)
                 group.make_room(most, self.waiting, width)
                 slot = group.enter(ticket, state, self._model_of(ticket))
@@ -425,7 +425,7 @@ class Batch:
 
     # ---- stepping -------------------------------------------------------------------------------------------------
 
-    def _advance(self, group: _Group) -> None:
+    def _advance(self, group: Group) -> None:
         """One step of a group, and the end of the rows that have ended with it."""
         while not group.state.done:
             between = True
@@ -451,7 +451,7 @@ class Batch:
                     self._let_go(group, slot, FloatingPointError(_without_row(error)))
                 group.state.dismiss(error.rows, wipe=True)
 
-    def _harvest(self, group: _Group) -> None:
+    def _harvest(self, group: Group) -> None:
         """Hand on what is final, and let go of the rows that have ended."""
         running, seen = group.state.running, _Seen.of(group)
         for slot, ticket in enumerate(group.tickets):
@@ -463,7 +463,7 @@ class Batch:
             elif not running[slot]:
                 self._let_go(group, slot, None)
 
-    def _let_go(self, group: _Group, slot: int, error: Exception | None) -> None:
+    def _let_go(self, group: Group, slot: int, error: Exception | None) -> None:
         """End the ticket of a slot, with what was decoded."""
         ticket = group.tickets[slot]
         assert ticket is not None
@@ -482,7 +482,7 @@ class Batch:
         if ticket.on_done is not None:
             ticket.on_done(ticket)
 
-    def _feed(self, group: _Group, slot: int, ticket: Ticket, seen: _Seen | None) -> None:
+    def _feed(self, group: Group, slot: int, ticket: Ticket, seen: _Seen | None) -> None:
         """Give a ticket's streamer what has become final; one that raises ends the ticket."""
         streamer, state = ticket.streamer, group.state
         if streamer is None or seen is None:
@@ -518,7 +518,7 @@ class Batch:
                     self._let_go(group, slot, Cancelled(f"prompt {running.number} was cancelled"))
                     group.state.dismiss(np.array([slot]))
 
-    def _shrink(self, group: _Group, error: Exception, keep: bool) -> None:
+    def _shrink(self, group: Group, error: Exception, keep: bool) -> None:
         """Memory was too small for the rows of a group: the younger half waits again, all of them where the state is
         between two commits (`keep` False)."""
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
@@ -556,14 +556,14 @@ class _Seen:
     """[B] int64, of `State.final`."""
 
     @classmethod
-    def of(cls, group: _Group) -> Self | None:
+    def of(cls, group: Group) -> Self | None:
         """None where nobody listens."""
         if all(ticket is None or ticket.streamer is None for ticket in group.tickets):
             return None
         return cls(group.state.canvas.cpu(), group.state.final(np.arange(len(group.tickets))))
 
 
-class _Group:
+class Group:
     """Rows that share their calls: one state, whose rows are slots."""
 
     def __init__(self, key: Any, method: Any, state: Any, row_bytes: int, model: Any, shared: Any):

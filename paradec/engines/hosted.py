@@ -7,6 +7,7 @@ schedules, stop rules, edits and random numbers are those of `paradec.generate`,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from paradec import samplers
+from paradec.batching import OWN_MASKED, Group
 from paradec.checks import check_int, shown
 from paradec.models.facts import ModelFacts
 from paradec.protocol import NotFinite, Query, Sampler
@@ -30,6 +33,8 @@ FIELDS = (
     *("eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
 )
 """Fields of `paradec.Request` that a hosted row may have. The others are the engine's business, or need the model."""
+MOST_ROWS = 2**20
+"""That share a state."""
 OWN = ("start", "query", "query_part", "step")
 """What a sampler must leave to the family, since the engine makes its calls."""
 
@@ -95,16 +100,21 @@ class Hosted:
         self.sampler = method
         self.facts, self.device = facts, torch.device(device)
         self._answering = _Answering(facts, self.device)
-        self._rows: dict[Hashable, MaskedState] = {}
+        self._rows: dict[Hashable, _Row] = {}
+        self._groups: list[Group] = []
+        self._gone: deque[Hashable] = deque()
 
     def __contains__(self, key: Hashable) -> bool:
+        self._sweep()
         return key in self._rows
 
     def __len__(self) -> int:
+        self._sweep()
         return len(self._rows)
 
     def keys(self) -> list[Hashable]:
         """The keys of the rows, in the order in which they were opened."""
+        self._sweep()
         return list(self._rows)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -121,6 +131,7 @@ class Hosted:
         Raises:
             ValueError, TypeError: an argument out of its range, or one that no hosted row can have; nothing is opened.
         """
+        self._sweep()
         if key in self._rows:
             raise ValueError(f"key={shown(key)} is open already; close it first")
         for name in fields:
@@ -142,25 +153,58 @@ class Hosted:
             raise ValueError(f"stop={shown(request.stop)} reads the logits behind the open block: engines have none")
         unit = self.facts.block_unit
         if (request.block_length or 1) > unit > 1:
-            raise ValueError(
-                f"block_length={request.block_length} is longer than the block that the engine runs ({unit})"
-            )
-        self._rows[key] = state
+            raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
+        if why := state.fixed():
+            raise ValueError(f"this row cannot run in an engine: {why}")
+        self._enter(key, request, state)
+
+    def _enter(self, key: Hashable, request: Request, state: MaskedState) -> None:
+        """Give a row a slot among those that are stepped together: rows of alike requests."""
+        kind = {name: value for name, value in request.changes().items() if name not in OWN_MASKED}, state.blocks
+        group = next((group for group in self._groups if group.key == kind), None)
+        row = _Row(group or Group(kind, self.sampler, state, 0, self._answering, self._answering))
+        if group is None:
+            self._groups.append(row.group)
+        else:
+            with _plain():
+                group.make_room(MOST_ROWS, 0, max(group.width, state.extent(np.zeros(1, np.int64))))
+        with _plain():
+            row.group.enter(row, state, self._answering)  # type: ignore[arg-type] # what takes a slot is no ticket here
+        self._rows[key] = row
 
     def close(self, key: Hashable) -> None:
         """Forget a row, whether it is done or not."""
-        self._state(key)
+        self._leave(self._row(key))
         del self._rows[key]
 
     def discard(self, key: Hashable) -> None:
-        """`close`, where the row may be gone already."""
-        self._rows.pop(key, None)
+        """`close` when there is time, if the row is still open. May be called from anywhere, a finalizer too."""
+        self._gone.append(key)
+
+    def _sweep(self) -> None:
+        """Close the rows that were discarded."""
+        while self._gone:
+            key = self._gone.popleft()
+            if key in self._rows:
+                self.close(key)
+
+    def _leave(self, row: _Row) -> None:
+        group = row.group
+        slot = group.tickets.index(row)  # type: ignore[arg-type]
+        group.tickets[slot] = None
+        if not group.occupied:
+            self._groups.remove(group)
+            return
+        with _plain():
+            group.state.dismiss(np.array([slot]))
+            group.compact()
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
         """What the sampler remembers of a row beyond its blocks, by name, each [1, ...]: for a row that goes on where
         this one ends (`remember`). Empty for most samplers."""
-        memory = self._state(key).memory
-        return {name: memory[name].clone() for name, spec in memory.specs.items() if spec.reset == "sequence"}
+        state, slot = self._place(key)
+        kept = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
+        return {name: state.memory[name][slot : slot + 1].clone() for name in kept}
 
     def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
         """Begin a row with what another one `remembered`. Before its first step.
@@ -168,18 +212,26 @@ class Hosted:
         Raises:
             ValueError: the row has been stepped, or the sampler remembers nothing of such a name or shape.
         """
-        state = self._state(key)
-        if state.commits:
+        state, slot = self._place(key)
+        if state.row_step[slot]:
             raise ValueError(f"key={shown(key)} has been stepped; what it remembers is its own")
         for name, value in memory.items():
-            if name not in state.memory or state.memory[name].shape != value.shape:
+            if name not in state.memory or state.memory[name][:1].shape != value.shape:
                 raise ValueError(f"sampler {self.sampler.name!r} remembers no {name!r} of shape {list(value.shape)}")
-        for name, value in memory.items():
-            state.memory[name] = value.clone()
+        with _plain():
+            for name, value in memory.items():
+                state.memory.write(name, np.array([slot]), value.clone())
 
     def state(self, key: Hashable) -> MaskedState:
-        """The sampler's own state of a row, to look at."""
-        return self._state(key)
+        """The sampler's own state of a row, to look at: of a row among several a copy."""
+        state, slot = self._place(key)
+        if state.batch == 1:
+            return state
+        with _plain():
+            alone = state.taken(np.array([slot]))
+            if not self._rows[key].done:
+                alone.let_run(np.zeros(1, np.int64))
+        return alone
 
     def window(self, key: Hashable) -> tuple[int, Tensor]:
         """What to evaluate next: the position of the open block's first token, and its tokens [W] int64 (a copy).
@@ -190,24 +242,27 @@ class Hosted:
         Raises:
             ValueError: the row is done.
         """
-        state = self._running(key)
-        start, stop = self._window(state)
-        return start, state.canvas[0, start:stop].clone()
+        state, slot = self._running(key)
+        start, stop = self._window(state, slot)
+        return start, state.canvas[slot, start:stop].clone()
 
     def answer(self, key: Hashable) -> list[int]:
         """The ids of the answer that are final: all of them once the row is done, its end token included."""
-        state = self._state(key)
-        final = int(state.final(_FIRST)[0])
-        return state.canvas[0, int(state.answer_start[0]) : min(final, int(state.asked[0]))].tolist()
+        state, slot = self._place(key)
+        final = min(int(state.final(np.array([slot]))[0]), int(state.asked[slot]))
+        if state.revises and not self._rows[key].done:  # what stands in an open block may be taken back
+            final = min(final, int(state.block_start[slot]))
+        ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
+        return ids
 
     def done(self, key: Hashable) -> bool:
         """Whether a row has nothing left to decide."""
-        return self._state(key).done
+        return self._row(key).done
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, logits: Mapping[Hashable, Tensor]) -> dict[Hashable, Stepped]:
-        """One step of some rows.
+        """One step of some rows. Those of alike requests take it together.
 
         Args:
             logits: by key [W, V] of the row's `window`, any floating dtype: row i are those from which the token at
@@ -218,62 +273,108 @@ class Hosted:
             ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape; no row has
                 changed then.
         """
+        self._sweep()
         for key, given in logits.items():
             self._check(key, given)
+        found = {}
         with _plain():
-            return {key: self._stepped(self._rows[key], given) for key, given in logits.items()}
+            for group in self._groups:
+                keys = {group.tickets.index(self._rows[key]): key for key in logits if self._rows[key].group is group}  # type: ignore[arg-type]
+                stepped = self._together(group.state, {slot: logits[keys[slot]] for slot in sorted(keys)})
+                found |= {keys[slot]: each for slot, each in stepped.items()}
+                for slot, each in stepped.items():
+                    self._rows[keys[slot]].done = each.done
+        return {key: found[key] for key in logits}
 
     def _check(self, key: Hashable, logits: Any) -> None:
-        state = self._running(key)
-        start, stop = self._window(state)
+        start, stop = self._window(*self._running(key))
         wanted = (stop - start, self.facts.vocab_size)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             what = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(f"logits of key={shown(key)} are {what}; give a floating-point tensor {list(wanted)}")
         if tuple(logits.shape) != wanted:
-            raise ValueError(
-                f"logits of key={shown(key)} have shape {list(logits.shape)}; its window takes {list(wanted)}"
-            )
+            raise ValueError(f"logits of key={shown(key)} have shape {list(logits.shape)}, not {list(wanted)}")
 
-    def _stepped(self, state: MaskedState, logits: Tensor) -> Stepped:
-        start, stop = self._window(state)
-        before, decided = state.canvas[0, start:stop].clone(), int(state.decided[0])
-        begin = int(state.block_start[0])
-        self._answering.logits = logits[begin - start : int(state.block_end[0]) - start]
-        error = None
-        try:
-            self.sampler.commit(state, self.sampler.step(self._answering, state))
-        except NotFinite as found:
-            error = FloatingPointError(str(found).replace(" for row 0", ""))
-        finally:
-            self._answering.logits = torch.empty(0)
-        tokens = state.canvas[0, start:stop].clone()
-        # where nothing is taken back, what was decided is counted on the host
-        changed = not torch.equal(before, tokens) if state.revises else int(state.decided[0]) > decided
-        closed = state.done or int(state.block_start[0]) >= stop
-        return Stepped(tokens, changed, closed, state.done, error)
+    def _together(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, Stepped]:
+        """One step of the slots for which there are logits [W, V], in ascending order."""
+        if not logits:
+            return {}
+        slots = list(logits)
+        windows = np.array([self._window(state, slot) for slot in slots])
+        columns = (
+            np.minimum(windows[:, :1] + np.arange((windows[:, 1] - windows[:, 0]).max()), windows[:, 1:] - 1)
+            + np.array(slots)[:, None] * state.canvas.shape[1]
+        )
+        places = torch.as_tensor(columns, device=state.canvas.device)
+        before, errors = (
+            state.canvas.take(places),
+            self._commit(state, logits, dict(zip(slots, windows[:, 0].tolist()))),
+        )
+        after = state.canvas.take(places)
+        changed = (before != after).any(1).tolist()
+        found = {}
+        for index, (slot, (start, stop)) in enumerate(zip(slots, windows.tolist(), strict=True)):
+            done = slot not in errors and not state.running[slot]
+            closed = done or int(state.block_start[slot]) >= stop
+            found[slot] = Stepped(after[index, : stop - start], changed[index], closed, done, errors.get(slot))
+        return found
 
-    def _state(self, key: Hashable) -> MaskedState:
+    def _commit(
+        self, state: MaskedState, logits: dict[int, Tensor], starts: dict[int, int]
+    ) -> dict[int, FloatingPointError]:
+        """Step and commit these slots; what has no finite logits stays as it is, and is what is returned."""
+        errors: dict[int, FloatingPointError] = {}
+        while left := [slot for slot in logits if slot not in errors]:
+            state.let_run(np.array(left))
+            for slot in left:
+                begin, stop = int(state.block_start[slot]), int(state.block_end[slot])
+                self._answering.logits[slot] = logits[slot][begin - starts[slot] : stop - starts[slot]]
+            try:
+                self.sampler.commit(state, self.sampler.step(self._answering, state))
+                break
+            except NotFinite as found:
+                for slot in found.rows.tolist():
+                    step = int(state.row_step[slot])
+                    errors[slot] = FloatingPointError(f"the model returned NaN or infinite logits at its step {step}")
+            finally:
+                self._answering.logits = {}
+        return errors
+
+    def _row(self, key: Hashable) -> _Row:
         if key not in self._rows:
             raise ValueError(f"key={shown(key)} is not open; {len(self._rows)} rows are")
         return self._rows[key]
 
-    def _running(self, key: Hashable) -> MaskedState:
-        state = self._state(key)
-        if state.done:
-            raise ValueError(f"key={shown(key)} is done; its answer is whole")
-        return state
+    def _place(self, key: Hashable) -> tuple[MaskedState, int]:
+        """The state that has a row, and the row's number in it."""
+        row = self._row(key)
+        return row.group.state, row.group.tickets.index(row)  # type: ignore[arg-type]
 
-    def _window(self, state: MaskedState) -> tuple[int, int]:
+    def _running(self, key: Hashable) -> tuple[MaskedState, int]:
+        if self._row(key).done:
+            raise ValueError(f"key={shown(key)} is done; its answer is whole")
+        return self._place(key)
+
+    def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
         """The first position of the engine's block, and the one behind it."""
-        unit = self.facts.block_unit
-        stop = -(-int(state.block_end[0]) // unit) * unit
-        return int(state.block_start[0]) // unit * unit, min(stop, int(state.canvas.shape[1]))
+        unit, longest = self.facts.block_unit, self.facts.max_length
+        stop = -(-int(state.block_end[slot]) // unit) * unit
+        if longest is not None:  # where a model's last block is cut off
+            stop = min(stop, longest)
+        return int(state.block_start[slot]) // unit * unit, stop
+
+
+@dataclass(eq=False)
+class _Row:
+    """One row: the state that it shares with others of its kind."""
+
+    group: Group
+    done: bool = False
 
 
 class _Answering:
-    """Stands where the sampler expects a model: the engine has evaluated it, and the answer to the one query of a step
-    is `logits` [W, V]."""
+    """Stands where the sampler expects a model: the engine has evaluated it, and what it answered of the open blocks is
+    `logits`, by row [W, V]."""
 
     tokenizer = None
     kind = "hosted"
@@ -285,11 +386,15 @@ class _Answering:
 
     def __init__(self, facts: ModelFacts, device: torch.device):
         self.facts, self.device = facts, device
-        self.logits = torch.empty(0)
+        self.logits: dict[int, Tensor] = {}
 
     def __call__(self, query: Query) -> Tensor:
-        """[1, W, V], a copy: the sampler writes to what it is given."""
-        return self.logits.unsqueeze(0).clone()
+        """[N, W, V], a copy: the sampler writes to what it is given. Behind a shorter block stands nothing."""
+        assert query.wanted is not None  # a sampler that wants more is not hosted
+        parts, width = [self.logits[row] for row in query.rows.tolist()], query.wanted.shape[1]
+        if all(len(part) == width for part in parts):
+            return torch.stack(parts)
+        return torch.stack([pad(part, (0, 0, 0, width - len(part))) for part in parts])
 
 
 @contextmanager
@@ -297,6 +402,3 @@ def _plain() -> Iterator[None]:
     """Neither gradients nor inference tensors: a row may be stepped under either, and go on under the other."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-_FIRST = np.zeros(1, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import random
 from typing import Any
@@ -30,17 +31,13 @@ def causal() -> Model:
     return tiny(2, "block_causal")
 
 
-def asked(draw: random.Random, sampler: Any, prompt: list[int], temperature: float) -> dict[str, Any]:
-    """A request for a row of a model with blocks of 4."""
-    new = draw.choice((4, 9))
-    blocks = -(-(len(prompt) + new) // 4) - len(prompt) // 4
+def asked(draw: random.Random, sampler: Any) -> dict[str, Any]:
+    """A request for rows that have 3 blocks of 4 to fill."""
     return {
-        "max_new_tokens": new,
-        "temperature": temperature,
+        "temperature": draw.choice((0.0, 0.7)),
         "top_k": draw.choice((None, 5)),
-        "seed": draw.randrange(2**31),
         "eos_early_stop": draw.random() < 0.7,
-    } | ({"steps": 2 * blocks} if sampler.uses_steps else {})
+    } | ({"steps": 6} if sampler.uses_steps else {})
 
 
 def compare(
@@ -57,6 +54,7 @@ def compare(
         for key, stepped in engine.round([key for key in hosted.keys() if draw.random() < 0.7]).items():
             steps[key] += 1
             assert hosted.done(key) == stepped.done
+            assert torch.equal(hosted.state(key).canvas[0, : len(rows[key][0])], torch.tensor(rows[key][0]))
             if stepped.done:
                 prompt, request = rows[key]
                 out = paradec.generate(model, prompt, sampler=sampler, **request)
@@ -71,10 +69,11 @@ def compare(
 @pytest.mark.parametrize("name", HOSTED)
 def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
     draw, sampler = random.Random(name), samplers.create(name)
+    alike, other = asked(draw, sampler), asked(draw, sampler)
     rows = {}
-    for key, temperature in enumerate((0.0, 0.7, 0.7)):
-        prompt = [draw.randrange(36) for _ in range(draw.randint(1, 10))]
-        rows[key] = prompt, asked(draw, sampler, prompt, temperature)
+    for key, request in enumerate((alike, alike, alike, other)):
+        prompt = [draw.randrange(36) for _ in range(draw.choice((1, 2, 3, 5, 6, 7)))]
+        rows[key] = prompt, request | {"max_new_tokens": 9, "seed": draw.randrange(2**31)}
     compare(causal, sampler, rows, draw)
 
 
@@ -94,6 +93,43 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
         for key in range(2)
     }
     compare(model, samplers.create(name), rows, draw)
+
+
+def test_rows_of_alike_requests_take_a_step_together() -> None:
+    """And leave no slots behind."""
+    hosted, calls = Hosted("threshold", FACTS), []
+    forward = type(hosted.sampler).select
+
+    class Counted(type(hosted.sampler)):  # type: ignore[misc]
+        def select(self, view: Any) -> Tensor:
+            calls.append(len(view.scores))
+            return forward(self, view)
+
+    hosted = Hosted(Counted(threshold=1.0), FACTS)
+    for key in range(6):
+        hosted.open(key, [1] * (key + 1), 8, seed=key, eos_early_stop=False, top_k=5 if key == 5 else None)
+    logits = torch.randn(4, VOCAB)
+    hosted.step(dict.fromkeys(range(6), logits))
+    hosted.step(dict.fromkeys((0, 3, 4), logits))
+    assert calls == [5, 1, 3]
+    left = hosted.state(3)
+    for key in (0, 1, 2, 5, 4):
+        hosted.close(key)
+    assert hosted.state(3).canvas[:, :12].equal(left.canvas[:, :12]) and hosted.state(3).batch == 1
+    hosted.discard(3)
+    hosted.discard(3)
+    assert 3 not in hosted and len(hosted) == 0 and not hosted._groups
+
+
+def test_the_model_s_last_block_may_be_cut_off() -> None:
+    hosted = Hosted("threshold", dataclasses.replace(FACTS, max_length=10))
+    for key in range(2):
+        hosted.open(key, [1, 2, 3, 4, 5, 6, 7, 8 + key], 1 + key)
+        start, tokens = hosted.window(key)
+        assert (start, tokens.tolist()) == (8, [MASK] * 2)
+    done = hosted.step(dict.fromkeys(range(2), 9.0 * torch.nn.functional.one_hot(torch.tensor([7, 7]), VOCAB)))
+    assert [done[key].tokens.tolist() for key in range(2)] == [[7, 7]] * 2
+    assert [hosted.answer(key) for key in range(2)] == [[7], [7, 7]]
 
 
 def by_hand(logits: list[Tensor], threshold: float) -> list[list[int]]:
@@ -271,7 +307,7 @@ def test_bad_input_is_named_before_anything_happens() -> None:
         (("cache", "dual"),): "cache='dual' has no meaning for a row inside an engine",
         (("guidance_scale", 2.0),): "guidance_scale=2.0 has no meaning",
         (("stop_strings", "x"),): "stop_strings='x' has no meaning",
-        (("steps", 0),): "steps=0 must be an integer of at least 1",
+        (("steps", 0),): "steps=0 must be an integer from 1",
         (("block_length", 8),): "block_length=8 is longer than the engine's block of 4",
         (("block_length", 3),): "block_length=3 does not fit",
         (("stop", paradec.Prophet()),): r"stop=Prophet\(.* reads the logits behind the open block",
