@@ -169,7 +169,7 @@ class Hosted:
             with _plain():
                 group.make_room(MOST_ROWS, 0, max(group.width, state.extent(np.zeros(1, np.int64))))
         with _plain():
-            row.group.enter(row, state, self._answering)  # type: ignore[arg-type] # what takes a slot is no ticket here
+            row.group.enter(row, state, self._answering)  # type: ignore[arg-type] # a ticket elsewhere
         self._rows[key] = row
 
     def close(self, key: Hashable) -> None:
@@ -189,8 +189,7 @@ class Hosted:
                 self.close(key)
 
     def _leave(self, row: _Row) -> None:
-        group = row.group
-        slot = group.tickets.index(row)  # type: ignore[arg-type]
+        group, slot = row.group, row.slot
         group.tickets[slot] = None
         if not group.occupied:
             self._groups.remove(group)
@@ -276,10 +275,10 @@ class Hosted:
         self._sweep()
         for key, given in logits.items():
             self._check(key, given)
-        found = {}
+        found: dict[Hashable, Stepped] = {}
         with _plain():
             for group in self._groups:
-                keys = {group.tickets.index(self._rows[key]): key for key in logits if self._rows[key].group is group}  # type: ignore[arg-type]
+                keys = {self._rows[key].slot: key for key in logits if self._rows[key].group is group}
                 stepped = self._together(group.state, {slot: logits[keys[slot]] for slot in sorted(keys)})
                 found |= {keys[slot]: each for slot, each in stepped.items()}
                 for slot, each in stepped.items():
@@ -348,7 +347,7 @@ class Hosted:
     def _place(self, key: Hashable) -> tuple[MaskedState, int]:
         """The state that has a row, and the row's number in it."""
         row = self._row(key)
-        return row.group.state, row.group.tickets.index(row)  # type: ignore[arg-type]
+        return row.group.state, row.slot
 
     def _running(self, key: Hashable) -> tuple[MaskedState, int]:
         if self._row(key).done:
@@ -370,6 +369,11 @@ class _Row:
 
     group: Group
     done: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Its number in the state."""
+        return self.group.tickets.index(self)  # type: ignore[arg-type] # what holds a slot is a ticket elsewhere
 
 
 class _Answering:
