@@ -77,6 +77,9 @@ class Stepped:
 class Hosted:
     """The rows of one sampler and one model that an engine evaluates. Any number of rows, by keys of the engine's.
 
+    A row is one that `paradec.generate` is given alone: equal prompts with equal seeds draw alike, so give each its own
+    seed. It belongs to one thread at a time.
+
     Args:
         sampler: a masked sampler, its name, or several that are joined ("credit+localleap").
         facts: of the model that the engine runs: mask id, topology, block length, where logits stand.
