@@ -211,16 +211,17 @@ def test_draws_are_those_of_seed_request_and_place() -> None:
 
 def test_parts_of_a_block() -> None:
     """Shorter blocks within the engine's, with a schedule: the prompt may reach into the later ones."""
-    for given, forwards in (([], 5), ([1], 5), ([1, 2], 3), ([1, 2, 3], 2)):
-        algorithm = made("ParadecLowConfidence", True, block_length=2, steps=4)
-        batch = batch_of([given + [MASK] * (4 - len(given))], ["a"], [8])
-        states, seen = algorithm.init_step_state(batch), []
-        while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
-            seen.append(batch.input_ids.tolist())
-        assert len(seen) + 1 <= forwards <= algorithm.max_steps(4)
-        assert seen[-1] == given + [9] * (4 - len(given))
-        left = [ids[:2].count(MASK) for ids in seen]
-        assert all(ids[2:].count(MASK) == min(2, 4 - len(given)) for ids, n in zip(seen, left) if n)
+    for steps in (2, 4):  # of the whole block, half of them for each part
+        for given in ([], [1], [1, 2], [1, 2, 3]):
+            algorithm = made("ParadecLowConfidence", True, block_length=2, steps=steps)
+            batch = batch_of([given + [MASK] * (4 - len(given))], ["a"], [8])
+            states, seen = algorithm.init_step_state(batch), []
+            while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
+                seen.append(batch.input_ids.tolist())
+            masks = [min(2, 4 - len(given)), max(0, 2 - len(given))]  # of the later part, of the first
+            assert len(seen) == sum(min(steps // 2, left) for left in masks) <= algorithm.max_steps(4) - 1
+            assert seen[-1] == given + [9] * (4 - len(given))
+            assert all(ids[2:].count(MASK) == masks[0] for ids in seen if MASK in ids[:2])
 
 
 def test_logits_that_are_not_finite_name_the_request() -> None:
