@@ -443,6 +443,16 @@ class MaskedState(CanvasState, State):
         self.commits += 1
         self._moved()
 
+    def let_run(self, rows: np.ndarray) -> None:
+        """Let `rows` [N] alone take part in the next steps, and the others stand still. For hosts that have not the
+        logits of all rows: none of them may be done, and who stands still is theirs to remember."""
+        running = np.zeros(self.batch, bool)
+        running[rows] = True
+        if (running != self.running).any():
+            self.running = running
+            self.commits += 1
+            self._moved()
+
     def final(self, rows: np.ndarray) -> np.ndarray:
         undecided = self.undecided[torch.as_tensor(rows, device=self.canvas.device)].cpu().numpy()
         undecided &= np.arange(undecided.shape[1]) < self.end[rows, None]
