@@ -36,9 +36,7 @@ AttentionName = Annotated[str | None, typer.Option("--attention", help="dense or
 AttentionSettings = Annotated[
     list[str] | None, typer.Option("--attention-set", metavar="NAME=VALUE", help="A setting of the attention.")
 ]
-TokensPerForward = Annotated[
-    float, typer.Option(help="Of each row, as `paradec generate` and `paradec compare` report it.")
-]
+TokensPerForward = Annotated[float, typer.Option(help="Positions of a row that a step makes final, on average.")]
 Price = Annotated[float | None, typer.Option("--price-per-hour", help="Of one device, in any currency.")]
 Block = Annotated[int | None, typer.Option(help="Positions of a block; the model's own by default.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; the checkpoint's by default.")]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import paradec.attention as attention_methods
@@ -13,9 +11,10 @@ from paradec.attention.sparsed import SparseD
 from paradec.caches.base import STORE_DTYPES, Cache
 from paradec.caches.table import REFUSED, verdict
 from paradec.checks import check_int, check_number, shown
-from paradec.estimation.costs import Memory, Parts, forward_cost, memory_of
+from paradec.estimation.costs import Parts, forward_cost, memory_of
 from paradec.estimation.courses import Evaluation, causal_course, masked_course
 from paradec.estimation.devices import ITEM_BYTES, PROBED, Device, check_dtype, published
+from paradec.estimation.result import Estimate, Step
 from paradec.estimation.shapes import Shape, shape_of
 
 LONGEST = 2**20
@@ -23,80 +22,6 @@ LONGEST = 2**20
 MOST_NEW = 2**16
 """Tokens of an answer; every step is followed."""
 MOST_ROWS = 2**20
-
-
-@dataclass(frozen=True)
-class Step:
-    """The forwards of one kind, of a whole answer."""
-
-    kind: str
-    """"whole" (every position of the rows) or "part" (over a store)."""
-    count: int
-    """How many there are."""
-    positions: float
-    """Evaluated of each row, on average."""
-    parts: Parts
-    """Seconds of one of them, on average."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What decoding a batch takes: a calculation, nothing was run (but for the probe of this machine).
-
-    `str()` of it is the report that the command prints, at most 80 columns wide.
-    """
-
-    model: str
-    parameters: int
-    active_parameters: int
-    """Weights that one token is multiplied with."""
-    device: str
-    measured: bool
-    """Whether a probe measured the device; else times follow from published peaks, and are bounds."""
-    dtype: str
-    batch: int
-    prompt: int
-    answer: int
-    block: int
-    """Positions of a block; of causal models the tokens that a forward verifies."""
-    cache: str
-    attention: str
-    group: int
-    efficiency: float
-    tokens_per_forward: float
-    """Of each row, as it comes out: a step stays in its block."""
-    forwards: int
-    """Per answer."""
-    steps: tuple[Step, ...]
-    """Those that evaluate whole rows first."""
-    step: Parts
-    """Seconds of a step, over all of them."""
-    seconds: float
-    """Until the batch's answers are there."""
-    tokens_per_second: float
-    """Of all rows together."""
-    memory: Memory
-    """On each device."""
-    largest_batch: int
-    """Rows that fit; 0 where not even one does."""
-    price_per_hour: float | None
-    """Of one device, in whatever currency it was given."""
-    cost_per_million: float | None
-    """Of a million tokens, for the whole group; None without a price."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, with what the numbers are."""
-        origin = "rates that a probe measured" if self.measured else "published peaks: a bound, where efficiency is 1"
-        said = {"what": f"a calculation from {origin}"}
-        memory = dataclasses.asdict(self.memory) | {"total": self.memory.total, "fits": self.memory.fits}
-        steps = [dataclasses.asdict(step) | {"seconds": step.parts.total} for step in self.steps]
-        step = dataclasses.asdict(self.step) | {"total": self.step.total}
-        return said | dataclasses.asdict(self) | {"steps": steps, "step": step, "memory": memory}
-
-    def __str__(self) -> str:
-        from paradec.estimation.report import report
-
-        return report(self)
 
 
 def estimate(
@@ -132,8 +57,8 @@ def estimate(
         prompt, answer: tokens of each row.
         cache: a name, or a cache with its settings. Causal models keep their own.
         attention: "sparsed", or one with its settings; None attends to everything.
-        tokens_per_forward: of each row, on average; `paradec.generate` and `paradec compare` measure it. At most
-            `block`.
+        tokens_per_forward: positions of a row that a step makes final, on average, from 1 to `block`. (What
+            `paradec compare` reports leaves out what stands behind the end of an answer; here there is none.)
         price_per_hour: of one device.
         block: positions of a block; None is the model's own default (32 for LLaDA, the whole answer for Dream). Of a
             causal model the tokens that a forward verifies, 1 by default.
@@ -152,14 +77,14 @@ def estimate(
     ):
         check_int(name, value, low=1, high=high)
     check_int("block", block, low=1, none=True)
-    check_number("tokens_per_forward", tokens_per_forward, low=0, high=MOST_NEW, open_low=True)
+    check_number("tokens_per_forward", tokens_per_forward, low=1, high=MOST_NEW)
     check_number("efficiency", efficiency, low=0, high=1, open_low=True)
     check_number("price_per_hour", price_per_hour, low=0, none=True)
     if dtype is not None:
         check_dtype(dtype)
     sparse = _attention(attention)
     plan = _cache(cache)
-    found = None if device == PROBED else device if isinstance(device, Device) else _published(device)
+    found = _device(device)
     shape = shape_of(config_or_model)
     dtype = dtype or shape.dtype or "bfloat16"
     check_dtype(dtype)
@@ -213,7 +138,7 @@ def estimate(
         seconds=total.total,
         tokens_per_second=speed,
         memory=memory_of(shape, found, dtype, batch, *sizes),
-        largest_batch=max(0, int(room // (two.total - one.total))),
+        largest_batch=int(max(0.0, min(MOST_ROWS, room / (two.total - one.total)))),
         price_per_hour=price_per_hour,
         cost_per_million=None if price_per_hour is None else price_per_hour * group / 3600 / speed * 1e6,
     )
@@ -232,10 +157,13 @@ def _steps(course: Counter[Evaluation], times: dict[Evaluation, Parts]) -> tuple
     return tuple(found)
 
 
-def _published(device: Any) -> Device:
+def _device(device: Any) -> Device | None:
+    """The device; None for this machine's processor, which is probed once all else is known to be right."""
+    if isinstance(device, Device):
+        return device
     if not isinstance(device, str):
         raise TypeError(f"device={shown(device)} must be a name or a paradec.estimation.devices.Device")
-    return published(device)
+    return None if device.lower() == PROBED else published(device)
 
 
 def _cache(cache: Any) -> Any:

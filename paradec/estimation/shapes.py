@@ -179,7 +179,7 @@ def shape_of(source: Any) -> Shape:
     from paradec.checks import check_model
 
     if hasattr(source, "facts") and hasattr(source, "module"):
-        check_model("estimate", source, ("text", "codes"))
+        check_model("estimate", source, ("text",))
         config, facts = getattr(source.module, "config", None), source.facts
         if config is None:
             raise ValueError(f"{facts.name} has no configuration to read its sizes from; give estimate a config.json")

@@ -1,13 +1,88 @@
-"""What `print(paradec.estimate(...))` and the command show: at most 80 columns, wherever it goes."""
+"""What an estimate says, as data and in words: at most 80 columns, wherever it is printed."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
+from dataclasses import dataclass
+from typing import Any
 
-from paradec.estimation.estimate import Estimate
+from paradec.estimation.costs import Memory, Parts
 
 WIDTH = 80
 NAMES = ("weights", "store", "attention", "head", "statistics", "activations", "communication", "overhead")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The forwards of one kind, of a whole answer."""
+
+    kind: str
+    """"whole" (every position of the rows) or "part" (over a store)."""
+    count: int
+    """How many there are."""
+    positions: float
+    """Evaluated of each row, on average."""
+    parts: Parts
+    """Seconds of one of them, on average."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What decoding a batch takes: a calculation, nothing was run (but for the probe of this machine).
+
+    `str()` of it is the report that the command prints, at most 80 columns wide.
+    """
+
+    model: str
+    parameters: int
+    active_parameters: int
+    """Weights that one token is multiplied with."""
+    device: str
+    measured: bool
+    """Whether a probe measured the device; else times follow from published peaks, and are bounds."""
+    dtype: str
+    batch: int
+    prompt: int
+    answer: int
+    block: int
+    """Positions of a block; of causal models the tokens that a forward verifies."""
+    cache: str
+    attention: str
+    group: int
+    efficiency: float
+    tokens_per_forward: float
+    """Of each row, as it comes out: a step stays in its block."""
+    forwards: int
+    """Per answer."""
+    steps: tuple[Step, ...]
+    """Those that evaluate whole rows first."""
+    step: Parts
+    """Seconds of a step, over all of them."""
+    seconds: float
+    """Until the batch's answers are there."""
+    tokens_per_second: float
+    """Of all rows together."""
+    memory: Memory
+    """On each device."""
+    largest_batch: int
+    """Rows that fit; 0 where not even one does."""
+    price_per_hour: float | None
+    """Of one device, in whatever currency it was given."""
+    cost_per_million: float | None
+    """Of a million tokens, for the whole group; None without a price."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, with what the numbers are."""
+        origin = "rates that a probe measured" if self.measured else "published peaks: a bound, where efficiency is 1"
+        said = {"what": f"a calculation from {origin}"}
+        memory = dataclasses.asdict(self.memory) | {"total": self.memory.total, "fits": self.memory.fits}
+        steps = [dataclasses.asdict(step) | {"seconds": step.parts.total} for step in self.steps]
+        step = dataclasses.asdict(self.step) | {"total": self.step.total}
+        return said | dataclasses.asdict(self) | {"steps": steps, "step": step, "memory": memory}
+
+    def __str__(self) -> str:
+        return report(self)
 
 
 def report(found: Estimate) -> str:
