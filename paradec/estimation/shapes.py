@@ -207,7 +207,9 @@ def _of_name(name: str) -> Shape:
             "asks no hub"
         )
     folder, file = (name, "config.json") if os.path.isdir(name) else os.path.split(name)
-    return _of_json(read_json(folder or ".", file, None, required=True), os.path.basename(os.path.abspath(name)), name)
+    folder = os.path.abspath(folder)
+    called = os.path.basename(folder) if file == "config.json" else os.path.splitext(file)[0]
+    return _of_json(read_json(folder, file, None, required=True), called, folder)
 
 
 def _of_json(config: Mapping[str, Any], name: str, source: str) -> Shape:
