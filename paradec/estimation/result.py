@@ -129,8 +129,8 @@ def caveat(found: Estimate) -> str:
         )
     if found.efficiency == 1:
         return (
-            "This is a calculation from published peaks, and a bound: nothing was run. Published runs reach between a "
-            "seventh and two thirds of it (docs/performance.md); --efficiency takes a share."
+            "This is a calculation from published peaks, and a bound: nothing was run. Published runs reach 15 to "
+            "67 % of it (docs/performance.md); an efficiency takes a share."
         )
     return (
         f"This is a calculation from published peaks, of which {found.efficiency:.0%} are taken as reached. Nothing "
