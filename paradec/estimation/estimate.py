@@ -97,10 +97,15 @@ def estimate(
     _check_device(found, dtype, group)
 
     causal = shape.topology == "causal"
+    # block-causal models decode whole blocks; what lies behind the answer is thrown away
+    unit = shape.block_length or 1 if shape.topology == "block_causal" else 1
+    decided = answer + -(prompt + answer) % unit
+    if shape.max_length is not None:
+        decided = min(decided, shape.max_length - prompt)
     if causal:
         course = causal_course(prompt, answer, width, tokens_per_forward)
     else:
-        course = masked_course(shape, plan, sparse, prompt, answer, width, tokens_per_forward)
+        course = masked_course(shape, plan, sparse, prompt, decided, width, tokens_per_forward)
     stores = causal or plan.uses_store
     kept = getattr(plan, "store_dtype", None) if stores else None
     times = {
@@ -112,7 +117,7 @@ def estimate(
     total = sum((times[each].scaled(count) for each, count in course.items()), Parts())
 
     largest, wanted = max(each.positions for each in course), max(each.wanted for each in course)
-    sizes = (prompt + answer, largest, wanted, group, stores, kept)
+    sizes = (prompt + decided, largest, wanted, group, stores, kept)
     one, two = (memory_of(shape, found, dtype, rows, *sizes) for rows in (1, 2))
     room = one.available - one.weights
     speed = batch * answer / total.total
@@ -131,7 +136,7 @@ def estimate(
         attention="dense" if sparse is None else sparse.name,
         group=group,
         efficiency=efficiency,
-        tokens_per_forward=answer / forwards,
+        tokens_per_forward=decided / forwards,
         forwards=forwards,
         steps=steps,
         step=total.scaled(1 / forwards),
@@ -215,10 +220,19 @@ def _block(shape: Shape, block: int | None, answer: int, tokens_per_forward: flo
     """Positions of a block.
 
     Raises:
-        ValueError: fewer than the tokens that a forward decides.
+        ValueError: fewer than the tokens that a forward decides, or blocks that are not those of the model.
     """
-    default = 1 if shape.topology == "causal" else shape.default_block_length or answer
-    width = min(default if block is None else block, answer)
+    own = shape.block_length
+    default = 1 if shape.topology == "causal" else shape.default_block_length or own or answer
+    width = default if block is None else block
+    if shape.topology == "block_causal" and own is not None:
+        if own % width and width % own:
+            raise ValueError(
+                f"block={width} does not fit {shape.name}, which was trained with blocks of {own}: give one that "
+                "divides it, or a multiple"
+            )
+    else:
+        width = min(width, answer)
     if tokens_per_forward > width:
         raise ValueError(
             f"tokens_per_forward={tokens_per_forward:g} is more than a forward can decide: block={width} tokens"

@@ -120,3 +120,23 @@ def test_following_changes_no_numbers_of_the_caller() -> None:
     before = torch.random.get_rng_state()
     masked_course(shape_of("LLaDA-8B"), paradec.caches.create("dkv_greedy"), None, 64, 64, 32, 2)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["none", "block", "hierarchical", "dual", "prefix", "vicinity", "dkv_prefill"])
+def test_prompts_may_end_inside_a_block(name: str) -> None:
+    """Of a block-causal model, whose blocks count from 0; a sampler without a schedule decides a token a step."""
+    model, cache = tiny(2, "block_causal"), paradec.caches.create(name)
+    out = paradec.generate(
+        model,
+        [PROMPT],
+        sampler=paradec.samplers.create("threshold", threshold=1.0),
+        cache=cache,
+        max_new_tokens=ANSWER,
+        eos_early_stop=False,
+    )
+    assert out.cost is not None
+    said = paradec.estimate(model, cache=cache, prompt=len(PROMPT), answer=ANSWER, dtype="float32")
+    positions = sum(step.positions * step.count for step in said.steps)
+    # two positions more fill the last block
+    assert (said.forwards, positions) == (out.nfe, pytest.approx(out.cost.forwarded_tokens[0])) and out.nfe == 18
+    assert said.memory.store == (0 if name == "none" else out.cost.store_bytes / 2)  # float64 there

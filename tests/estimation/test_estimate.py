@@ -59,6 +59,8 @@ def test_wrong_arguments_are_named_before_anything_is_measured(arguments: dict[s
 
 
 def test_what_does_not_go_together() -> None:
+    with pytest.raises(ValueError, match="block=24 does not fit LLaDA2.0-mini, which was trained with blocks of 32"):
+        estimate("LLaDA2.0-mini", block=24)
     with pytest.raises(
         ValueError, match="attention='sparsed' is for full attention, and LLaDA2.0-mini is block-causal"
     ):
