@@ -130,7 +130,7 @@ def masked_course(
     while True:
         size = int(course.remaining[0])
         due = round((int(course.decided[0]) + size) / tokens_per_forward)
-        steps = max(1, min(size, due - taken))
+        steps = max(1, due - taken)
         for step in range(steps):
             count = (step + 1) * size // steps - step * size // steps
             kind, positions, seen = course.evaluated(count)

@@ -83,6 +83,9 @@ def test_answers_take_as_many_steps_as_their_tokens_say(accepted: float) -> None
     # a block takes whole steps: between 400 / 4 blocks of one step and 400 of a token each
     assert sum(found.values()) == pytest.approx(400 / accepted, abs=1)
     assert sum(count for each, count in found.items() if each.kind == "whole") == 100
+    # a block of one token takes a step of its own, however many a step decides elsewhere
+    short = masked_course(shape_of(tiny(2)), paradec.caches.create("dual"), None, 5, 9, 4, 4)
+    assert sum(short.values()) == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"select": 0.5, "block_size": 4, "skip": 0.5}, {"dense_steps": 3}])
