@@ -376,17 +376,17 @@ def rendered() -> dict[str, str]:
             "jacobi": jacobi_table(jacobi),
             "jacobi_verification": verification_table(jacobi),
         },
-        "docs/performance.md": {
-            "estimate": estimate_table(_result("estimate")),
-            "estimate_published": estimate_published_table(_result("estimate_published")),
-            "estimate_daily": estimate_daily_table(_result("estimate_daily")),
-        },
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {
             "compare": compare_table(compare, True),
             "antibody": antibody_table(antibody, True),
             "digits": digits_table(digits, short=True),
             "settings": settings_table(),
+        },
+        "docs/performance.md": {
+            "estimate": estimate_table(_result("estimate")),
+            "estimate_published": estimate_published_table(_result("estimate_published")),
+            "estimate_daily": estimate_daily_table(_result("estimate_daily")),
         },
     }
     found = {}
