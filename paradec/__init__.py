@@ -22,6 +22,7 @@ from paradec import attention, caches, moved, samplers
 if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
     from paradec.blocks import AdaptiveBlocks, FixedBlocks
+    from paradec.estimation.estimate import estimate
     from paradec.generate import Output, generate, infill
     from paradec.hf import hf_generate
     from paradec.hooks.session import accelerate
@@ -56,6 +57,7 @@ __all__ = [
     "attention",
     "caches",
     "decode",
+    "estimate",
     "generate",
     "generate_images",
     "generate_many",
@@ -80,6 +82,7 @@ LATER = {
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
     "accelerate": "paradec.hooks.session",
     "decode": "paradec.protocol",
+    "estimate": "paradec.estimation.estimate",
     "generate": "paradec.generate",
     "generate_images": "paradec.images",
     "generate_many": "paradec.many",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def load(
         return diffusion_gemma.load_diffusion_gemma(
             source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **for_text
         )
-    of_masks = _known_family(config) is not None or config.get("model_type") in [*REFUSED]
+    of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
     return read(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
 
@@ -282,7 +283,7 @@ def _quantised(source: str, config: dict[str, Any], hf_config: Any) -> bool:
     return True
 
 
-def _known_family(config: dict[str, Any]) -> Family | None:
+def known_family(config: Mapping[str, Any]) -> Family | None:
     """The masked family that config.json is of, by its model_type or its architecture."""
     model_type = config.get("model_type")
     if model_type == "llada" and llada_moe.is_llada_moe(config):
@@ -294,7 +295,7 @@ def _known_family(config: dict[str, Any]) -> Family | None:
 
 def _family(source: str, config: dict[str, Any]) -> Family:
     """Raises CheckpointError: a model_type that `load` does not read."""
-    model_type, known = config.get("model_type"), _known_family(config)
+    model_type, known = config.get("model_type"), known_family(config)
     if known is not None:
         return known
     if isinstance(model_type, str) and model_type in REFUSED:
