@@ -71,7 +71,7 @@ class Ranks:
         """Model calls that have begun here."""
         self.broken: str | None = None
         """Why this rank left a call in its middle, where it did: the others may wait there."""
-        self._board = Board(next_name())
+        self._board = Board(_next(1))
         self._answers = hashlib.blake2b(digest_size=16)
         self._thread: weakref.ref[threading.Thread] | None = None
 
@@ -367,7 +367,7 @@ class Plan:
         if processes() == 1:
             return read()
         start_group(self.timeout)
-        self._board = Board(f"loading {next_name()}")
+        self._board = Board(_next(0))
         try:
             model = read()
             ranks = of_module(model.module)
@@ -431,19 +431,25 @@ class Plan:
 
 
 def start_group(timeout: float) -> None:
-    """Begin the process group, where the program has not: NCCL on GPUs, each process with its own, else gloo."""
+    """Begin the process group, where the program has not: NCCL on GPUs, each process with its own, else gloo. One that
+    was begun here waits so long from now on."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    if dist.is_initialized():
-        return
     wait = timedelta(seconds=timeout)
+    if dist.is_initialized():
+        if _begun and dist.group.WORLD is _begun[-1]():
+            _set_pg_timeout(wait)
+        return
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != "cuda":
         dist.init_process_group("gloo", timeout=wait)
+        _begun.append(weakref.ref(dist.group.WORLD))
         return
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.accelerator.set_device_index(index)
     dist.init_process_group("nccl", timeout=wait, device_id=torch.device("cuda", index))
+    _begun.append(weakref.ref(dist.group.WORLD))
 
 
 def cuts_heads(plan: Mapping[str, str]) -> bool:
@@ -452,8 +458,11 @@ def cuts_heads(plan: Mapping[str, str]) -> bool:
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, Ranks] = weakref.WeakKeyDictionary()
-_names = 0
 _lock = threading.Lock()
+_begun: list[Any] = []
+"""The process groups that were begun here."""
+_made = [0, 0]
+"""How often a model was read, and how many modules were met since: the same on all ranks, also where one has failed."""
 
 
 def of_module(module: nn.Module) -> Ranks | None:
@@ -467,11 +476,10 @@ def of_module(module: nn.Module) -> Ranks | None:
     return found
 
 
-def next_name() -> str:
-    """A name for what ranks make in the same order: the count of those before."""
-    global _names
-    _names += 1
-    return str(_names)
+def _next(kind: int) -> str:
+    """A name for what ranks make in the same order: 0 for a model that is read, 1 for a module that is met."""
+    _made[kind:] = [_made[kind] + 1, *[0] * (1 - kind)]
+    return ".".join(map(str, _made))
 
 
 def is_of_the_group(error: BaseException) -> bool:
