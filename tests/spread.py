@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from places import GOLDEN, ROOT, TESTS
+from places import GOLDEN, TESTS
 
 import paradec
 from paradec.models.adapter import Model
@@ -43,7 +43,8 @@ def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(TESTS / "spread.py"), check, str(size), folder, json.dumps(arguments)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+        package = Path(paradec.__file__).parent.parent
+        environment |= {"PYTHONPATH": os.pathsep.join([str(package), str(TESTS)]), "OMP_NUM_THREADS": "1"}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, text=True, env=environment, start_new_session=True, **streams)
         try:
@@ -58,6 +59,8 @@ def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 
 def main(check: str, size: str, folder: str, arguments: str) -> int:
     """Fork the processes; how many of them failed."""
     torch.set_num_threads(1)
+    import torch.distributed.tensor
+    import transformers.distributed.tensor_parallel
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (once, for all)
@@ -162,7 +165,7 @@ def differences(rank: int, folder: str) -> dict[str, Any]:
     reference = {"sampler": "low_confidence", "prompt": PROMPTS[:1], "rng": "reference", "seed": None, "cache": "none"}
     found["reference"] = asked(**reference).new_tokens.tolist()
     many = list(paradec.generate_many(model, [PROMPTS[0], [5, 6 + rank]], batch_size=2, **REQUEST))
-    found["many"] = [refused(lambda: (_ for _ in ()).throw(out.error)) if out.error else "" for out in many]
+    found["many"] = ["" if out.error is None else f"{type(out.error).__name__}: {out.error}" for out in many]
     found["copy"] = refused(lambda: copy.deepcopy(model))
     found["save"] = refused(lambda: model.save_pretrained(Path(folder, f"saved-{rank}")))
     in_thread: list[str] = []
@@ -177,6 +180,13 @@ def differences(rank: int, folder: str) -> dict[str, Any]:
     os.sysconf = sysconf
     found["again"] = asked().new_tokens.tolist()
     found["embeddings"] = list(model.token_embeddings().shape)
+
+    def changing(state: Any, commit: Any) -> None:
+        if rank and state.done:
+            state.canvas[2, -1] += 1
+
+    again = paradec.load(source, dtype="float64", tp_plan="auto", tp_timeout=2.5)
+    found["tokens"] = refused(lambda: paradec.generate(again, PROMPTS, **REQUEST, callback=changing))
 
     def failing(state: Any, commit: Any) -> None:
         if rank:

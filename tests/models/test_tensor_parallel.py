@@ -142,6 +142,11 @@ def test_a_rank_that_fails_is_named_to_the_others(short: list[Any]) -> None:
         assert all("\n" not in text for text in rank.values() if isinstance(text, str))
 
 
+def test_other_tokens_are_noticed(short: list[Any]) -> None:
+    for rank in short:
+        assert rank["differences"]["tokens"].startswith("RankError: rank 1 has decoded other tokens than rank 0")
+
+
 def test_memory_is_asked_of_all(short: list[Any]) -> None:
     first, second = (rank["differences"]["memory"] for rank in short)
     assert second.startswith("ValueError: the key/value store of 3 x 22 positions would take")
