@@ -59,7 +59,6 @@ def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 
 def main(check: str, size: str, folder: str, arguments: str) -> int:
     """Fork the processes; how many of them failed."""
     torch.set_num_threads(1)
-    import torch.distributed.tensor
     import transformers.distributed.tensor_parallel
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2
