@@ -149,8 +149,10 @@ def test_other_tokens_are_noticed(short: list[Any]) -> None:
 
 def test_memory_is_asked_of_all(short: list[Any]) -> None:
     first, second = (rank["differences"]["memory"] for rank in short)
-    assert second.startswith("ValueError: the key/value store of 3 x 22 positions would take")
-    assert first.startswith("ValueError: rank 1: the key/value store of 3 x 22 positions would take")
+    # 2 (keys, values) x 3 layers x 3 rows x 23 slots x 2 heads of 4 x 32 numbers of 8 bytes
+    text = "the key/value store of 3 x 22 positions would take 207.0 KiB, more than this machine's memory (4.0 KiB)"
+    assert second.startswith(f"ValueError: {text}")
+    assert first.startswith(f"ValueError: rank 1: {text}")
 
 
 def test_what_a_spread_model_cannot(short: list[Any]) -> None:
