@@ -374,7 +374,8 @@ class Plan:
             if ranks is None:
                 raise ValueError(f"{model.facts.name} was read whole: nothing in it follows tp_plan")
             ranks.timeout = self.timeout
-            self._meet("the model", digest([repr(model.facts), model.default_max_new_tokens, _shapes(model.module)]))
+            facts = repr(replace(model.facts, name="model"))  # folders may be called otherwise elsewhere
+            self._meet("the model", digest([facts, model.default_max_new_tokens, _shapes(model.module)]))
         except BaseException as error:
             self._board.leave(torch.distributed.get_rank(), error, for_good=True)
             raise
@@ -415,7 +416,8 @@ class Plan:
                         f"processes; it can among {fitting}"
                     )
         if self._board is not None:
-            self._meet("the weights", digest([config.to_dict(), self.styles]))
+            said = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+            self._meet("the weights", digest([said, self.styles]))
         return DistributedConfig(tp_plan=self.styles, tp_size=size)
 
     def _meet(self, what: str, mine: str) -> None:
@@ -466,9 +468,19 @@ _made = [0, 0]
 
 
 def of_module(module: nn.Module) -> Ranks | None:
-    """The ranks that a module is spread over, the same for all its wraps; None for one that is whole."""
-    if (getattr(module, "_tp_size", None) or 1) < 2:
+    """The ranks that a module is spread over, the same for all its wraps; None for one that is whole.
+
+    Raises:
+        ValueError: it is spread over some of the processes, and the others have more of it, or another copy.
+    """
+    size = getattr(module, "_tp_size", None) or 1
+    if size < 2:
         return None
+    if size != processes():
+        raise ValueError(
+            f"{type(module).__name__} is spread over {size} of {processes()} processes (tp_size): spread it over all, "
+            "or start a program for each copy"
+        )
     with _lock:
         found = _known.get(module)
         if found is None:

@@ -221,6 +221,17 @@ def test_heads_that_cannot_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Plan("auto", 1).layout(config, "x").tp_plan == "auto"
 
 
+def test_a_copy_for_some_of_the_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16)
+    )
+    module._tp_size = 2  # as transformers leaves it
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is spread over 2 of 4 processes"):
+        paradec.wrap(module)
+
+
 def test_one_process_of_torchrun_has_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
