@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
@@ -125,6 +126,9 @@ class Batch:
         self._check(self.request)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
+        self._ranks = getattr(model, "ranks", None)
+        if self._ranks is not None:
+            self.request = self._ranks.agreed("a batch", self.request)
         self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._waiting: deque[Ticket] = deque()
         self._groups: list[Group] = []
@@ -189,6 +193,8 @@ class Batch:
         prompts = ticket.prompts
         if len(prompts.rows) != 1:
             raise ValueError(f"prompt holds {len(prompts.rows)} rows; add them one by one")
+        if self._ranks is not None:
+            ticket.request = self._ranks.agreed("a prompt", ticket.request, prompts)
         identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
         key = hashlib.blake2b(identity, digest_size=16).digest()
         with self._changed:
@@ -207,6 +213,8 @@ class Batch:
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a prompt back; the next step ends it with the error `Cancelled`. False if it has ended already."""
+        if self._ranks is not None:
+            self._ranks.meet("the end of a prompt", {"prompt": str(ticket.number)})
         with self._changed:
             if ticket.done:
                 return False
@@ -256,7 +264,8 @@ class Batch:
 
     def step(self) -> list[Ticket]:
         """Let in the prompts that fit, take one step of every group, and return the tickets that have ended since."""
-        with self._stepping, torch.inference_mode():
+        together = nullcontext() if self._ranks is None else self._ranks.request()
+        with self._stepping, together, torch.inference_mode():
             with held_back():
                 self._cancel()
             self._admit()
@@ -482,6 +491,8 @@ class Batch:
 
     def _end(self, ticket: Ticket, output: Output) -> None:
         output.index, output.id = ticket.number, ticket.id
+        if self._ranks is not None:
+            self._ranks.note(output.sequences)
         if ticket.streamer is not None and ticket.sent is not None:
             try:
                 ticket.streamer.end()

@@ -201,6 +201,9 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
         prompts = prompts.repeated(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
+    ranks = getattr(model, "ranks", None)
+    if ranks is not None:
+        request = ranks.agreed("a request", request, prompts)
     state: TextState = method.start(model, prompts, request)
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=3)
@@ -210,7 +213,9 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     begin = time.perf_counter()
     watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
-        with state.freed_store(), watched as watcher, bar(request.progress, state, watcher) as after_commit:
+        together = nullcontext() if ranks is None else ranks.request()
+        shown = request.progress and (ranks is None or ranks.speaks)
+        with together, state.freed_store(), watched as watcher, bar(shown, state, watcher) as after_commit:
             loop(method, model, state, after_commit)
             kept = state.kept_prefix(model)
     except KeyboardInterrupt as interrupt:
@@ -223,6 +228,9 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
         torch.cuda.synchronize(state.canvas.device)
     output = output_of(model, state, prompts, time.perf_counter() - begin)
     output.prefix = kept
+    if ranks is not None:
+        ranks.note(output.sequences)
+        ranks.meet("the answer")
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     if race is None:

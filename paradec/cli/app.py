@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import paradec
-from paradec.cli import show
+from paradec.cli import ranks, show
 from paradec.cli.caches import caches
 from paradec.cli.chat import chat
 from paradec.cli.compare import compare
@@ -98,7 +98,7 @@ def _fail(error: Exception) -> int:
         raise error
     if debugging():
         traceback.print_exception(error)
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    ranks.report("error: " + " ".join(text.split()))
     return 2
 
 
@@ -118,6 +118,7 @@ def _main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
+    ranks.begin(context.invoked_subcommand)
     if version:
         typer.echo(f"paradec {paradec.__version__}")
     elif context.invoked_subcommand is None:

@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
-from paradec.cli import options, show
+from paradec.cli import options, ranks, show
 from paradec.cli.work import Work
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
 
@@ -85,12 +85,12 @@ class FileJob:
         together = max(1, size // work.answers)  # lines
         if parts:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
-        if self.before:
+        if self.before and ranks.speaks():
             write_lines(self.out, self.before.values())  # without the prompts that failed, which are tried again
         found, entries, code = show.Answers(single=False), [], 0
         raise_again()
         try:
-            with self.out.open("a", encoding="utf-8") as file, show.Bar() as bar:
+            with self._appended() as file, show.Bar() as bar:
                 for first in range(0, len(todo), together):
                     chunk = todo[first : first + together]
                     done, interrupted = self._decode(work, chunk, rows, size, bar, (first, len(todo)), found)
@@ -103,12 +103,16 @@ class FileJob:
                         break
         except KeyboardInterrupt:  # between two batches
             code = EXIT_CODE
-        if self.before:  # answers stand in the order of the prompts
+        if self.before and ranks.speaks():  # answers stand in the order of the prompts
             every = [*self.before.values(), *entries]
             write_lines(self.out, sorted(every, key=lambda entry: entry["line"]))
         failed = sum("error" in entry for entry in entries)
         self._tell(found, len(entries) - failed, failed, code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
+
+    def _appended(self) -> TextIO:
+        """Where answers go: of several processes that decode together, one writes them."""
+        return (self.out if ranks.speaks() else Path(os.devnull)).open("a", encoding="utf-8")
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
         """By line: its rows, numbered among those of all lines, so that a run that goes on draws as a whole one."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paradec.checks import check_int
-from paradec.cli import options, show
+from paradec.cli import options, ranks, show
 from paradec.cli.files import FileJob
 from paradec.cli.work import one_prompt, prepare
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
@@ -241,7 +241,7 @@ def print_answers(
                 if not first and not interrupted and greedy and repeats(batch, output):
                     bar.stop()
                     warnings.warn(show.EQUAL, stacklevel=1)
-                if trace is not None and output.trace is not None:
+                if trace is not None and output.trace is not None and ranks.speaks():
                     output.trace.save(trace)
     except KeyboardInterrupt:  # between two batches
         code = EXIT_CODE

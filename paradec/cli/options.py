@@ -15,6 +15,7 @@ import typer
 
 import paradec
 from paradec.checks import check_choice, check_text
+from paradec.cli import ranks
 
 # Declarations ----------------------------------------------------------------------------------------------------
 
@@ -88,6 +89,7 @@ def read_text(argument: str) -> str:
     Raises:
         ValueError: standard input is closed, or no text.
     """
+    ranks.check_prompt(argument)
     if argument != "-":
         return argument
     if sys.stdin is None:

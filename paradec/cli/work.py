@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import paradec
 from paradec.checks import check_int, check_model, check_text
-from paradec.cli import options, show
+from paradec.cli import options, ranks, show
 
 if TYPE_CHECKING:
     from paradec.generate import Output
@@ -69,7 +69,9 @@ class Work:
         new = self.request["max_new_tokens"]
         new = self.model.default_max_new_tokens if new is None else new
         branches = 1 if self.request["guidance_scale"] == 1 else 2
-        return rows_that_fit(self.model, max(map(len, asked.rows)) + new, branches)
+        rows = rows_that_fit(self.model, max(map(len, asked.rows)) + new, branches)
+        together = self.model.ranks
+        return rows if together is None else together.least("the size of a batch", rows)
 
     def try_start(self, asked: Prompts) -> None:
         """Raise what `run` would raise before it decodes: ValueError or TypeError for what does not go together."""
@@ -132,7 +134,7 @@ def prepare(
         answers = request.pop("num_return_sequences")
         check_options(function, request, answers)
         show.quiet_loading()
-        loaded = paradec.load(source, dtype=dtype, device=device)
+        loaded = paradec.load(source, dtype=dtype, **ranks.plan(device))
         from paradec.generate import MADE, own_defaults, sampler_on
         from paradec.request import DEFAULTS
 
@@ -142,7 +144,8 @@ def prepare(
             method = paradec.samplers.create(own)
         method = sampler_on(loaded, method)
         if drafter is not None:
-            small = load_draft_model(drafter, loaded, dtype=dtype, device=device)
+            place = device if loaded.ranks is None else str(loaded.device)
+            small = load_draft_model(drafter, loaded, dtype=dtype, device=place)
             method = dataclasses.replace(method, drafter=small, **late)
     if request["cache"] is not None and request["cache"].name == "none" and method.family != "masked":
         request["cache"] = None  # the store is their own
@@ -150,6 +153,8 @@ def prepare(
         import torch
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))
+        if loaded.ranks is not None:
+            request["seed"] = loaded.ranks.first("the seed", request["seed"])
     return Work(function, loaded, method, request, request.pop("chat", None), answers)
 
 

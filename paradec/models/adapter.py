@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paradec.models.calls import Call, Calling, Wrap, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.models.saving import Published, save
+from paradec.models.tensor_parallel import Ranks, of_module, whole
 from paradec.protocol import Query
 
 PADDED_ENCODERS = frozenset(
@@ -41,6 +42,8 @@ class Adapter:
     """
 
     module: nn.Module
+    ranks: Ranks | None = None
+    """The processes that the module is spread over (tensor parallel); None for one that is whole."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -72,6 +75,7 @@ class Adapter:
             said += [f"{facts.topology}{blocks}", f"{facts.vocab_size} tokens"]
             said += [] if facts.mask_token_id is None else [f"mask id {facts.mask_token_id}"]
         said += [f"{count_text(sum(p.numel() for p in module.parameters()))} parameters", f"{kind} on {self.device}"]
+        said += [] if self.ranks is None else [repr(self.ranks)]
         return f"{type(self).__name__}({getattr(facts, 'name', type(module).__name__)!r}: {', '.join(said)})"
 
 
@@ -127,6 +131,7 @@ class Model(Adapter):
         attn_implementation: str | None = None,
     ):
         super().__init__(module)
+        self.ranks = of_module(module)
         self.facts = facts
         self.tokenizer = tokenizer
         self.default_max_new_tokens = default_max_new_tokens
@@ -140,6 +145,8 @@ class Model(Adapter):
         self._wrap = self._wrapped()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.ranks is not None:
+            raise TypeError(f"{self.facts.name} is spread over processes, and can be neither copied nor pickled")
         # engines hold graphs and stores; what stands in for the wrap says whether there is one
         return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
 
@@ -196,7 +203,7 @@ class Model(Adapter):
 
     def token_embeddings(self) -> Tensor | None:
         """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
-        return getattr(_part(self.module, "get_input_embeddings"), "weight", None)
+        return whole(getattr(_part(self.module, "get_input_embeddings"), "weight", None))
 
     @property
     def has_head(self) -> bool:
@@ -253,7 +260,10 @@ class Model(Adapter):
                 return self(query, store)
         call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)
         with Calling(self.module, call):
-            logits = self._logits(query, store, call)
+            if self.ranks is None:
+                logits = self._logits(query, store, call)
+            else:
+                logits = self.ranks.together(self._logits, query, store, call)
             # nothing has gathered them where there is no hook, or a module calls a part of its base model
             return logits if call.columns is None else take_columns(logits, call.columns)
 
@@ -285,11 +295,12 @@ class Decoder(Model):
         return plain and not getattr(self.module, "_is_stateful", False) and name == "sdpa"
 
     def store_bytes(self, rows: int, length: int, store_dtype: str | None = None) -> int:
-        """Bytes that a store of `rows` rows and `length` positions will take."""
+        """Bytes that a store of `rows` rows and `length` positions will take, in this process."""
         from paradec.caches.store import store_bytes
 
         dtype = self.dtype if store_dtype is None else getattr(torch, store_dtype)
-        return store_bytes(self.text_config, rows, length, dtype)
+        parts = self.ranks.size if self.ranks is not None and self.ranks.heads else 1
+        return store_bytes(self.text_config, rows, length, dtype) // parts
 
     def make_store(
         self,
@@ -312,13 +323,21 @@ class Decoder(Model):
         if start:
             needed += self.store_bytes(1, start - 1, store_dtype)
             what += f" and {start} that all rows share"
+        refused = None
         try:
             check_memory(needed, self.device, max_memory, what)
-        except ValueError:
-            if max_memory is not None or not self.engines:
+        except ValueError as error:
+            if self.ranks is not None:
+                refused = error
+            elif max_memory is not None or not self.engines:
                 raise
-            self.engines.clear()  # these hold memory for requests that may never come
-            check_memory(needed, self.device, max_memory, what)
+            else:
+                self.engines.clear()  # these hold memory for requests that may never come
+                check_memory(needed, self.device, max_memory, what)
+        if self.ranks is not None and max_memory is None:  # each may have other memory free
+            self.ranks.check_all(what, refused)
+        elif refused is not None:
+            raise refused
         return KeyValueStore(rows, length, self.device, dtype, start)
 
     def _logits(self, query: Query, store: Any, call: Call) -> Tensor:

@@ -210,6 +210,8 @@ def check_base(base: Any) -> None:
         raise ValueError(f"base {facts.name} names no output matrix, which makes an EAGLE drafter's logits")
     if not (base.supports_store and base.supports_visibility):
         raise ValueError(f"base {facts.name} does not run over a key/value store, which an EAGLE drafter needs")
+    if getattr(base, "ranks", None) is not None:
+        raise ValueError(f"base {facts.name} is spread over processes, and an EAGLE drafter needs a whole one")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from paradec.models.images.loading import (
 )
 from paradec.models.pretrained import read_module, reason
 from paradec.models.saving import Published
+from paradec.models.tensor_parallel import asked
 from paradec.models.text import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation, wrap
@@ -79,6 +81,7 @@ def load(
     device_map: Any = None,
     attn_implementation: str = "sdpa",
     tp_plan: Any = None,
+    tp_timeout: float | None = None,
     quantization_config: Any = None,
     revision: str | None = None,
     mask_token_id: int | None = None,
@@ -115,7 +118,10 @@ def load(
             "folder/file.gguf" or "owner/repository/file.gguf".
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
         device: where to put the model; None is the CPU, or what `device_map`/`tp_plan` say.
-        device_map, tp_plan, quantization_config, revision: as in transformers' `from_pretrained`.
+        device_map, quantization_config, revision: as in transformers' `from_pretrained`.
+        tp_plan: "auto", in each of the processes that `torchrun` started: every one reads a part of each matrix and
+            decodes together with the others (docs/engines.md). A mapping changes transformers' plan, as there.
+        tp_timeout: seconds that such a process waits for the others in a request; None is 600.
         attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD with its defaults for requests that do not
             say which attention they want (`generate(attention=...)`).
         mask_token_id: overrides the checkpoint's; needed where it names none.
@@ -135,6 +141,7 @@ def load(
     for_text = {
         "device_map": device_map,
         "tp_plan": tp_plan,
+        "tp_timeout": tp_timeout,
         "quantization_config": quantization_config,
         "mask_token_id": mask_token_id,
         "block_length": block_length,
@@ -161,11 +168,14 @@ def load(
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation(attn_implementation)
     source, gguf_file = gguf.file_of(os.fspath(source), gguf_file)
+    others = {"device_map": device_map, "quantization_config": quantization_config, "gguf_file": gguf_file}
+    plan = asked(tp_plan, tp_timeout, others | {"offload_folder": offload_folder})
+    options = {name: value for name, value in for_text.items() if name != "tp_timeout"} | {"tp_plan": plan}
     if gguf_file is not None:
         if image_options:
             raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
         return causal.load_causal(
-            source, {}, revision, attn_implementation, device, gguf_file=gguf_file, dtype=dtype, **for_text
+            source, {}, revision, attn_implementation, device, gguf_file=gguf_file, dtype=dtype, **options
         )
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
@@ -187,14 +197,17 @@ def load(
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
         for name in ("mask_token_id", "block_length"):
-            if for_text.pop(name) is not None:
+            if options.pop(name) is not None:
                 raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
+        if options.pop("tp_plan") is not None:
+            raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
         return diffusion_gemma.load_diffusion_gemma(
-            source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **for_text
+            source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **options
         )
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
-    return read(source, config, revision, attn_implementation, device, dtype=dtype, **for_text)
+    load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
+    return load_it() if plan is None else plan.read(load_it)
 
 
 def _language_model(
@@ -254,7 +267,7 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     Raises:
         ValueError: options that ask for one or the other.
     """
-    plan = options.get("tp_plan")
+    plan = None if options.get("tp_plan") is None else options["tp_plan"].styles
     if options.get("quantization_config") is not None:
         raise ValueError(
             f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "

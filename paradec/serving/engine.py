@@ -35,6 +35,11 @@ class Engine:
     """
 
     def __init__(self, model: Any, *, batch_size: int = 8, max_memory: int | None = None, **arguments: Any):
+        if (ranks := getattr(model, "ranks", None)) is not None:
+            raise ValueError(
+                f"{model.facts.name} is spread over {ranks.size} processes, and requests come to one of them; "
+                "serve a model that one process has loaded"
+            )
         self.model = model
         self.batch = Batch(model, batch_size=batch_size, max_memory=max_memory, **arguments)
         self.failure: BaseException | None = None
