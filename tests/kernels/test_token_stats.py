@@ -209,7 +209,7 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
     given = logits.untyped_storage().data_ptr()
     with Largest() as largest:
         token_stats(logits, path="chunked")
-    assert 0 < largest.nbytes <= 4 * portable.CPU_CHUNK < logits.nbytes
+    assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_CHUNK < logits.nbytes / 2
 
 
 # ---- sharp, filtered and extreme distributions ----------------------------------------------------------------------
