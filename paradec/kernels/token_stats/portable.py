@@ -196,7 +196,7 @@ def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, scratch: T
 
 def _one(parts: Sequence[Tensor]) -> Tensor:
     """The parts' rows one below the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _from_sums(
@@ -234,8 +234,8 @@ def _from_sums(
 
 
 def _best(source: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest entry of [..., V] and where it is, [...] each; the lowest index on ties. A search that remembers indices
-    takes ten times as long as one that does not, which long rows repay."""
+    """The largest entry of [..., V] and where it is, [...] each; the lowest index on ties. A search that remembers
+    indices takes ten times as long as one that does not, which long rows repay."""
     size = next((size for size in (128, 64) if source.shape[-1] % size == 0), 0)
     if source.shape[-1] < LONG or not size:
         return source.max(-1)
