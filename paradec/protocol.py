@@ -77,6 +77,9 @@ class Query:
     """[N] int64, on the host: where `rows` stand among the running rows."""
     available: Tensor | None = None
     """[N, W] bool: False where a window position has no logits in this call; None when all have."""
+    columns: Tensor | None = None
+    """[N, K] int64, distinct within a row: which window positions the `K` columns of `wanted` are for; None when they
+    are for all of them, in order."""
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store); on models with canvases "encode" (final tokens, for
     their keys and values alone) and "canvas" (the open canvases, which write nothing)."""

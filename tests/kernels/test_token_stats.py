@@ -147,6 +147,12 @@ def test_sure_words_keep_their_order_and_doubt() -> None:
     far[:, 20] = -80.0
     second = token_stats(far, path="chunked").second_prob
     torch.testing.assert_close(second, torch.full_like(second, math.exp(-85.0)), rtol=1e-6, atol=0)
+    # beyond what float32 has numbers for
+    far[:, 20], far[:, 30] = -295.0, -296.0
+    rest = math.exp(-300.0) + math.exp(-301.0)
+    entropy = rest + 300 * math.exp(-300.0) + 301 * math.exp(-301.0)
+    found = token_stats(far, path="chunked").entropy
+    torch.testing.assert_close(found, torch.full_like(found, entropy), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
@@ -194,6 +200,27 @@ def test_the_path_depends_on_the_words_alone() -> None:
     assert path_for(big.double()) == path_for(big[:, 1:]) == "float64"
 
 
+@pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
+def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
+    """Large batches are read piece by piece in memory of their own; long rows are searched by stretches."""
+    rows = 2 * portable.FLOAT64_CPU_CHUNK // vocabulary + 3
+    logits = logits_of(rows, vocabulary=vocabulary)
+    logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
+    ids = torch.randint(vocabulary, (rows, 2), generator=torch.Generator().manual_seed(3))
+    for temperature in (1.0, 0.5):
+        found = token_stats(logits, temperature=temperature, ids=ids)
+        assert found.token.equal(logits.max(-1).indices) and found.token[1] == min(5, 70 % vocabulary)
+        for at in (0, 1, rows // 2, rows - 1):
+            alone = token_stats(logits[at], temperature=temperature, ids=ids[at])
+            expected = reference_stats(logits[at], temperature)
+            torch.testing.assert_close(found.prob[at], expected.prob, rtol=1e-12, atol=0)
+            for name in (*FIELDS, "ids_prob"):
+                assert torch.equal(getattr(found, name)[at], getattr(alone, name)), name
+    plain = token_stats(logits, fields=())
+    assert torch.equal(plain.token, logits.max(-1).indices) and plain.entropy is None
+    torch.testing.assert_close(plain.prob, logits.double().softmax(-1).amax(-1), rtol=1e-12, atol=0)
+
+
 def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
     class Largest(TorchDispatchMode):
         nbytes = 0
@@ -209,7 +236,7 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
     given = logits.untyped_storage().data_ptr()
     with Largest() as largest:
         token_stats(logits, path="chunked")
-    assert 0 < largest.nbytes <= 4 * portable.CPU_CHUNK < logits.nbytes
+    assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_CHUNK < logits.nbytes / 2
 
 
 # ---- sharp, filtered and extreme distributions ----------------------------------------------------------------------

@@ -27,7 +27,7 @@ from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import noting, reference, revising
-from paradec.samplers.masked.queries import owners, part_query
+from paradec.samplers.masked.queries import owners, part_query, positions_of, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
@@ -54,6 +54,7 @@ class MaskedSampler(Sampler):
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
         rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
+            Without it, and without a `fuse`, `assess` or `revise`, large vocabularies have none there.
         shadows: whether it evaluates masks beside the row that the rest of the row does not see.
         drafts: whether it evaluates drafts of later steps, and promises the result of taking them one by one.
         ends_with_block: whether stop rules of a method that `revises` see a block only when it closes.
@@ -193,16 +194,29 @@ class MaskedSampler(Sampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: MaskedState) -> list[Query]:
-        """One query per part of the cache's plan; each wants the logits of its rows' windows."""
+        """One query per part of the cache's plan; each wants the logits of its rows' windows, or of what is undecided
+        there where nothing reads the others."""
         picks = self.told(state) if state.cache.evaluates in ("picks", "targets") else None
-        return [self.query_part(state, part) for part in state.cache.plan(state, picks)]
+        queries = [self.query_part(state, part) for part in state.cache.plan(state, picks)]
+        if self._reads_window(state):
+            return queries
+        return [undecided_alone(state, query) for query in queries]
 
     def query_part(self, state: MaskedState, part: Part) -> Query:
         """The model call of one part of the cache's plan."""
         return part_query(state, part)
 
+    def _reads_window(self, state: MaskedState) -> bool:
+        """Whether this step reads the logits of decided positions as well: the method, or something else that has more
+        to do with them than to choose candidates."""
+        own = self.rereads or self.revises or self.fuses or self.assesses or self.shadows or self.drafts
+        # the public codes draw for whole windows
+        others = state.generator is not None or state.logprobs is not None or bool(state.early_rules)
+        return own or others or state.guards_holes or (state.reads_blocks and bool(state.opening.any()))
+
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
-        """A candidate token and its scores for every window position. outputs: logits [R, W, V], one per query."""
+        """A candidate token and its scores for every window position; where a query leaves decided ones out, what
+        stands there and 0. outputs: logits [R, W, V], one per query, or [R, K, V] of its `columns`."""
         window = state.window
         generator = None if state.generator is None else reference.copy_generator(state.generator)
         current = window.read(state.canvas)
@@ -218,7 +232,8 @@ class MaskedSampler(Sampler):
         for logits, query in zip(outputs, queries, strict=True):
             logits = self._proposable(state, logits, query)
             staged, found = self._logits_stage(state, logits, query, available, current)
-            parts.append((*self._read(state, staged, query, generator), found))
+            read = self._read(state, staged, query, generator)
+            parts.append((*(read if query.columns is None else _spread(*read, query, current)), found))
             if state.logprobs is not None:
                 own = logits[:, : window.positions.shape[1]]  # behind them a shadow's may follow
                 said.append(StepLogProbs.of_logits(own, parts[-1][0], state.logprobs.count))
@@ -346,8 +361,7 @@ class MaskedSampler(Sampler):
 
     def _draw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]) by the Gumbel-max trick, in float64."""
-        rows = query.rows
-        positions = state.window.positions[torch.as_tensor(query.index, device=logits.device)]
+        rows, positions = query.rows, positions_of(state, query)
         if generator is None:
             steps = torch.as_tensor(state.row_step[rows], device=positions.device)
             keys = state.keys[torch.as_tensor(rows, device=positions.device)]
@@ -452,3 +466,16 @@ class MaskedSampler(Sampler):
             return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
         # Gumbel-top-k draws the same law, also of positions whose probability is too small for a number
         return top_by_rank(scores + rng.gumbel(self._position_noise(state, None)), count)
+
+
+def _spread(
+    tokens: Tensor, quantities: Mapping[str, Tensor], query: Query, current: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Candidates and quantities [N, K] of a query's columns as those of the whole window [N, W]; of the others what
+    stands there (`current` [R, W]), and 0."""
+    columns = query.columns
+    assert columns is not None
+    if len(columns) < len(current):
+        current = current[torch.as_tensor(query.index, device=current.device)]
+    spread = {name: value.new_zeros(current.shape).scatter_(1, columns, value) for name, value in quantities.items()}
+    return current.scatter(1, columns, tokens), spread

@@ -19,6 +19,7 @@ from paradec.canvas import CanvasState
 from paradec.checks import check_choice, check_number
 from paradec.protocol import Query
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
+from paradec.samplers.masked.queries import positions_of
 from paradec.samplers.statistics import Raised, tempered, written
 
 REDRAW_STREAM = 2
@@ -131,7 +132,7 @@ class MaskGIT(MaskedSampler):
 
     def _redraw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
         """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
-        positions = state.window.positions[torch.as_tensor(query.index, device=logits.device)]
+        positions = positions_of(state, query)
         if generator is not None:
             noise = reference.gumbel_uniform(state, logits.shape[-1], query.rows, positions, generator)
         else:

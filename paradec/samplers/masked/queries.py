@@ -12,6 +12,9 @@ from paradec.caches.base import Part
 from paradec.protocol import Query
 from paradec.samplers.masked.state import MaskedState
 
+SPARED = 2**15
+"""Logits that a call has to be spared before it is asked for undecided positions alone: what choosing these costs."""
+
 
 def part_query(state: MaskedState, part: Part) -> Query:
     """The model call of one part of the plan. What does not change from step to step is made once."""
@@ -32,6 +35,31 @@ def part_query(state: MaskedState, part: Part) -> Query:
         given = _tokens_of(state.given, query, row_index)
         tokens = torch.cat((tokens, tokens.masked_fill(given, state.facts.mask_id)))
     return query.but(tokens=tokens)
+
+
+def undecided_alone(state: MaskedState, query: Query) -> Query:
+    """The query without the logits of decided positions: as many columns as the row with the most undecided ones has;
+    the others' are filled up with decided ones. It stays as it is where that spares little."""
+    assert query.wanted is not None
+    window = state.window
+    width = window.positions.shape[1]
+    multiple = state.stored_cache.shape_multiple if state.store is not None else 1
+    most = -(-int(state.remaining[query.rows].max()) // multiple) * multiple
+    if (width - most) * len(query.wanted) * state.facts.vocab_size < SPARED:
+        return query
+    undecided = window.undecided(window.read(state.canvas), state.mask_id)
+    if len(query.rows) < len(undecided):
+        undecided = undecided[torch.as_tensor(query.index, device=undecided.device)]
+    columns = undecided.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    both = columns.repeat(query.branches, 1) if query.branches > 1 else columns
+    return query.but(wanted=query.wanted.gather(1, both), columns=columns)
+
+
+def positions_of(state: Any, query: Query) -> Tensor:
+    """[N, K] int64: the positions that a query's logits [N, K, V] are for."""
+    positions = state.window.positions
+    positions = positions[torch.as_tensor(query.index, device=positions.device)]
+    return positions if query.columns is None else positions.gather(1, query.columns)
 
 
 def _tokens_of(tensor: Tensor, query: Query, row_index: Tensor) -> Tensor:

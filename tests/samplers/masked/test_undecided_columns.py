@@ -1,0 +1,142 @@
+"""Logits of undecided positions alone: the decoding of whole windows' logits, and where windows stay whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB, tiny
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+from paradec.protocol import Query, decode
+from paradec.samplers.masked import queries
+
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
+LEVEL = [[1, 2, 3, 4], [5, 6, 7, 8], [9] * 4]
+"""Prompts of one length, and so one call a step."""
+NEW = 12
+
+
+class Asked:
+    """A model that notes how many columns it was asked for, and of how many rows."""
+
+    def __init__(self, model: Model):
+        self.model, self.widths = model, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, query: Query, *store: Any) -> Tensor:
+        self.widths.append(query.wanted.shape[1])
+        logits = self.model(query, *store)
+        assert logits.shape[1] == self.widths[-1]
+        return logits
+
+
+def decoded(model: Model, sampler: Any, rows: list[list[int]] = ROWS, **request: Any) -> tuple[Any, list[int]]:
+    """The state after decoding, and the widths that were asked for."""
+    asked = Asked(model)
+    state = sampler.start(asked, rows, max_new_tokens=NEW, **{"seed": 3, **request})
+    return decode(sampler, asked, state), asked.widths
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("threshold", {"block_length": 6}),
+    ("low_confidence", {"cache": "dual"}),
+    ("margin", {"temperature": 0.7, "cache": "prefix", "block_length": 4}),
+    ("entropy", {"temperature": 0.5, "top_k": 9}),
+    ("random", {"temperature": 1.0, "guidance_scale": 1.5, "cache": "dual"}),
+    ("klass", {}),
+    ("persistence", {"block_length": 6}),
+    ("maskgit", {"temperature": 1.0, "steps": 5}),
+]
+
+
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+@pytest.mark.parametrize(("name", "request_"), CASES, ids=[name for name, _ in CASES])
+def test_the_same_decoding(
+    name: str, request_: dict[str, Any], prediction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(2, prediction=prediction)
+    sampler = samplers.create(name, **({"final_temperature": 0.5} if name == "maskgit" else {}))
+    whole, wide = decoded(model, sampler, **request_)
+    monkeypatch.setattr(queries, "SPARED", 0)
+    spared, narrow = decoded(model, sampler, **request_)
+    assert torch.equal(whole.canvas, spared.canvas) and (whole.nfe == spared.nfe).all()
+    if name == "klass":  # its stage reads whole windows
+        assert wide == narrow
+    else:
+        assert len(wide) == len(narrow) and sum(narrow) < 0.8 * sum(wide)
+
+
+def test_as_many_columns_as_the_widest_row_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "SPARED", 0)
+    sampler = samplers.create("low_confidence")
+    _, widths = decoded(tiny(1), sampler, LEVEL, block_length=NEW)
+    assert widths == list(range(NEW, 0, -1))
+    rounded = paradec.caches.create("dual", shape_multiple=4)
+    _, widths = decoded(tiny(1), sampler, LEVEL, block_length=NEW, cache=rounded)
+    assert set(widths) == {12, 8, 4}
+
+
+def test_what_is_not_asked_for_stands_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided positions have their token for a candidate and no confidence; a step repeated is the step."""
+    monkeypatch.setattr(queries, "SPARED", 0)
+    model, sampler = tiny(2), samplers.create("margin")
+    state = sampler.start(model, LEVEL, max_new_tokens=NEW)
+    with torch.inference_mode():
+        for _ in range(4):
+            sampler.commit(state, sampler.step(model, state))
+        first, again = sampler.step(model, state), sampler.step(model, state)
+    (query,) = sampler.query(state)
+    assert query.columns is not None and query.columns.shape == (3, NEW - 4)
+    decided = ~first.available
+    assert decided.sum() == 12 and torch.equal(first.values[decided], first.current[decided])
+    for name, value in first.quantities.items():
+        assert (value[decided] == 0).all() and (value[first.available] > 0).all(), name
+        assert torch.equal(value, again.quantities[name])
+    assert torch.equal(first.values, again.values)
+
+
+def test_rows_do_not_depend_on_how_much_their_neighbours_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "SPARED", 0)
+    model, sampler = tiny(2), samplers.create("threshold", threshold=0.35)
+    request: dict[str, Any] = {"temperature": 0.8, "cache": "dual", "block_length": 6}
+    together, _ = decoded(model, sampler, **request)
+    for index, row in enumerate(ROWS):
+        alone, _ = decoded(model, sampler, [row], **request)
+        length = int(alone.length[0])
+        assert torch.equal(alone.canvas[0, :length], together.canvas[index, :length])
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("credit", {}),
+        ("wino", {}),
+        ("saber", {}),
+        ("low_confidence", {"logprobs": 2}),
+        ("low_confidence", {"rng": "reference"}),
+    ],
+)
+def test_windows_stay_whole_where_decided_positions_are_read(
+    name: str, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "SPARED", 0)
+    _, widths = decoded(tiny(1), samplers.create(name), LEVEL, block_length=NEW, **request_)
+    assert set(widths) == {2 * NEW if name == "wino" else NEW}  # with a shadow of each position
+
+
+def test_little_is_not_spared() -> None:
+    """Choosing columns costs more than a few logits of a small vocabulary; a large one repays it at once."""
+    sampler = samplers.create("low_confidence")
+    assert 3 * VOCAB * NEW < queries.SPARED
+    _, widths = decoded(tiny(1), sampler, block_length=NEW)
+    assert set(widths) == {NEW}
+    many = [[1, 2]] * 200
+    _, widths = decoded(tiny(1), sampler, many, block_length=NEW)
+    assert widths[0] == NEW and widths[-1] == 1 and widths[4] == NEW - 4
