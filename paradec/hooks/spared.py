@@ -1,7 +1,7 @@
 """What a call of a transformer need not compute, beside the modules that are forecast. No value of the output changes.
 
-- `Idle`: a module that feeds nothing but modules that are forecast in this call. A single NaN that broadcasts stands in,
-  so that what comes between (modulation, casts) takes one row instead of all.
+- `Idle`: a module that feeds nothing but modules that are forecast in this call. A single NaN that broadcasts stands
+  in, so that what comes between (modulation, casts) takes one row instead of all.
 - `Once`: an embedding that is asked for again with the same tensors in the same call, at evaluated steps too.
 
 What feeds what cannot be read off a module tree: there is a table of diffusers' blocks here, and all others are called
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paradec.hooks.blocks import Place
 from paradec.hooks.taps import Patch
 
-ADALN = {"norm1.norm": ("attn",), "norm2": ("ff",)}
-CONTEXT = {"norm1_context.norm": ("attn",), "norm2_context": ("ff_context",)}
-SINGLE = {"norm.norm": ("proj_out",)}
-FEEDS: dict[str, dict[str, tuple[str, ...]]] = {
+Feeds = dict[str, tuple[str, ...]]
+ADALN: Feeds = {"norm1.norm": ("attn",), "norm2": ("ff",)}
+CONTEXT: Feeds = {"norm1_context.norm": ("attn",), "norm2_context": ("ff_context",)}
+SINGLE: Feeds = {"norm.norm": ("proj_out",)}
+FEEDS: dict[str, Feeds] = {
     "BasicTransformerBlock, ada_norm_zero": {"norm1.norm": ("attn1",), "norm2": ("attn2",), "norm3": ("ff",)},
     "BasicTransformerBlock, ada_norm_single": {"norm1": ("attn1",), "norm2": ("ff",)},
     "BasicTransformerBlock, layer_norm": {"norm1": ("attn1",), "norm2": ("attn2",), "norm3": ("ff",)},
@@ -100,7 +101,7 @@ def feeders(transformer: nn.Module, places: Sequence[Place], verified: str | Non
             if f"{name}.{norm}" in modules and sinks and forecast.issuperset(sinks):
                 yield Feeder(f"{name}.{norm}", sinks, name)
     rotary = ROTARY.get(type(transformer).__name__)
-    if whole and verified is None and rotary in modules:
+    if whole and verified is None and rotary is not None and rotary in modules:
         yield Feeder(rotary, tuple(place.name for place in places if place.kind == "forecast"))
 
 
@@ -115,7 +116,7 @@ class Idle:
     def __init__(self, owner: Caller, feeder: Feeder, module: nn.Module, block: nn.Module | None):
         self.owner, self.name, self.sinks, self.block = owner, feeder.name, feeder.sinks, block
         self.found: Any = None
-        """The stand-in for what it returned last, and that output's type and device."""
+        """The stand-in for what it returned, and that output's device. Its type does not matter: nothing reads it."""
         self.patch = Patch(module, self.call)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +129,9 @@ class Idle:
         if rests and self.found is not None and getattr(self.block, "_chunk_size", None) is None:
             return self.found[0]
         output = self.patch.inner(*args, **kwargs)
-        leaf = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if leaf is not None and (self.found is None or self.found[1:] != (leaf.dtype, leaf.device)):
-            self.found = (_stand_in(output), leaf.dtype, leaf.device)
+        leaf = output if isinstance(output, Tensor) else tree_leaves(output)[0]
+        if self.found is None or self.found[1] != leaf.device:
+            self.found = (_stand_in(output), leaf.device)
         return output
 
 
@@ -149,7 +150,8 @@ class Once:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for the module's call."""
         owner = self.owner
-        if owner.inside != threading.get_ident() or self.module.training:  # labels drop out in training
+        own = self.module.training or self.module._forward_hooks or self.module._forward_pre_hooks
+        if own or owner.inside != threading.get_ident():  # labels drop out in training, and hooks change what returns
             return self.patch.inner(*args, **kwargs)
         # tensors by identity: they are kept, so that no other one can take an id in this call
         key = (self.key, *map(id, args), *((name, id(value)) for name, value in kwargs.items()))

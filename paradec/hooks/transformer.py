@@ -185,7 +185,9 @@ class Transformer:
             return
         whole = self.settings.modules is None
         for feeder in feeders(self.base, found, verified, whole):
-            self.spared.append(Idle(self, feeder, modules[feeder.name], modules.get(feeder.block)))
+            self.spared.append(
+                Idle(self, feeder, modules[feeder.name], modules[feeder.block] if feeder.block else None)
+            )
         self.spared += [Once(self, module) for module in embeddings(self.base)]
 
     def _untap(self) -> None:
