@@ -1,6 +1,6 @@
 """cache-dit's DBCache with its Taylor calibrator, evaluating at the same steps; one block of each list always runs.
 
-    python benchmarks/peers/cachedit.py [--sizes tiny medium] [--models DiT FLUX]
+    python benchmarks/peers/cachedit.py [--sizes tiny wide] [--models DiT FLUX]
 
 Needs `pip install -e ".[bench]"`. Prints what `pictures.py` measures of it alone; nothing is written.
 """

@@ -1,6 +1,6 @@
 """diffusers' own TaylorSeer hook (`TaylorSeerCacheConfig`), attached to the branches that ours forecasts.
 
-    python benchmarks/peers/diffusers_hook.py [--sizes tiny medium] [--models DiT FLUX]
+    python benchmarks/peers/diffusers_hook.py [--sizes tiny wide] [--models DiT FLUX]
 
 Prints what `pictures.py` measures of it alone; nothing is written.
 """

@@ -1,6 +1,6 @@
 """Forecasts inside a transformer: paradec beside diffusers' hook and cache-dit, in time per run.
 
-    python benchmarks/peers/pictures.py [--before CHECKOUT] [--sizes tiny medium] [--models DiT FLUX] [--turns 7]
+    python benchmarks/peers/pictures.py [--before CHECKOUT] [--sizes tiny wide] [--models DiT FLUX] [--turns 7]
 
 DiT and FLUX transformers with random weights take 24 Euler steps from the same noise, one thread. Every method
 evaluates them at the same 7 steps, those of diffusers' schedule (interval 5, 3 first steps, order 1), and forecasts the
@@ -43,6 +43,10 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
     "deep": {  # as many blocks as DiT-XL and FLUX.1 have, with next to nothing in them
         "DiT": {"layers": 28, "width": 48, "side": 8, "batch": 2},
         "FLUX": {"layers": 19, "singles": 38, "width": 48, "side": 8, "text": 16, "batch": 1},
+    },
+    "wide": {
+        "DiT": {"layers": 4, "width": 256, "side": 8, "batch": 2},
+        "FLUX": {"layers": 2, "singles": 3, "width": 256, "side": 8, "text": 16, "batch": 1},
     },
     "medium": {
         "DiT": {"layers": 12, "width": 256, "side": 16, "batch": 2},
@@ -197,7 +201,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """What the scripts of this kind are told."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "medium"], choices=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", default=["tiny", "wide"], choices=list(SIZES))
     parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--before", type=Path, help="another checkout of paradec, to be compared")
     return parser

@@ -246,7 +246,6 @@ class Transformer:
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
         self.evaluated, self.forecast, self.called = [], [], {}
-        self.computed = {}
         stopwatch, self.inside = Stopwatch(leaves), threading.get_ident()
         try:
             if self.settings.target == "output":
