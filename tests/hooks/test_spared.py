@@ -136,11 +136,28 @@ def test_training_draws_labels_anew() -> None:
     """Labels drop out at random in training: each block's own way, also while a run is served."""
     module, inputs = model("DiT")
     module.train()
+    for block in module.transformer_blocks:
+        block.norm1.emb.class_embedder.dropout_prob = 0.5
     torch.manual_seed(0)
-    plain = denoise(module, inputs, 2)
+    plain = denoise(module, inputs, 6)
     with accelerate(module, TaylorSeer(interval=1)):
         torch.manual_seed(0)
-        assert torch.equal(denoise(module, inputs, 2), plain)
+        assert torch.equal(denoise(module, inputs, 6), plain)
+
+
+def test_a_timestep_that_is_counted_down_in_place() -> None:
+    """An embedding serves one call: the same tensor may say another time in the next."""
+    module, inputs = model("DiT")
+    time = torch.empty(len(inputs["hidden_states"]), dtype=torch.long)
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad():
+            return [module(**inputs, timestep=time.fill_(at), return_dict=False)[0] for at in (900, 500, 100)]
+
+    plain = outputs()
+    with accelerate(module, TaylorSeer(interval=1)):
+        assert all(map(torch.equal, outputs(), plain))
+    assert not torch.equal(plain[0], plain[1])
 
 
 def test_a_run_in_inference_mode_and_then_one_with_gradients() -> None:
