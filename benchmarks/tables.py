@@ -372,6 +372,22 @@ def estimate_daily_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def peers_pictures_table(*results: dict[str, Any]) -> str:
+    """Forecasts beside others: CPU time of a run over that of each of them, with quartiles."""
+    head = ["diffusers", "cache-dit", "paradec, before"]
+    lines = ["| | | over diffusers' hook | over cache-dit | over paradec before |", "|---|---|---|---|---|"]
+    for data in results:
+        for model, entry in data["results"].items():
+            for name, one in entry["contestants"].items():
+                cells = [
+                    f"{middle:.2f} ({low:.2f}-{high:.2f})" if base != name else "1"
+                    for base in head
+                    for low, middle, high in [one[f"cpu_over_{base}"]]
+                ]
+                lines.append(f"| {model} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
@@ -411,6 +427,12 @@ def rendered() -> dict[str, str]:
             "occupancy": occupancy_table(_result("many")),
         },
         "docs/serving.md": {"server": server_table(_result("server"))},
+    return "\n".join(lines)
+
+
+        "docs/performance.md": {
+            "peers_pictures": peers_pictures_table(*(_result(f"peers_pictures_{size}") for size in ("tiny", "wide")))
+        },
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {
             "compare": compare_table(compare, True),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from paradec.hooks.blocks import Place, hooked
 from paradec.hooks.clock import Clock, Run, timestep_of
 from paradec.hooks.memory import fitting, megabytes
 from paradec.hooks.report import CallRecord, Stopwatch
+from paradec.hooks.spared import Idle, Once, embeddings, feeders
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Kept, Patch, Tap, parameters_of
 from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification
@@ -95,7 +96,9 @@ class Transformer:
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
         self.called: dict[str, int] = {}
+        self.computed: dict[Any, tuple[Any, Any]] = {}
         self.taps: list[Tap] = []
+        self.spared: list[Idle | Once] = []
         self.set_aside: list[tuple[nn.Module, Any]] = []
         """Compiled blocks that run eagerly while modules inside them are hooked."""
         self.contexts: dict[int, str] = {}
@@ -152,6 +155,8 @@ class Transformer:
         self._set_aside(found, modules)
         for place in found:
             self.taps.append(Tap(self, place, modules[place.name], verifies and place.block == last))
+        self.measures = isinstance(settings.refresh, AccumulatedChange)
+        self._spare(found, modules, last if verifies else None)
         self.names = [place.name for place in found]
         self.unprobed = any(place.kind == "skip" and not place.narrow for place in found)
         covered = {id(p): p.numel() for place in found for p in modules[place.name].parameters()}
@@ -174,10 +179,23 @@ class Transformer:
                 "target='block' or 'output' keeps them compiled",
             )
 
+    def _spare(self, found: list[Place], modules: dict[str, nn.Module], verified: str | None) -> None:
+        """Leave out what only feeds these places, and what was computed before."""
+        if not any(place.kind == "forecast" for place in found):
+            return
+        whole = self.settings.modules is None
+        for feeder in feeders(self.base, found, verified, whole):
+            self.spared.append(
+                Idle(self, feeder, modules[feeder.name], modules[feeder.block] if feeder.block else None)
+            )
+        self.spared += [Once(self, module) for module in embeddings(self.base)]
+
     def _untap(self) -> None:
         for tap in self.taps:
             tap.remove()
-        self.taps = []
+        for spared in self.spared:
+            spared.patch.remove()
+        self.taps, self.spared = [], []
         for module, compiled in self.set_aside:
             module._compiled_call_impl = compiled
         self.set_aside = []
@@ -238,7 +256,7 @@ class Transformer:
             self.clock.end(run)  # what was remembered belongs to a run that did not end
             raise
         finally:
-            self.inside = None
+            self.inside, self.computed = None, {}
         evaluated, forecast = len(self.evaluated), len(self.forecast)
         if not evaluated and not forecast:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
@@ -281,6 +299,20 @@ class Transformer:
         """What tells a module's calls within one call of the transformer apart: blocks may share it."""
         count = self.called[name] = self.called.get(name, -1) + 1
         return f"#{count}" if count else ""
+
+    def rests(self, sinks: Sequence[str], again: str) -> bool:
+        """Whether all these modules will be forecast in this call; each decision is that of `decide`."""
+        state = self.state
+        if self.schedule is not None:
+            if any(self.course.index in self.schedule[sink] for sink in sinks):
+                return False
+        elif state.decision is None:
+            if self.measures:  # what it watches has not been seen yet
+                return False
+            state.decision = self.settings.evaluates(self.course)
+        if state.decision and self.schedule is None:
+            return False
+        return all(sink + again in self.histories for sink in sinks)
 
     def decide(self, place: Place, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a module is evaluated in this call. The first module of a step decides for all and every branch."""

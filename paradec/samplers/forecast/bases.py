@@ -74,9 +74,11 @@ class Basis:
 
     def forecast(self, history: History, step: int) -> Tensor:
         """The feature [B, ...] at a later step, in the feature's type."""
-        wide = torch.promote_types(history.tensors[0].dtype, history.dtype)
-        tensors = tuple(tensor.to(wide) for tensor in history.tensors)
-        return self.expand(tensors, history.nodes, step).to(history.dtype)
+        tensors, dtype = history.tensors, history.dtype
+        if tensors[0].dtype == dtype:
+            return self.expand(tensors, history.nodes, step)
+        wide = torch.promote_types(tensors[0].dtype, dtype)
+        return self.expand(tuple(tensor.to(wide) for tensor in tensors), history.nodes, step).to(dtype)
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
         """The forecast from a history's tensors; by default their sum with `weights`."""
@@ -85,7 +87,9 @@ class Basis:
         if weights[0] != 1:
             total = total * weights[0]
         for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-            total = total + tensor * weight
+            # product and sum are rounded by themselves, as elsewhere (a fused one would not be); the product's place
+            # takes the sum
+            total = total + tensor if weight == 1 else (tensor * weight).add_(total)
         return total
 
     def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
@@ -112,7 +116,7 @@ class Taylor(Basis):
         found = [feature]
         if history is not None and step > self.guard:
             for previous in history.tensors[: self.order]:
-                found.append((found[-1] - previous) / (step - history.nodes[0]))
+                found.append((found[-1] - previous).div_(step - history.nodes[0]))
         return found, (step,)
 
     def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:

@@ -1,0 +1,270 @@
+"""What the benchmarks beside other libraries share: contestants that take turns, and what is said of them.
+
+A contestant is a name and a function that does the whole task once and returns its result (a tensor, or lists of
+tokens). All of them do it once per turn, each turn in another order, so that what else the machine does falls on all
+alike. Ratios are taken within a turn; their median and quartiles are reported, beside the medians themselves. CPU time
+is the process's own.
+
+Where a library comes from:
+
+- installed: import it.
+- a checkout whose modules bear names that others bear too (`model`, `generate`, another version of `paradec`):
+  `Checkout(folder, names)`, entered around everything that it does.
+- one that needs another environment (an older transformers, say): a script of yours that calls `serve`, run by
+  `Elsewhere(name, python, script)`.
+
+Nothing of a reference is copied here: scripts call its public functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+if str(BENCHMARKS) not in sys.path:
+    sys.path.insert(0, str(BENCHMARKS))  # `python benchmarks/peers/...` finds provenance and the others
+
+
+class Checkout:
+    """A library from a folder, beside others of the same name in this process.
+
+    Args:
+        folder: what would be put on `sys.path`.
+        names: top-level names of its modules. While it is entered these are the folder's, and after it what they were.
+    """
+
+    def __init__(self, folder: Path | str, *names: str):
+        self.folder, self.names = Path(folder).resolve(), names
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is no folder")
+        self.modules: dict[str, ModuleType] = {}
+        self.others: dict[str, ModuleType] = {}
+
+    def _named(self) -> dict[str, ModuleType]:
+        return {key: module for key, module in sys.modules.items() if key.split(".")[0] in self.names}
+
+    def __enter__(self) -> Checkout:
+        self.others = self._named()
+        for key in self.others:
+            del sys.modules[key]
+        sys.modules.update(self.modules)
+        sys.path.insert(0, str(self.folder))
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.path.remove(str(self.folder))
+        self.modules = self._named()
+        for key in self.modules:
+            del sys.modules[key]
+        sys.modules.update(self.others)
+
+    def load(self, name: str) -> ModuleType:
+        """One of its modules, while it is entered.
+
+        Raises:
+            ImportError: the name was found elsewhere.
+        """
+        module = importlib.import_module(name)
+        found = Path(module.__file__ or "").resolve()
+        if self.folder not in found.parents:
+            raise ImportError(f"{name} is {found}, not in {self.folder}")
+        return module
+
+    @property
+    def commit(self) -> str:
+        """The checkout's commit; "unknown" where git knows none."""
+        done = subprocess.run(
+            ["git", "-C", str(self.folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+        )
+        return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+@dataclass
+class Times:
+    """Seconds of each turn."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Contestant:
+    """One of those that take turns. `version` is a release or a commit; `facts` go into the result as they are;
+    `around` is entered around every turn, outside of the clocks."""
+
+    name: str
+    run: Callable[[], Any]
+    version: str = ""
+    around: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    facts: dict[str, Any] = field(default_factory=dict)
+    times: Times = field(default_factory=Times)
+    result: Any = None
+
+    def turn(self) -> tuple[float, float]:
+        """Do it once; seconds of CPU and of wall time."""
+        with self.around:
+            gc.collect()  # what the others left is not this one's to sweep
+            cpu, wall = time.process_time(), time.perf_counter()
+            self.result = self.run()
+            return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def alternate(contestants: Sequence[Contestant], turns: int, warm_up: int = 1) -> None:
+    """Let all of them take turns. The first `warm_up` turns are not counted."""
+    for turn in range(warm_up + turns):
+        start = turn % len(contestants)
+        for contestant in [*contestants[start:], *contestants[:start]]:
+            cpu, wall = contestant.turn()
+            if turn >= warm_up:
+                contestant.times.cpu.append(cpu)
+                contestant.times.wall.append(wall)
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    if len(values) < 2:
+        return [float(values[0])] * 3
+    return list(statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Quartiles of mine over theirs, turn by turn."""
+    return quartiles([a / b for a, b in zip(mine, theirs, strict=True)])
+
+
+def difference(mine: Any, reference: Any) -> dict[str, Any]:
+    """How a result differs: tensors by their largest difference, tokens by how many agree from the left and in all."""
+    if isinstance(mine, Tensor) and isinstance(reference, Tensor):
+        if mine.shape != reference.shape:
+            return {"equal": False, "shapes": [list(mine.shape), list(reference.shape)]}
+        gap = float((mine.double() - reference.double()).abs().max())
+        return {"equal": torch.equal(mine, reference), "largest_difference": gap}
+    rows, others = _rows(mine), _rows(reference)
+    pairs = [list(zip(row, other)) for row, other in zip(rows, others, strict=True)]
+    agreeing = sum(a == b for row in pairs for a, b in row)
+    prefix = [next((i for i, (a, b) in enumerate(row) if a != b), len(row)) for row in pairs]
+    length = sum(max(len(row), len(other)) for row, other in zip(rows, others, strict=True))
+    return {"equal": rows == others, "agreeing": agreeing / max(length, 1), "agreeing_from_the_left": prefix}
+
+
+def _rows(value: Any) -> list[list[int]]:
+    """Tokens as lists of rows."""
+    rows = value.tolist() if isinstance(value, Tensor) else [list(row) for row in value]
+    return rows if rows and isinstance(rows[0], list) else [rows]
+
+
+def report(contestants: Sequence[Contestant], baselines: Sequence[str], aims: dict[str, str]) -> dict[str, Any]:
+    """What goes into the result, by contestant.
+
+    Args:
+        baselines: names of those that times are divided by.
+        aims: whose result (by name) a contestant's is compared with.
+    """
+    known = {contestant.name: contestant for contestant in contestants}
+    found: dict[str, Any] = {}
+    for contestant in contestants:
+        entry: dict[str, Any] = {"version": contestant.version} | contestant.facts
+        for clock in ("cpu", "wall"):
+            times = getattr(contestant.times, clock)
+            entry[f"{clock}_seconds"] = quartiles(times)
+            for base in baselines:
+                if base in known:
+                    entry[f"{clock}_over_{base}"] = ratios(times, getattr(known[base].times, clock))
+        if aims.get(contestant.name) in known:
+            aim = aims[contestant.name]
+            entry["compared_with"] = {"name": aim} | difference(contestant.result, known[aim].result)
+        found[contestant.name] = entry
+    return found
+
+
+def show(title: str, found: dict[str, Any], baselines: Sequence[str]) -> str:
+    """The same as lines to print."""
+    lines = [f"{title:<28} {'CPU, s':>9} " + " ".join(f"{'/ ' + base + ' [quartiles]':>32}" for base in baselines)]
+    for name, entry in found.items():
+        cells = []
+        for base in baselines:
+            low, middle, high = entry.get(f"cpu_over_{base}", [float("nan")] * 3)
+            cells.append(f"{middle:>14.3f} [{low:.3f}, {high:.3f}]".rjust(32))
+        same = entry.get("compared_with", {})
+        note = f"  {'equals' if same['equal'] else 'differs from'} {same['name']}" if same else ""
+        lines.append(f"{name:<28} {entry['cpu_seconds'][1]:>9.3f} " + " ".join(cells) + note)
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """What the times were taken on."""
+    return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+
+
+# ---- another environment --------------------------------------------------------------------------------------------
+
+
+class Elsewhere(Contestant):
+    """A contestant in another interpreter, which lives as long as this object is entered.
+
+    Args:
+        python: the interpreter.
+        script: calls `serve`; `arguments` are its own.
+    """
+
+    def __init__(self, name: str, python: str, script: Path, *arguments: str, version: str = ""):
+        super().__init__(name, self._refused, version)
+        self.command = [python, str(script), *arguments]
+        self.process: Any = None
+
+    def _refused(self) -> Any:
+        raise RuntimeError(f"{self.name} runs in another process; call turn()")
+
+    def __enter__(self) -> Elsewhere:
+        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        answer = self._answer()
+        self.version = answer.get("version") or self.version
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+    def turn(self) -> tuple[float, float]:
+        self.process.stdin.write("turn\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        self.result = torch.load(answer["result"], weights_only=True)
+        Path(answer["result"]).unlink()
+        return answer["cpu"], answer["wall"]
+
+    def _answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: its process ended (exit code {self.process.wait()})")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def serve(run: Callable[[], Any], version: str = "") -> None:
+    """Take turns for `Elsewhere`: one for each line on standard input. What `run` prints goes to standard error."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    print(json.dumps({"version": version}), file=out, flush=True)
+    served = Contestant("", run)
+    for _ in sys.stdin:
+        cpu, wall = served.turn()
+        with tempfile.NamedTemporaryFile(suffix=".pt", delete=False) as file:
+            torch.save(served.result, file)
+        print(json.dumps({"cpu": cpu, "wall": wall, "result": file.name}), file=out, flush=True)

@@ -1,0 +1,175 @@
+"""What a forecast step leaves out beside the forecast modules: nothing of the output may change by that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.embeddings import Timesteps
+from tiny_pipelines import MODELS, denoise, model
+from torch import Tensor, nn
+
+from paradec import TaylorSeer, accelerate
+from paradec.hooks.spared import Idle, Once
+from paradec.samplers.forecast.bac import BlockSchedule
+
+FULL = [0, 1, 4]
+SPARED = {"DiT": 2, "FLUX": 4, "SD3": 4, "PixArt": 2, "Sana": 0, "Wan": 3, "HunyuanVideo": 4, "QwenImage": 4}
+"""Norms of a (two-stream) block that a forecast step leaves out."""
+
+
+def spared(session: Any, kind: type) -> list[Any]:
+    return [one for one in session.transformers[0].spared if isinstance(one, kind)]
+
+
+def both(module: nn.Module, inputs: dict[str, Any], settings: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    """The latents as they are, and where nothing is spared."""
+    with accelerate(module, TaylorSeer(**settings)):
+        first = denoise(module, inputs, 6, **options)
+    with accelerate(module, TaylorSeer(**settings)) as session:
+        for one in session.transformers[0].spared:
+            one.patch.remove()
+        return first, denoise(module, inputs, 6, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_changes_and_norms_rest(name: str) -> None:
+    module, inputs = model(name)
+    first, second = both(module, inputs, {"full_steps": FULL, "order": 1})
+    assert torch.equal(first, second)
+    with accelerate(module, TaylorSeer(full_steps=FULL, order=1)) as session:
+        idle = spared(session, Idle)
+        norms = [one.block for one in idle if one.block is not None]
+        assert max(map(norms.count, norms), default=0) == SPARED[name]
+        assert sum(one.block is None for one in idle) == (name in ("FLUX", "Wan", "HunyuanVideo"))
+        calls = dict.fromkeys([one.name for one in idle], 0)
+        for one in idle:
+
+            def forward(*args: Any, name: str = one.name, own: Any = one.patch.module.forward, **kwargs: Any) -> Any:
+                calls[name] += 1
+                return own(*args, **kwargs)
+
+            one.patch.module.forward = forward
+        assert torch.equal(denoise(module, inputs, 6), first)
+    assert set(calls.values()) <= {len(FULL)}, calls
+
+
+@pytest.mark.parametrize("name", ["DiT", "FLUX", "SD3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"refresh": "verification"},
+        {"refresh": {"refresh": "accumulated_change", "threshold": 0.3}, "first_enhance": 1},
+        {"full_steps": FULL, "basis": "foca"},
+        {"full_steps": FULL, "order": 3, "derivative_dtype": "bfloat16"},
+        {"full_steps": FULL, "target": "block"},
+    ],
+)
+def test_rules_and_bases(name: str, settings: dict[str, Any]) -> None:
+    module, inputs = model(name)
+    first, second = both(module, inputs, settings)
+    assert torch.equal(first, second)
+
+
+def test_two_calls_a_step() -> None:
+    module, inputs = model("FLUX")
+    first, second = both(module, inputs, {"full_steps": FULL}, calls=2)
+    assert torch.equal(first, second)
+
+
+def test_only_what_is_hooked_lets_its_norm_rest() -> None:
+    """With the feed-forwards alone, attention is evaluated: it needs its norm, and the rotary embedding."""
+    module, inputs = model("FLUX")
+    settings = {"full_steps": FULL, "modules": r"transformer_blocks\.\d+\.ff"}
+    with accelerate(module, TaylorSeer(**settings)) as session:
+        assert {one.name.split(".", 2)[-1] for one in spared(session, Idle)} == {"norm2"}
+    first, second = both(module, inputs, settings)
+    assert torch.equal(first, second) and first.isfinite().all()
+
+
+def test_schedules_of_modules() -> None:
+    """BAC: a norm rests when the module behind it does, whatever the others do."""
+    module, inputs = model("DiT")
+    steps = {"attn1": (0, 2, 3), "ff": (0, 1, 4)}
+    names = [f"transformer_blocks.{i}.{branch}" for i in range(len(module.transformer_blocks)) for branch in steps]
+    schedule = BlockSchedule(6, tuple((name, steps[name.rsplit(".", 1)[-1]]) for name in names))
+    first, second = both(module, inputs, {"schedule": schedule, "basis": "reuse"})
+    assert torch.equal(first, second) and first.isfinite().all()
+
+
+def test_chunks_of_a_feed_forward() -> None:
+    """A feed-forward that is called in chunks needs an input of full length, also while it is forecast."""
+    module, inputs = model("DiT")
+    for block in module.transformer_blocks:
+        block.set_chunk_feed_forward(4, 1)
+    first, second = both(module, inputs, {"full_steps": FULL})
+    assert torch.equal(first, second)
+
+
+def test_a_dit_embeds_its_timestep_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = model("DiT")
+    seen: list[Tensor] = []
+    own = Timesteps.forward
+
+    def forward(self: Timesteps, timesteps: Tensor) -> Tensor:
+        seen.append(timesteps)
+        return own(self, timesteps)
+
+    monkeypatch.setattr(Timesteps, "forward", forward)
+    plain = denoise(module, inputs, 3)
+    blocks = len(module.transformer_blocks)
+    assert len(seen) == 3 * (blocks + 1)
+    seen.clear()
+    with accelerate(module, TaylorSeer(interval=1)) as session:
+        assert len(spared(session, Once)) == 2 * blocks
+        assert torch.equal(denoise(module, inputs, 3), plain)
+        assert len(seen) == 3 and len({float(timesteps[0]) for timesteps in seen}) == 3
+        # one that somebody watches or changes is called
+        handle = module.transformer_blocks[1].norm1.emb.time_proj.register_forward_hook(lambda *call: 2 * call[-1])
+        changed = denoise(module, inputs, 3)
+    assert not torch.equal(changed, plain) and torch.equal(denoise(module, inputs, 3), changed)
+    handle.remove()
+
+
+def test_training_draws_labels_anew() -> None:
+    """Labels drop out at random in training: each block's own way, also while a run is served."""
+    module, inputs = model("DiT")
+    module.train()
+    for block in module.transformer_blocks:
+        block.norm1.emb.class_embedder.dropout_prob = 0.5
+    torch.manual_seed(0)
+    plain = denoise(module, inputs, 6)
+    with accelerate(module, TaylorSeer(interval=1)):
+        torch.manual_seed(0)
+        assert torch.equal(denoise(module, inputs, 6), plain)
+
+
+def test_a_timestep_that_is_counted_down_in_place() -> None:
+    """An embedding serves one call: the same tensor may say another time in the next."""
+    module, inputs = model("DiT")
+    time = torch.empty(len(inputs["hidden_states"]), dtype=torch.long)
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad():
+            return [module(**inputs, timestep=time.fill_(at), return_dict=False)[0] for at in (900, 500, 100)]
+
+    plain = outputs()
+    with accelerate(module, TaylorSeer(interval=1)):
+        assert all(map(torch.equal, outputs(), plain))
+    assert not torch.equal(plain[0], plain[1])
+
+
+def test_a_run_in_inference_mode_and_then_one_with_gradients() -> None:
+    """Stand-ins outlive a run: those made in inference mode must serve autograd."""
+    module, inputs = model("DiT")
+    time = torch.tensor([900, 900])[: len(inputs["hidden_states"])]
+    with accelerate(module, TaylorSeer(full_steps=[0])) as session:
+        with torch.inference_mode():
+            denoise(module, inputs, 3)
+        session.reset()
+        for step in range(2):
+            latent = inputs["hidden_states"].clone().requires_grad_()
+            output = module(**inputs | {"hidden_states": latent, "timestep": time - 300 * step}, return_dict=False)[0]
+            output.sum().backward()
+            assert latent.grad is not None and latent.grad.isfinite().all() and output.isfinite().all()
