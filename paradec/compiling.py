@@ -21,18 +21,25 @@ FOLDER = "PARADEC_COMPILE_CACHE"
 """The environment variable that names the folder in which compiled code is kept."""
 TORCHS_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """torch's own name for it, which counts first: for all that a process compiles."""
+BACKEND = "inductor"
+"""What translates traced functions."""
 
 _lock = threading.Lock()
 _users = 0
+_before: str | None = None
 
 
 def folder() -> Path:
     """Where compiled code is kept from one process to the next: what `TORCHINDUCTOR_CACHE_DIR` or
     `PARADEC_COMPILE_CACHE` names, else `paradec/compiled` in the user's cache folder (`XDG_CACHE_HOME`, ~/.cache). It
     may be deleted at any time."""
-    for name in (TORCHS_FOLDER, FOLDER):
-        if os.environ.get(name):
-            return Path(os.environ[name])
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get(TORCHS_FOLDER)
+    if given and os.path.abspath(given) != os.path.abspath(default_cache_dir()):  # torch writes its default there
+        return Path(given)
+    if os.environ.get(FOLDER):
+        return Path(os.environ[FOLDER])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paradec" / "compiled"
 
 
@@ -52,19 +59,21 @@ def missing() -> str | None:
 @contextmanager
 def kept() -> Iterator[None]:
     """In here torch keeps what it compiles in `folder()`. As many threads at a time as like."""
-    global _users
+    global _users, _before
     with _lock:
         _users += 1
-        if _users == 1 and not os.environ.get(TORCHS_FOLDER):
-            os.environ[TORCHS_FOLDER] = kept.ours = str(folder())  # type: ignore[attr-defined]
+        if _users == 1:
+            chosen = str(folder())
+            _before, os.environ[TORCHS_FOLDER] = os.environ.get(TORCHS_FOLDER), chosen
     try:
         yield
     finally:
         with _lock:
             _users -= 1
-            if not _users and os.environ.get(TORCHS_FOLDER) == getattr(kept, "ours", None):
-                del os.environ[TORCHS_FOLDER]
-                kept.ours = None  # type: ignore[attr-defined]
+            if not _users and _before is None:
+                os.environ.pop(TORCHS_FOLDER, None)
+            elif not _users and _before is not None:
+                os.environ[TORCHS_FOLDER] = _before
 
 
 class CompiledFunction:
@@ -85,7 +94,8 @@ class CompiledFunction:
         )
         copied.__kwdefaults__ = own.__kwdefaults__
         # few kernels in one file: a pool of compiling processes would only be started for nothing
-        self._compiled = torch.compile(copied, fullgraph=True, dynamic=dynamic, options={"compile_threads": 1})
+        options = {"compile_threads": 1} if BACKEND == "inductor" else None
+        self._compiled = torch.compile(copied, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options)
         self.seconds = 0.0
         """Wall time of the calls that compiled something."""
 
