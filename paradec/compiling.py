@@ -1,4 +1,4 @@
-"""torch.compile on CPUs: what it takes, where its results are kept, and functions that say how long they took to compile.
+"""torch.compile on CPUs: what it takes, where its results are kept, and functions that say how long compiling took.
 
 TorchInductor writes C++ for a traced function and has the machine's compiler translate it. That takes seconds to
 minutes, so the results are kept in a folder and found there by later processes, which trace the function only.
@@ -7,6 +7,7 @@ minutes, so the results are kept in a folder and found there by later processes,
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import types
@@ -53,6 +54,11 @@ def missing() -> str | None:
     except Exception as error:  # of several kinds, by platform
         said = str(error).strip().split("\n", 1)[0]
         return f"no C++ compiler was found; install g++, or name one in the environment variable CXX ({said})"
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder()).close()
+    except OSError as error:
+        return f"nothing can be kept in {str(folder())!r} ({error.strerror}); name another folder in {FOLDER}"
     return None
 
 
@@ -116,7 +122,7 @@ def _graphs() -> int:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What calls of a `CompiledFunction` raise where it cannot be compiled; what the function raises is not among it."""
+    """What calls of a `CompiledFunction` raise where it cannot be compiled, beside what the function itself raises."""
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit

@@ -95,8 +95,8 @@ class Output:
     error: Exception | None = None
     """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
     compile_seconds: float | None = None
-    """With `compile` on a CPU: seconds of `seconds` in calls that compiled code or fetched it from the cache folder; 0.0
-    once the model has it."""
+    """With `compile` on a CPU: of `seconds` what went into calls that compiled code, or fetched it from the cache
+    folder; 0.0 once the model has it. (All threads' that share the model count.)"""
 
     @property
     def nfe(self) -> int:
@@ -193,7 +193,9 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     if request.steps is not None and not method.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
     if request.compile and model.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"compile=True is for models on CUDA devices and CPUs, not on {model.device}: leave compile out")
+        raise ValueError(
+            f"compile=True is for models on CUDA devices and CPUs, not on {model.device}: leave compile out"
+        )
     race, callback, copies = request.race, request.callback, request.num_return_sequences
     if race is not None:
         _check_race(race, prompts, copies, request.streamer)

@@ -25,7 +25,13 @@ def hint(name: str, stored: Iterable[str], dtype: torch.dtype, device: torch.dev
         name: of the checkpoint. stored: dtypes of its tensors, as torch names them. dtype, device: of the model.
     """
     global _said
-    if _said or device.type != "cpu" or dtype != torch.float32 or "bfloat16" not in set(stored) or not bfloat16_is_fast():
+    if (
+        _said
+        or device.type != "cpu"
+        or dtype != torch.float32
+        or "bfloat16" not in set(stored)
+        or not bfloat16_is_fast()
+    ):
         return
     _said = True
     warnings.warn(

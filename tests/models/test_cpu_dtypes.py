@@ -43,9 +43,7 @@ def test_it_comes_once(stored: str, monkeypatch: pytest.MonkeyPatch, instruction
     assert not said(stored, dtype="float32")
 
 
-def test_other_processors_and_checkpoints(
-    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processors_and_checkpoints(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     capable(monkeypatch, "avx2")
     assert not said(stored, dtype="float32")
     capable(monkeypatch, *cpu_dtypes.FAST)

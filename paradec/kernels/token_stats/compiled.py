@@ -20,6 +20,8 @@ STRETCH = 512
 """Words that are summed in float32 before float64 goes on."""
 FLOOR, LEAST = -87.0, 2e-38
 """Where differences to the best word are cut off, and a bit more than the exponential there: see `portable`."""
+SURE = 1e-25
+"""A sum of all others' shares below which what is cut off would show in float32. Such rows are summed word by word."""
 SERVED = frozenset(("second_prob", "margin", "entropy", "logsumexp", "gap", "nonfinite"))
 """The fields that follow from the sums."""
 
@@ -51,8 +53,8 @@ class CompiledSums:
         )
 
     def stats(self, logits: Tensor, ids: Tensor | None) -> TokenStats | None:
-        """All of `SERVED` for logits [..., V], and the probabilities of `ids` [...] or [..., K]; None where it turns out
-        that the sums cannot be compiled."""
+        """All of `SERVED` for logits [..., V], and the probabilities of `ids` [...] or [..., K]; None where the sums turn
+        out not to compile."""
         rows = logits.detach().view(-1, logits.shape[-1])
         # code for one row is another one's
         key = rows.shape[-1], rows.dtype, len(rows) == 1
@@ -70,16 +72,17 @@ class CompiledSums:
             return None
         rest, weight = (part.sum(-1, dtype=torch.float64) for part in sums)
         top, second = top.squeeze(-1).double(), second.double()
-        equals = second == top
-        if equals.any():  # words as good as the best one, which the sums leave out
-            rest[equals] += (rows[equals] == rows[equals].amax(-1, keepdim=True)).sum(-1).double() - 1
+        # the sums leave out words as good as the best one, and count what is cut off
+        apart = (second == top) | (rest < SURE)
+        if apart.any():
+            rest[apart], weight[apart] = _exact_sums(rows[apart], at[apart])
         lead = logits.shape[:-1]
         return _stats(*(each.view(lead) for each in (at.squeeze(-1), top, second, rest, weight)), logits, ids)
 
 
 def _sums(logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Over all words below the best one, for each stretch of logits [n, V] apart [n, S] float32: sum exp(z - m), and sum
-    exp(z - m) (z - m). top: m [n, 1]."""
+    """Over all words below the best one, for each stretch of logits [n, V] apart [n, S] float32: sum exp(z - m), and
+    sum exp(z - m) (z - m). top: m [n, 1]."""
     whole = logits.shape[-1] // STRETCH * STRETCH
     found = [_shares(logits[:, :whole].unflatten(-1, (-1, STRETCH)), top.unsqueeze(-1))]
     if whole < logits.shape[-1]:
@@ -90,9 +93,16 @@ def _sums(logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 def _shares(logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     apart = (logits.float() - top.float()).clamp(min=FLOOR)
-    # what is cut off counts as exactly nothing
-    share = (apart.exp() - LEAST).clamp(min=0)
+    share = apart.exp()
     return torch.where(apart < 0, share, 0.0).sum(-1), (apart * share).sum(-1)
+
+
+def _exact_sums(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of whole rows [n, V] in float64 [n], over all words but that at `at` [n, 1]; what is cut off counts as
+    exactly nothing."""
+    apart = (rows.float() - rows.gather(-1, at).float()).clamp_(min=FLOOR).scatter_(-1, at, FLOOR)
+    share = torch.threshold_(apart.exp(), LEAST, 0.0)
+    return share.sum(-1, dtype=torch.float64), apart.mul_(share).sum(-1, dtype=torch.float64)
 
 
 def _two_best(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +162,7 @@ def serving(sums: CompiledSums | None) -> Iterator[None]:
         _thread.sums = before
 
 
-def compiled_stats(
-    logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None
-) -> TokenStats | None:
+def compiled_stats(logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None) -> TokenStats | None:
     """Statistics from this thread's compiled sums; None where there are none, or where they do not serve."""
     sums = _thread.sums
     if sums is None or not sums.serves(logits, wanted, temperature):
