@@ -219,7 +219,7 @@ def tokens_part(limit: int | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("statistics", "forwards", "steps", "compiling", "tokens")
+    parts = ("forwards", "statistics", "steps", "compiling", "tokens")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--prompts", type=int, help="at most so many prompts for the tokens")
@@ -242,7 +242,7 @@ def main() -> None:
     for name in arguments.only:
         result[name] = runs[name]()
         print(name, json.dumps(result[name], indent=1), flush=True)
-    write_result(path, result)
+        write_result(path, result)
     print(f"written to {path.relative_to(ROOT)}")
 
 

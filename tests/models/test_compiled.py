@@ -463,6 +463,7 @@ def test_another_process_finds_the_code(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, threading, torch, paradec
+signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a job in the background ignore it
 model = paradec.load(dtype="float64")
 call = dict(max_new_tokens=8, compile=True)
 from torch._dynamo.utils import counters

@@ -53,8 +53,8 @@ class CompiledSums:
         )
 
     def stats(self, logits: Tensor, ids: Tensor | None) -> TokenStats | None:
-        """All of `SERVED` for logits [..., V], and the probabilities of `ids` [...] or [..., K]; None where the sums turn
-        out not to compile."""
+        """All of `SERVED` for logits [..., V], and the probabilities of `ids` [...] or [..., K]; None where the sums
+        turn out not to compile."""
         rows = logits.detach().view(-1, logits.shape[-1])
         # code for one row is another one's
         key = rows.shape[-1], rows.dtype, len(rows) == 1
