@@ -100,7 +100,7 @@ class CompiledFunction:
         )
         copied.__kwdefaults__ = own.__kwdefaults__
         # few kernels in one file: a pool of compiling processes would only be started for nothing
-        options = {"compile_threads": 1} if BACKEND == "inductor" else None
+        options: Any = {"compile_threads": 1} if BACKEND == "inductor" else None
         self._compiled = torch.compile(copied, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options)
         self.seconds = 0.0
         """Wall time of the calls that compiled something."""

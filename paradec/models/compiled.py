@@ -269,7 +269,7 @@ def _second(part: nn.Module, made: dict[int, nn.Module]) -> Any:
 
 def _stamp(model: Model) -> tuple[Any, ...]:
     """What the second tree has copied of the module: its parts, and what was put on them."""
-    parts = every_part(model.module)
+    parts: list[Any] = every_part(model.module)
     hooked = [bool(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__) for part in parts]
     return [id(part) for part in parts], hooked, model.attn_implementation, parts[0].config._attn_implementation
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ _said = False
 
 def bfloat16_is_fast() -> bool:
     """Whether this CPU has instructions of `FAST`. Without them bfloat16 is slower than float32."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(found.get(name) or getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in FAST)
 
 

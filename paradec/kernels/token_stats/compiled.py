@@ -77,7 +77,8 @@ class CompiledSums:
         if apart.any():
             rest[apart], weight[apart] = _exact_sums(rows[apart], at[apart])
         lead = logits.shape[:-1]
-        return _stats(*(each.view(lead) for each in (at.squeeze(-1), top, second, rest, weight)), logits, ids)
+        found = [each.view(lead) for each in (at.squeeze(-1), top, second, rest, weight)]
+        return _stats(*found, logits=logits, ids=ids)
 
 
 def _sums(logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ def _two_best(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stats(
-    at: Tensor, top: Tensor, second: Tensor, rest: Tensor, weight: Tensor, logits: Tensor, ids: Tensor | None
+    at: Tensor, top: Tensor, second: Tensor, rest: Tensor, weight: Tensor, *, logits: Tensor, ids: Tensor | None
 ) -> TokenStats:
     """What follows from the sums, in float64."""
     nonfinite = ~(top.isfinite() & rest.isfinite())
