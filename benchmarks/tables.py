@@ -427,12 +427,6 @@ def rendered() -> dict[str, str]:
             "occupancy": occupancy_table(_result("many")),
         },
         "docs/serving.md": {"server": server_table(_result("server"))},
-    return "\n".join(lines)
-
-
-        "docs/performance.md": {
-            "peers_pictures": peers_pictures_table(*(_result(f"peers_pictures_{size}") for size in ("tiny", "wide")))
-        },
         "docs/scales.md": {"digits_scales": digits_scales_table(_result("digits_scales"))},
         "docs/samplers.md": {
             "compare": compare_table(compare, True),
@@ -444,6 +438,7 @@ def rendered() -> dict[str, str]:
             "estimate": estimate_table(_result("estimate")),
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
+            "peers_pictures": peers_pictures_table(*(_result(f"peers_pictures_{size}") for size in ("tiny", "wide"))),
         },
     }
     found = {}

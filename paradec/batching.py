@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.checks import check_int, check_model, shown
-from paradec.generate import Output, check_captured, output_of, own_defaults, sampler_on
+from paradec.generate import Output, output_of, own_defaults, sampler_on
 from paradec.interrupts import held_back
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Memory, NotFinite, State
@@ -294,8 +294,11 @@ class Batch:
     def _check(self, request: Request) -> None:
         """Raise ValueError where the batch cannot be refilled with such a request."""
         check_request(self.model, request)
-        if request.compile and self.capture:
-            check_captured(self.model)
+        if request.compile and self.capture and self.model.device.type != "cuda":
+            raise ValueError(
+                f"compile=True in a batch that is refilled captures CUDA graphs, and the model is on "
+                f"{self.model.device}: leave compile out, or use paradec.generate"
+            )
 
     def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
         """What prompts are decoded with that say nothing else."""

@@ -94,6 +94,9 @@ class Output:
     """From `generate_many`: what the caller named the prompt."""
     error: Exception | None = None
     """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
+    compile_seconds: float | None = None
+    """With `compile` on a CPU: of `seconds` what went into calls that compiled code, or fetched it from the cache
+    folder; 0.0 once the model has it. (All threads' that share the model count.)"""
 
     @property
     def nfe(self) -> int:
@@ -189,8 +192,10 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     method = sampler_on(model, method)
     if request.steps is not None and not method.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
-    if request.compile:
-        check_captured(model)
+    if request.compile and model.device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"compile=True is for models on CUDA devices and CPUs, not on {model.device}: leave compile out"
+        )
     race, callback, copies = request.race, request.callback, request.num_return_sequences
     if race is not None:
         _check_race(race, prompts, copies, request.streamer)
@@ -207,9 +212,12 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     state: TextState = method.start(model, prompts, request)
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=3)
-    loop: Callable[..., Any] = (
-        _device_loop(method, model, state, callback, request.streamer, request.progress) if request.compile else decode
-    )
+    loop: Callable[..., Any] = decode
+    if request.compile and model.device.type == "cpu":
+        loop = compiled_loop(method, model)
+    elif request.compile:
+        loop = _device_loop(method, model, state, callback, request.streamer, request.progress)
+    compiled_before = 0.0 if model.compiled is None else model.compiled.seconds
     begin = time.perf_counter()
     watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
@@ -231,6 +239,8 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     if ranks is not None:
         ranks.note(output.sequences)
         ranks.meet("the answer")
+    if request.compile and model.compiled is not None:
+        output.compile_seconds = model.compiled.seconds - compiled_before
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     if race is None:
@@ -310,12 +320,6 @@ def check_source(prompt: Any, input_ids: Any) -> None:
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
 
 
-def check_captured(model: Any) -> None:
-    """Raise ValueError where `compile` means nothing."""
-    if model.device.type != "cuda":
-        raise ValueError(f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out")
-
-
 def _device_loop(
     method: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
@@ -340,6 +344,36 @@ def _device_loop(
             decode(method, model, state, after_commit)
 
     return on_the_device
+
+
+def compiled_loop(method: Any, model: Any) -> Callable[..., Any]:
+    """The loop of a request with `compile` on a CPU: the plain one, with the model's layers and the statistics of large
+    vocabularies in compiled code. What cannot be compiled runs as it is, after one warning."""
+    from paradec import compiling
+    from paradec.kernels.token_stats import SMALL_VOCABULARY
+    from paradec.models import compiled
+
+    nothing = compiling.missing()
+    known = None if model.compiled is None else model.compiled.failed
+    reason = None if nothing else known or compiled.refusal(model)
+    # float64 is exact as it is, and what small vocabularies are read in
+    statistics = method.family != "draft_verify" and model.dtype != torch.float64
+    statistics = statistics and model.facts.vocab_size > SMALL_VOCABULARY
+    if nothing or reason and not statistics:
+        warnings.warn(f"compile=True has no effect: {nothing or _of_layers(model, reason)}", stacklevel=4)
+        return decode
+    if reason:
+        warnings.warn(f"compile=True compiles the statistics alone: {_of_layers(model, reason)}", stacklevel=4)
+
+    def with_compiled_code(method: Any, model: Any, state: Any, after_commit: Any) -> None:
+        with compiled.compiled_calls(model, layers=reason is None, statistics=statistics):
+            decode(method, model, state, after_commit)
+
+    return with_compiled_code
+
+
+def _of_layers(model: Any, reason: str | None) -> str:
+    return f"the layers of {model.facts.name} cannot be compiled: {reason}"
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:

@@ -54,7 +54,7 @@ class Evaluation:
     def __enter__(self) -> Evaluation:
         # the lock is needed to look, too: a part in evaluation mode may be so for another thread's call alone
         with _lock:
-            parts = _parts(self.module)
+            parts = every_part(self.module)
             held = [part for part in parts if part.training]
             if held or _evaluated:
                 self._held = held = [part for part in dict.fromkeys(parts) if part.training or part in _evaluated]
@@ -84,10 +84,19 @@ class Call:
         wrap: what was put on the module; None for modules that nothing was put on.
         columns: [R, W] int64, the hidden states that the output matrix shall see; None is all.
         keeper: the query that the hidden states are left in.
+        module: what is called in the place of the model's module (`paradec.models.compiled`); None is that itself.
     """
 
-    def __init__(self, wrap: Wrap | SoftWrap | None = None, columns: Tensor | None = None, keeper: Query | None = None):
-        self.wrap, self.columns, self.keeper = wrap, columns, keeper
+    def __init__(
+        self,
+        wrap: Wrap | SoftWrap | None = None,
+        columns: Tensor | None = None,
+        keeper: Query | None = None,
+        module: nn.Module | None = None,
+    ):
+        self.wrap, self.columns, self.keeper, self.module = wrap, columns, keeper, module
+        self.attention: Any = None
+        """The attention of the compiled layer that runs."""
         self.attended = False
         """Whether an attention of ours has run."""
         self.soft: Tensor | None = None
@@ -111,6 +120,11 @@ class Calling(Evaluation):
     def __exit__(self, *error: Any) -> None:
         _thread.call = self._before
         super().__exit__(*error)
+
+
+def current_call() -> Call | None:
+    """The call under way in this thread."""
+    return _thread.call
 
 
 def note_attention() -> None:
@@ -138,7 +152,7 @@ class Wrap:
         with _lock:
             _add_hook(self.base)
             if attention is not None:
-                self._parts = [part for part in dict.fromkeys(_parts(module)) if _chooses(part)]
+                self._parts = [part for part in dict.fromkeys(every_part(module)) if _chooses(part)]
                 own = [_add_config(part) for part in self._parts]
                 self.configs = {id(config): config for config in own}
 
@@ -240,7 +254,7 @@ def take_columns(tensor: Tensor, columns: Tensor) -> Tensor:
     return tensor.gather(1, index)
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
+def every_part(module: nn.Module) -> list[nn.Module]:
     """A module and all below it; parts that stand in several places several times. (`Module.modules` is several times
     slower, and this runs at every call.)"""
     found = [module]

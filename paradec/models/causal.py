@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paradec.checks import shown
+from paradec.models import cpu_dtypes
 from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import (
@@ -75,9 +76,10 @@ def load_causal(
     hf_config = _config(source, files)
     config = hf_config.to_dict() if gguf_file is not None else config
     cls = _class(source, config)
+    stored: dict[str, Any] = {}
     if gguf_file is None:
         states_quantiser(source, config)
-        stored_weights(source, revision)
+        stored = stored_weights(source, revision)
         check_foreign_dtypes(source, config, revision)
     if dtype == torch.float64:  # their kernels have no float64
         hf_config._experts_implementation = "eager"
@@ -88,6 +90,7 @@ def load_causal(
         _forget_file(module)
     if device is not None:
         module = module.to(device)
+    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), module.dtype, module.device)
     tokenizer = _tokenizer(source, files)
     ends, pad = generation_ids(module, tokenizer)
     try:

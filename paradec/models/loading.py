@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paradec.checks import check_int, shown
-from paradec.models import causal
+from paradec.models import causal, cpu_dtypes
 from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Decoder, Model
 from paradec.models.checkpoint import (
@@ -243,6 +243,7 @@ def _language_model(
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if device is not None:
         module = module.to(device)
+    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), module.dtype, module.device)
     default_new = generation.get("max_new_tokens")
     if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
         default_new = DEFAULT_NEW_TOKENS

@@ -1,0 +1,51 @@
+"""The hint that bfloat16 would be faster."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import paradec
+from paradec.models import cpu_dtypes
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> str:
+    """The packaged model, stored in bfloat16."""
+    model = paradec.load(dtype="bfloat16")
+    model.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def said(source: str, **options: object) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        paradec.load(source, **options)  # type: ignore[arg-type]
+    return [str(each.message) for each in caught if "bfloat16" in str(each.message)]
+
+
+def capable(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(cpu_dtypes, "_said", False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(names, True), raising=False)
+    for name in cpu_dtypes.FAST:
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name in names, raising=False)
+
+
+@pytest.mark.parametrize("instructions", cpu_dtypes.FAST)
+def test_it_comes_once(stored: str, monkeypatch: pytest.MonkeyPatch, instructions: str) -> None:
+    capable(monkeypatch, instructions)
+    assert not said(stored) and not said(stored, dtype="bfloat16") and not said(stored, dtype="float64")
+    assert len(found := said(stored, dtype="float32")) == 1
+    assert "is stored in bfloat16 and runs in float32" in found[0] and "dtype='bfloat16'" in found[0]
+    assert not said(stored, dtype="float32")
+
+
+def test_other_processors_and_checkpoints(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capable(monkeypatch, "avx2")
+    assert not said(stored, dtype="float32")
+    capable(monkeypatch, *cpu_dtypes.FAST)
+    paradec.load(dtype="float32").save_pretrained(tmp_path / "wide")
+    assert not said(str(tmp_path / "wide"), dtype="float32")
