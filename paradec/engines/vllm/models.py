@@ -109,7 +109,9 @@ class Left(nn.Module):
 class FastDLLM(_InBlocks, Qwen2ForCausalLM):
     """Fast-dLLM v2."""
 
-    left: Left | None = None
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.left: Left | None = None
 
     def make_left(self, requests: int, tokens: int, device: torch.device) -> None:
         """Make the buffers, once the model is loaded."""
