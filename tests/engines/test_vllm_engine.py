@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_on_a_cpu import BLOCK, END, KINDS, MASK, VOCAB, Engine, checkpoint
+from vllm_on_a_cpu import END, KINDS, MASK, VOCAB, Engine, VLLMValidationError, checkpoint, paradec
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.5},
@@ -42,9 +41,7 @@ def said(name: str) -> dict[str, Any]:
 
 
 def made(name: str) -> Any:
-    from paradec import samplers
-
-    return samplers.create(name, **SAMPLERS[name])
+    return paradec.samplers.create(name, **SAMPLERS[name])
 
 
 def nothing_is_left(engine: Engine) -> None:
@@ -66,4 +63,96 @@ def test_the_tokens_are_those_of_generate(engine: Engine, name: str) -> None:
             expected = engine.expected(prompt, new, sampler=made(name))
             assert list(answer.token_ids) == expected, (name, len(prompt))
             assert answer.finish_reason == ("stop" if expected[-1] == END else "length")
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["threshold", "klass"])
+def test_draws_are_those_of_generate(engine: Engine, name: str) -> None:
+    batch = prompts(2)[:4]
+    settings = {"sampler": name, "temperature": 0.8, "seed": 5, "top_k": 8}
+    for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, settings)), strict=True):
+        assert list(answer.token_ids) == engine.expected(prompt, 9, **settings)
+
+
+def test_an_answer_ends_where_vllm_ends_it(engine: Engine) -> None:
+    """Without an end, by ids of the request, and in the middle of a block."""
+    prompt = prompts(3)[3]
+    whole = engine.expected(prompt, 12, eos_early_stop=False)
+    (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True))
+    assert list(found.token_ids) == whole
+    stop = whole[5]
+    (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True, stop_token_ids=[stop]))
+    assert list(found.token_ids) == whole[: whole.index(stop) + 1] and found.stop_reason == stop
+
+
+def test_a_template_is_filled(engine: Engine) -> None:
+    """Holes before and behind given text, over three blocks; then masks of the answer."""
+    prompt = prompts(4)[4]
+    template = [MASK, 7, MASK, 9, 10, 11, 12, 13, 14, MASK, 16]
+    for new in (0, 5):
+        (found,) = engine.answers([prompt], engine.params(len(template) + new, {"template": template}, ignore_eos=True))
+        row = [*prompt, *template]
+        answers = [
+            paradec.generate(model, [row], max_new_tokens=new, eos_early_stop=False) for model in (engine.model, engine.exact)
+        ]
+        expected, exact = (answer.sequences[0, len(prompt) :].tolist() for answer in answers)
+        assert list(found.token_ids) == expected == exact
+        assert [mine for mine, given in zip(found.token_ids, template) if given != MASK] == [
+            given for given in template if given != MASK
+        ]
+
+
+def test_aborted_requests_leave_nothing(engine: Engine) -> None:
+    """Requests that are aborted while they decode; others go on as if alone, and their slots begin anew."""
+    running = engine.llm.llm_engine
+    batch = prompts(5)[:4]
+    for index, prompt in enumerate(batch):
+        running.add_request(f"r{index}", {"prompt_token_ids": prompt}, engine.params(14, {"sampler": "credit"}))
+    state, said = engine.runner.model_state, {}
+    for _ in range(4):
+        running.step()
+    assert len(state.slots) == 4
+    running.abort_request(["r0", "r2"])
+    while running.has_unfinished_requests():
+        said |= {output.request_id: output for output in running.step() if output.finished}
+    for index in (1, 3):
+        expected = engine.expected(batch[index], 14, sampler="credit")
+        assert list(said[f"r{index}"].outputs[0].token_ids) == expected
+    assert "r0" not in said or said["r0"].outputs[0].finish_reason == "abort"
+    nothing_is_left(engine)
+    for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, {"sampler": "credit"})), strict=True):
+        assert list(answer.token_ids) == engine.expected(prompt, 9, sampler="credit")
+
+
+@pytest.mark.parametrize(
+    "settings, others, words",
+    [
+        ({"sampler": "treshold"}, {}, "treshold"),
+        ({"stepps": 4}, {}, "stepps"),
+        ({"sampler": "freedave"}, {}, "cannot run inside an engine"),
+        ({"sampler": {"sampler": "threshold", "threshold": 7}}, {}, "threshold"),
+        ({"guidance_scale": 2.0}, {}, "guidance_scale"),
+        ({"block_length": 8}, {}, "block_length=8"),
+        ({"suppress_tokens": [VOCAB]}, {}, "suppress_tokens"),
+        ({"template": [MASK, VOCAB]}, {}, "template"),
+        ("{", {}, "JSON"),
+        (None, {"presence_penalty": 0.5}, "presence_penalty"),
+        (None, {"logprobs": 1}, "logprobs"),
+        (None, {"temperature": 0.5}, "temperature"),
+    ],
+)
+def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, others: Any, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        engine.answers([[2, 3]], engine.params(8, settings, **others))
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_takes_the_prompt_ends_a_request_with_an_error(engine: Engine) -> None:
+    """Beside one that is served."""
+    good = prompts(6)[2]
+    settings = [engine.params(8), engine.params(8), engine.params(8, {"sampler": "low_confidence", "steps": 1})]
+    fine, mask, steps = engine.answers([good, [2, MASK, 3], good], settings)
+    assert list(fine.token_ids) == engine.expected(good, 8)
+    assert mask.finish_reason == steps.finish_reason == "error" and not mask.token_ids and not steps.token_ids
+    assert "mask id" in mask.stop_reason and "steps=1" in steps.stop_reason
     nothing_is_left(engine)

@@ -44,9 +44,12 @@ from safetensors.torch import save_file  # noqa: E402
 from test_families import CONFIGS, random_weights  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
 
 import paradec  # noqa: E402
 from paradec.models.adapter import Model  # noqa: E402
+
+__all__ = ["BLOCK", "END", "KINDS", "MASK", "VOCAB", "Engine", "VLLMValidationError", "checkpoint", "paradec"]
 
 BLOCK = 4
 VOCAB, MASK, END = 48, 47, 0
