@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm_on_a_cpu import END, KINDS, MASK, VOCAB, Engine, VLLMValidationError, checkpoint, paradec
+from vllm_on_a_cpu import END, KINDS, MASK, Engine, checkpoint, paradec
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.5},
@@ -122,37 +122,3 @@ def test_aborted_requests_leave_nothing(engine: Engine) -> None:
     nothing_is_left(engine)
     for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, {"sampler": "credit"})), strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 9, sampler="credit")
-
-
-@pytest.mark.parametrize(
-    "settings, others, words",
-    [
-        ({"sampler": "treshold"}, {}, "treshold"),
-        ({"stepps": 4}, {}, "stepps"),
-        ({"sampler": "freedave"}, {}, "cannot run inside an engine"),
-        ({"sampler": {"sampler": "threshold", "threshold": 7}}, {}, "threshold"),
-        ({"guidance_scale": 2.0}, {}, "guidance_scale"),
-        ({"block_length": 8}, {}, "block_length=8"),
-        ({"suppress_tokens": [VOCAB]}, {}, "suppress_tokens"),
-        ({"template": [MASK, VOCAB]}, {}, "template"),
-        ("{", {}, "JSON"),
-        (None, {"presence_penalty": 0.5}, "presence_penalty"),
-        (None, {"logprobs": 1}, "logprobs"),
-        (None, {"temperature": 0.5}, "temperature"),
-    ],
-)
-def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, others: Any, words: str) -> None:
-    with pytest.raises(VLLMValidationError, match=words):
-        engine.answers([[2, 3]], engine.params(8, settings, **others))
-    assert not engine.llm.llm_engine.has_unfinished_requests()
-
-
-def test_what_takes_the_prompt_ends_a_request_with_an_error(engine: Engine) -> None:
-    """Beside one that is served."""
-    good = prompts(6)[2]
-    settings = [engine.params(8), engine.params(8), engine.params(8, {"sampler": "low_confidence", "steps": 1})]
-    fine, mask, steps = engine.answers([good, [2, MASK, 3], good], settings)
-    assert list(fine.token_ids) == engine.expected(good, 8)
-    assert mask.finish_reason == steps.finish_reason == "error" and not mask.token_ids and not steps.token_ids
-    assert "mask id" in mask.stop_reason and "steps=1" in steps.stop_reason
-    nothing_is_left(engine)
