@@ -50,9 +50,6 @@ def refusal(sampler: Any) -> str | None:
         return "it reads the answer as a picture"
     if own := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
         return f"it has a `{own[0]}` of its own, and the engine calls the model"
-    for member in getattr(sampler, "members", ()):
-        if why := refusal(member):
-            return f"of its members {member.name!r}: {why}"
     return None
 
 
@@ -88,13 +85,14 @@ class Hosted:
         method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
         if not isinstance(method, Sampler):
             raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
-        if why := refusal(method):
+        why = refusal(method)
+        if why is not None or not isinstance(method, MaskedSampler):
             raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
         if not isinstance(facts, ModelFacts):
             raise TypeError(f"facts={shown(facts)} must be paradec.models.facts.ModelFacts")
         if facts.mask_token_id is None or facts.topology not in ("bidirectional", "block_causal"):
             raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
-        self.sampler: MaskedSampler = method
+        self.sampler = method
         self.facts, self.device = facts, torch.device(device)
         self._answering = _Answering(facts, self.device)
         self._rows: dict[Hashable, MaskedState] = {}
@@ -153,6 +151,31 @@ class Hosted:
         """Forget a row, whether it is done or not."""
         self._state(key)
         del self._rows[key]
+
+    def discard(self, key: Hashable) -> None:
+        """`close`, where the row may be gone already."""
+        self._rows.pop(key, None)
+
+    def remembered(self, key: Hashable) -> dict[str, Tensor]:
+        """What the sampler remembers of a row beyond its blocks, by name, each [1, ...]: for a row that goes on where
+        this one ends (`remember`). Empty for most samplers."""
+        memory = self._state(key).memory
+        return {name: memory[name].clone() for name, spec in memory.specs.items() if spec.reset == "sequence"}
+
+    def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
+        """Begin a row with what another one `remembered`. Before its first step.
+
+        Raises:
+            ValueError: the row has been stepped, or the sampler remembers nothing of such a name or shape.
+        """
+        state = self._state(key)
+        if state.commits:
+            raise ValueError(f"key={shown(key)} has been stepped; what it remembers is its own")
+        for name, value in memory.items():
+            if name not in state.memory or state.memory[name].shape != value.shape:
+                raise ValueError(f"sampler {self.sampler.name!r} remembers no {name!r} of shape {list(value.shape)}")
+        for name, value in memory.items():
+            state.memory[name] = value.clone()
 
     def state(self, key: Hashable) -> MaskedState:
         """The sampler's own state of a row, to look at."""

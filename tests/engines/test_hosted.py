@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from typing import Any
 
 import pytest
+import torch
 from hosting import Engine
-from tiny_models import tiny
+from tiny_models import END, MASK, VOCAB, tiny
+from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.engines.hosted import Hosted, refusal
+from paradec.engines.hosted import FIELDS, Hosted, refusal
 from paradec.models.adapter import Model
+from paradec.models.facts import ModelFacts
+from paradec.request import Request
+from paradec.samplers.masked.base import MaskedSampler
 
-HOSTED = [name for name in samplers.names() if refusal(samplers.create(name, **{})) is None]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "union": {"rules": ("credit", "localleap")},
-    "intersection": {"rules": ("threshold", "klass")},
-}
+HOSTED = [name for name in samplers.names() if refusal(samplers.create(name)) is None]
+FACTS = ModelFacts(VOCAB, MASK, (END,), topology="block_causal", block_length=4)
 
 
 @pytest.fixture(scope="module")
@@ -26,49 +30,286 @@ def causal() -> Model:
     return tiny(2, "block_causal")
 
 
-def made(name: str) -> Any:
-    return samplers.create(name, **SETTINGS.get(name, {}))
+def asked(draw: random.Random, sampler: Any, prompt: list[int], temperature: float) -> dict[str, Any]:
+    """A request for a row of a model with blocks of 4."""
+    new = draw.choice((4, 9))
+    blocks = -(-(len(prompt) + new) // 4) - len(prompt) // 4
+    return {
+        "max_new_tokens": new,
+        "temperature": temperature,
+        "top_k": draw.choice((None, 5)),
+        "seed": draw.randrange(2**31),
+        "eos_early_stop": draw.random() < 0.7,
+    } | ({"steps": 2 * blocks} if sampler.uses_steps else {})
 
 
-def steps_of(name: str, blocks: int) -> dict[str, int]:
-    return {"steps": 2 * blocks} if made(name).uses_steps else {}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", HOSTED)
-def test_rows_in_an_engine_are_those_of_generate(name: str, temperature: float, causal: Model) -> None:
-    """Rows of unequal lengths that come, pause and leave at different times: the tokens, the steps and the end."""
-    draw = random.Random(f"{name} {temperature}")
-    hosted = Hosted(made(name), causal.facts)
-    engine, waiting, expected, taken = Engine(causal, hosted), {}, {}, {}
-    for key in range(4):
-        prompt = [draw.randrange(36) for _ in range(draw.randint(1, 10))]
-        request = {
-            "max_new_tokens": draw.choice((4, 9)),
-            "temperature": temperature,
-            "seed": draw.randrange(2**31),
-            "eos_early_stop": draw.random() < 0.7,
-            "top_k": draw.choice((None, 5)),
-        }
-        length = len(prompt) + request["max_new_tokens"]
-        request |= steps_of(name, -(-length // 4) - len(prompt) // 4)
-        waiting[key] = prompt, request
-        expected[key] = paradec.generate(causal, prompt, sampler=made(name), trace=True, **request)
+def compare(
+    model: Model, sampler: Any, rows: dict[Any, tuple[list[int], dict[str, Any]]], draw: random.Random
+) -> Hosted:
+    """Rows that come, pause and leave at different times: the tokens, the forwards and the ends are `generate`'s."""
+    hosted = Hosted(sampler, model.facts)
+    engine, waiting, steps = Engine(model, hosted), dict(rows), dict.fromkeys(rows, 0)
     while waiting or len(hosted):
         for key in [key for key in waiting if draw.random() < 0.5]:
             prompt, request = waiting.pop(key)
-            engine.add(key, prompt, **{"new": request.pop("max_new_tokens"), **request})
-            taken[key] = 0
-        going = [key for key in hosted.keys() if draw.random() < 0.7]
-        for key, stepped in engine.round(going).items():
-            taken[key] += 1
+            fields = {name: value for name, value in request.items() if name != "max_new_tokens"}
+            engine.add(key, prompt, request["max_new_tokens"], **fields)
+        for key, stepped in engine.round([key for key in hosted.keys() if draw.random() < 0.7]).items():
+            steps[key] += 1
+            assert hosted.done(key) == stepped.done
             if stepped.done:
-                answer = expected[key]
-                filled = answer.sequences[0, answer.filled[0]].tolist()
-                decided = filled[: answer.tokens[0]]
-                begin = len(answer.sequences[0]) - len(filled)
-                assert engine.ids[key][begin : begin + len(decided)] == decided
-                assert hosted.answer(key) == decided
-                assert taken[key] == answer.row_nfe[0]
+                prompt, request = rows[key]
+                out = paradec.generate(model, prompt, sampler=sampler, **request)
+                answer = out.sequences[0, out.filled[0]].tolist()[: out.tokens[0]]
+                assert hosted.answer(key) == answer
+                assert engine.ids[key][len(prompt) :][: len(answer)] == answer
+                assert steps[key] == out.row_nfe[0]
                 hosted.close(key)
-    assert len(taken) == 4
+    return hosted
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
+    draw, sampler = random.Random(name), samplers.create(name)
+    rows = {}
+    for key, temperature in enumerate((0.0, 0.7, 0.7)):
+        prompt = [draw.randrange(36) for _ in range(draw.randint(1, 10))]
+        rows[key] = prompt, asked(draw, sampler, prompt, temperature)
+    compare(causal, sampler, rows, draw)
+
+
+@pytest.mark.parametrize("name", ["threshold", "saber"])
+@pytest.mark.parametrize(
+    ("topology", "prediction"),
+    [("bidirectional", "same"), ("bidirectional", "shifted"), ("block_causal", "shifted"), ("block_causal", "same")],
+)
+def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) -> None:
+    """Blocks that divide the model's, logits that stand to the left, models without blocks of their own: the engine
+    evaluates all that a block can see."""
+    model, draw = tiny(1, topology, prediction), random.Random(f"{name} {topology}")
+    # behind the open block a bidirectional model sees masks: the last block leaves none of them out
+    length = 9 if topology == "bidirectional" else 2
+    rows = {
+        key: ([draw.randrange(36) for _ in range(3)], {"max_new_tokens": 9, "block_length": length, "seed": key})
+        for key in range(2)
+    }
+    compare(model, samplers.create(name), rows, draw)
+
+
+def by_hand(logits: list[Tensor], threshold: float) -> list[list[int]]:
+    """A block of masks after each step: all that is sure, and the surest."""
+    block, seen = [MASK] * len(logits[0]), []
+    for given in logits:
+        law = given.clone()
+        law[:, MASK] = -torch.inf
+        law = law.softmax(-1)
+        sure = [float(law[at].max()) if token == MASK else -1.0 for at, token in enumerate(block)]
+        for at, token in enumerate(block):
+            if token == MASK and (sure[at] >= threshold or sure[at] == max(sure)):
+                block[at] = int(law[at].argmax())
+        seen.append(list(block))
+    return seen
+
+
+def test_a_plain_loop_of_the_threshold_rule() -> None:
+    torch.manual_seed(0)
+    for _ in range(20):
+        hosted = Hosted(samplers.create("threshold", threshold=0.5), FACTS)
+        hosted.open("row", [1, 2, 3, 4], 4, eos_early_stop=False)
+        logits = [5 * torch.randn(4, VOCAB, dtype=torch.float64) for _ in range(4)]
+        for given, expected in zip(logits, by_hand(logits, 0.5)):
+            if hosted.done("row"):
+                break
+            assert hosted.window("row")[0] == 4
+            stepped = hosted.step({"row": given})["row"]
+            assert stepped.tokens.tolist() == expected and stepped.changed
+            assert stepped.done == stepped.closed == (MASK not in expected)
+
+
+def test_an_edit_says_what_is_stored() -> None:
+    """A block that is full stays open while a step edits; what closes it without a change was evaluated as it stays."""
+    hosted = Hosted(samplers.create("editing", threshold=0.5, editing_threshold=0.5), FACTS)
+    hosted.open(0, [1, 2, 3], 1, eos_early_stop=False)
+
+    def step(token: int) -> tuple[list[int], bool, bool]:
+        logits = 20.0 * torch.nn.functional.one_hot(torch.tensor([9, 9, 9, token]), VOCAB).double()
+        found = hosted.step({0: logits})[0]
+        return found.tokens.tolist(), found.changed, found.closed
+
+    assert step(5) == ([1, 2, 3, 5], True, False)
+    assert step(6) == ([1, 2, 3, 6], True, False)  # what was given is nobody's to edit
+    assert step(6) == ([1, 2, 3, 6], False, True)
+    assert hosted.done(0)
+
+
+def test_logits_that_are_not_finite_hurt_their_row_alone() -> None:
+    torch.manual_seed(0)
+    hosted, alone = Hosted("credit", FACTS), Hosted("credit", FACTS)
+    logits = {key: torch.randn(4, VOCAB) for key in "abc"}
+    for key in "abc":
+        hosted.open(key, [1, 2, 3, 4], 8)
+    alone.open("a", [1, 2, 3, 4], 8)
+    broken = logits["b"].clone()
+    broken[2, 3] = torch.nan
+    found = hosted.step(logits | {"b": broken})
+    expected = alone.step({"a": logits["a"]})["a"]
+    assert isinstance(found["b"].error, FloatingPointError) and "at its step 0" in str(found["b"].error)
+    assert not found["b"].changed and found["b"].tokens.tolist() == [MASK] * 4
+    assert found["a"].tokens.equal(expected.tokens) and found["a"].error is None and found["a"].changed
+    # the row goes on as if nothing had been
+    assert hosted.step({"b": logits["a"]})["b"].tokens.equal(expected.tokens)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda hosted: pickle.loads(pickle.dumps(hosted))])
+def test_copies_go_on_by_themselves(duplicate: Any) -> None:
+    torch.manual_seed(0)
+    hosted = Hosted("saber", FACTS)
+    for key in range(2):
+        hosted.open(key, [1, 2, 3, 4 + key], 8, temperature=0.5, seed=key, eos_early_stop=False)
+    logits = [{key: torch.randn(4, VOCAB) for key in range(2)} for _ in range(3)]
+    hosted.step(logits[0])
+    other = duplicate(hosted)
+    first = [hosted.step(each) for each in logits[1:]]
+    second = [other.step(each) for each in logits[1:]]
+    for one, two in zip(first, second, strict=True):
+        assert all(one[key].tokens.equal(two[key].tokens) for key in one)
+
+
+def test_contexts_may_change_between_steps() -> None:
+    torch.manual_seed(0)
+    logits = [torch.randn(4, VOCAB) for _ in range(8)]
+    found = []
+    for contexts in ([torch.no_grad] * 3, [torch.inference_mode, torch.enable_grad, torch.inference_mode]):
+        hosted = Hosted("saber", FACTS)
+        with contexts[0]():
+            hosted.open(0, [1, 2, 3, 4], 4, seed=0, temperature=0.7)
+            hosted.step({0: logits[0].clone()})
+        with contexts[1]():
+            hosted.step({0: logits[1].clone().requires_grad_(torch.is_grad_enabled())})
+        with contexts[2]():
+            for given in logits[2:]:
+                if not hosted.done(0):
+                    hosted.step({0: given.clone()})
+        found.append(hosted.answer(0))
+    assert found[0] == found[1]
+
+
+def test_what_is_handed_over_is_not_written_to() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        hosted = Hosted("credit", FACTS)
+        hosted.open(0, [1, 2], 6, logits_eos_inf=True)
+        logits = torch.randn(4, VOCAB).to(dtype)
+        before = logits.clone()
+        hosted.step({0: logits})
+        assert logits.equal(before)
+
+
+def test_memory_goes_from_row_to_row() -> None:
+    """What Saber remembers of a whole answer, over a row that ends and one that goes on."""
+    torch.manual_seed(0)
+    logits = [3 * torch.randn(4, VOCAB) for _ in range(8)]
+    whole, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)
+    whole.open(0, [1, 2, 3, 4], 8, eos_early_stop=False)
+    parts.open(0, [1, 2, 3, 4], 4, eos_early_stop=False)
+    at = 0
+    while not parts.done(0):
+        parts.step({0: logits[at]})
+        whole.step({0: logits[at]})
+        at += 1
+    assert int(parts.remembered(0)["count"]) == 4
+    parts.open(1, [1, 2, 3, 4, *parts.answer(0)], 4, eos_early_stop=False)
+    parts.remember(1, parts.remembered(0))
+    while not whole.done(0):
+        one, two = whole.step({0: logits[at]})[0], parts.step({1: logits[at]})[1]
+        assert one.tokens.equal(two.tokens)
+        at += 1
+    with pytest.raises(ValueError, match="key=1 has been stepped"):
+        parts.remember(1, parts.remembered(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "why"),
+    [
+        ("freedave", {}, "drafts of later steps"),
+        ("wino", {}, "masks that the rest of the row does not see"),
+        ("adablock", {}, "cuts the blocks itself"),
+        ("halton", {}, "reads the answer as a picture"),
+        ("mar", {}, "family 'continuous'"),
+        ("diffusion_gemma", {}, "family 'canvas'"),
+        ("sjd", {}, "family 'draft_verify'"),
+        ("union", {"rules": ("threshold", "adablock")}, "cuts the blocks itself"),
+    ],
+)
+def test_samplers_that_cannot_be_hosted(name: str, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"sampler '{name}' cannot run inside an engine: .*{why}"):
+        Hosted(samplers.create(name, **settings), FACTS)
+
+
+def test_every_masked_sampler_is_hosted_or_says_why() -> None:
+    for name in samplers.names():
+        if issubclass(samplers.get(name), MaskedSampler):
+            why = refusal(samplers.create(name))
+            assert (why is None) == (name in HOSTED) and (why is None or why.startswith("it "))
+    assert {"threshold", "credit", "saber", "editing", "learn2pd", "random"} <= {*HOSTED}
+
+
+def test_fields_are_those_of_a_request() -> None:
+    assert {*FIELDS} <= {*Request.__dataclass_fields__}
+
+
+def test_bad_input_is_named_before_anything_happens() -> None:
+    with pytest.raises(TypeError, match="sampler=3 must be a name"):
+        Hosted(3, FACTS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="facts=None must be"):
+        Hosted("threshold", None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no masks to fill"):
+        Hosted("threshold", ModelFacts(VOCAB, topology="causal"))
+    hosted = Hosted("threshold", FACTS)
+    prompt = [1, 2, 3]
+    for fields, message in {
+        (("temperature", -1.0),): "temperature=-1.0 must be a number",
+        (("cache", "dual"),): "cache='dual' has no meaning for a row inside an engine",
+        (("guidance_scale", 2.0),): "guidance_scale=2.0 has no meaning",
+        (("stop_strings", "x"),): "stop_strings='x' has no meaning",
+        (("steps", 0),): "steps=0 must be an integer of at least 1",
+        (("block_length", 8),): "block_length=8 is longer than the engine's block of 4",
+        (("block_length", 3),): "block_length=3 does not fit",
+        (("stop", paradec.Prophet()),): r"stop=Prophet\(.* reads the logits behind the open block",
+        (("suppress_tokens", (VOCAB,)),): f"suppress_tokens={VOCAB} must be",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            hosted.open(0, prompt, 8, **dict(fields))
+    with pytest.raises(TypeError, match="unknown argument: 'threshold'"):
+        hosted.open(0, prompt, 8, threshold=0.5)
+    for ids, new, message in ((prompt, -1, "max_new_tokens=-1"), ([], 4, "empty"), ([VOCAB], 4, "outside the voc")):
+        with pytest.raises(ValueError, match=message):
+            hosted.open(0, ids, new)
+    with pytest.raises(TypeError, match="prompt_ids='text' must be token ids"):
+        hosted.open(0, "text", 4)
+    with pytest.raises(ValueError, match="prompt_ids holds 2 rows"):
+        hosted.open(0, [[1], [2]], 4)
+    assert len(hosted) == 0
+
+    hosted.open(0, prompt, 1, eos_early_stop=False)
+    hosted.open(1, prompt, 4)
+    with pytest.raises(ValueError, match="key=0 is open already"):
+        hosted.open(0, prompt, 4)
+    fine = torch.randn(4, VOCAB)
+    for bad, error, message in (
+        ({0: fine, 2: fine}, ValueError, "key=2 is not open; 2 rows are"),
+        ({0: fine, 1: fine[:3]}, ValueError, r"key=1 have shape \[3, 41\], not \[4, 41\]"),
+        ({0: fine, 1: fine.long()}, TypeError, "key=1 are torch.int64"),
+        ({0: fine, 1: None}, TypeError, "key=1 are NoneType"),
+    ):
+        with pytest.raises(error, match=message):
+            hosted.step(bad)
+        assert hosted.window(0)[1].tolist() == [*prompt, MASK]
+    assert hosted.step({0: fine})[0].done
+    with pytest.raises(ValueError, match="key=0 is done"):
+        hosted.step({0: fine})
+    with pytest.raises(ValueError, match="key=0 is done"):
+        hosted.window(0)
+    hosted.close(0)
+    with pytest.raises(ValueError, match="key=0 is not open"):
+        hosted.close(0)
+    assert hosted.keys() == [1]

@@ -1,0 +1,150 @@
+"""Requests that are decoded block by block as SGLang does it, and the rules that are tried on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hosting import block_logits
+from tiny_models import MASK
+from torch import Tensor
+
+import paradec
+from paradec import samplers
+from paradec.models.adapter import Model
+
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An algorithm's configuration, and the sampler that it stands for."""
+
+    why: str
+    make: Callable[[], Any]
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+EDITS = {"threshold": 0.5, "editing_threshold": 0.2, "max_post_steps": 3}
+RULES = {
+    "ParadecThreshold": Rule("none", lambda: samplers.create("threshold", threshold=0.5), {"threshold": 0.5}),
+    "ParadecEntropyBound": Rule("several positions at once", lambda: samplers.create("entropy_bound")),
+    "ParadecCredit": Rule("remembers within a block", lambda: samplers.create("credit")),
+    "ParadecSaber": Rule("remembers from block to block, takes back", lambda: samplers.create("saber")),
+    "ParadecEditing": Rule("edits", lambda: samplers.create("editing", **EDITS), EDITS),
+    "ParadecLowConfidence": Rule("has a schedule", lambda: samplers.create("low_confidence"), {"steps": 2}),
+    "ParadecCombination": Rule(
+        "two rules", lambda: samplers.create("credit+localleap"), {"combination": "credit+localleap"}
+    ),
+}
+
+
+def config(block: int = BLOCK, mask: int = MASK, fdfo: bool = False, **settings: Any) -> Any:
+    """What an algorithm reads of SGLang's DllmConfig."""
+    return SimpleNamespace(
+        block_size=block, mask_id=mask, algorithm_config=settings, first_done_first_out_mode=fdfo, algorithm=""
+    )
+
+
+def batch_of(
+    rows: list[list[int]],
+    names: list[str] | None = None,
+    starts: list[int] | None = None,
+    prompt_mask: Tensor | None = None,
+) -> Any:
+    """What an algorithm reads of SGLang's ForwardBatch."""
+    size = len(rows[0])
+    return SimpleNamespace(
+        batch_size=len(rows),
+        input_ids=torch.tensor(rows).flatten(),
+        dllm_prompt_mask=prompt_mask,
+        rids=names,
+        positions=None if starts is None else torch.tensor([s + i for s in starts for i in range(size)]),
+    )
+
+
+class Requests:
+    """Rows of ids over a model: prompt blocks pass through, and each round is one forward, or in the synchronous loop
+    one block, for every request that takes part in it."""
+
+    def __init__(self, model: Model, prompts: dict[str, list[int]], blocks: int):
+        self.model, self.blocks, self.prompts = model, blocks, prompts
+        self.ids: dict[str, list[int]] = {name: [] for name in prompts}
+        self.incomplete: dict[str, list[int]] = {}
+        self.states: dict[str, Any] = dict.fromkeys(prompts)
+        self.forwards = dict.fromkeys(prompts, 0)
+        self.canvases: dict[str, list[list[int]]] = {name: [] for name in prompts}
+        """Everything up to the open block, whenever a step has changed it."""
+
+    def logits(self, batch: Any) -> Tensor:
+        """[B * W, V] of a batch. (It sees every forward, and so what the step before has written.)"""
+        found = []
+        for name, row in zip(batch.rids, batch.input_ids.view(batch.batch_size, -1).tolist(), strict=True):
+            self.note(name, self.ids[name] + row)
+            self.forwards[name] += 1
+            found.append(block_logits(self.model, self.ids[name] + row, len(self.ids[name])))
+        return torch.cat(found)
+
+    def note(self, name: str, canvas: list[int]) -> None:
+        seen = self.canvases[name]
+        if len(canvas) > len(self.prompts[name]) and (not seen or seen[-1] != canvas):
+            self.canvases[name].append(canvas)
+
+    def decode(self, made: Any, runner: Callable[[Any], Any], draw: random.Random) -> None:
+        """Decode all of them, in batches that change from round to round."""
+        while going := [name for name in self.prompts if len(self.ids[name]) < self.blocks * BLOCK]:
+            names = [name for name in going if draw.random() < 0.7] or going
+            starts = [len(self.ids[name]) for name in names]
+            rows = []
+            for name, begin in zip(names, starts, strict=True):
+                given = self.prompts[name][begin : begin + BLOCK]
+                rows.append(self.incomplete.pop(name, given + [MASK] * (BLOCK - len(given))))
+            batch = batch_of(rows, names, starts)
+            _, _, accepted, states, _ = made.run(runner(self.logits), batch, [self.states[name] for name in names])
+            for index, (name, row) in enumerate(zip(names, batch.input_ids.view(len(names), -1).tolist())):
+                if accepted is None or accepted[index]:
+                    self.note(name, self.ids[name] + row)
+                    self.ids[name], self.states[name] = self.ids[name] + row, None
+                else:
+                    self.incomplete[name], self.states[name] = row, states[index]
+
+
+def check_rule(name: str, made: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
+    """Requests of unequal lengths, several blocks each: after every step the tokens are those of `paradec.generate`;
+    the forwards are its own, and one for every block that a forward has to find as it stays."""
+    rule, draw, blocks = RULES[name], random.Random(f"{name} {fdfo}"), 3
+    lengths = {"a": 3, "b": 6, "c": 4}
+    prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in lengths.items()}
+    requests = Requests(model, prompts, blocks)
+    requests.decode(made, runner, draw)
+    for key, prompt in prompts.items():
+        decoded = blocks - len(prompt) // BLOCK
+        steps = {"steps": 2 * decoded} if "steps" in rule.config else {}
+        out = paradec.generate(
+            model,
+            prompt,
+            sampler=rule.make(),
+            max_new_tokens=blocks * BLOCK - len(prompt),
+            eos_early_stop=False,
+            trace=True,
+            **steps,
+        )
+        assert requests.ids[key] == out.sequences[0].tolist()
+        expected: list[list[int]] = []
+        canvas = list(out.trace.canvas[0])
+        for step in out.trace.steps:
+            places = [position for _, position, _, _ in step.commits]
+            stop = max(places, default=-1) // BLOCK * BLOCK + BLOCK
+            before = list(canvas)
+            for _, position, token, _ in step.commits:
+                canvas[position] = token
+            for seen in (before[:stop], canvas[:stop]) if places else ():
+                expected += [seen] if not expected or expected[-1] != seen else []
+        assert requests.canvases[key] == expected
+        quiet = sum(not step.commits for step in out.trace.steps)
+        if fdfo:
+            assert requests.forwards[key] == out.nfe + (decoded - quiet) + len(prompt) // BLOCK

@@ -1,0 +1,253 @@
+"""The algorithms for SGLang over a base of our own that has its two loops; `test_sglang_released.py` runs them over the
+released one."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tomllib
+import torch
+from blocks import RULES, batch_of, check_rule, config
+from places import ROOT
+from tiny_models import END, MASK, VOCAB, tiny
+
+from paradec import samplers
+from paradec.engines.hosted import refusal
+from paradec.engines.sglang import ENGINE, FACTS, PREFIX, REQUEST, algorithms
+from paradec.models.adapter import Model
+
+
+class Base:
+    """The loops that SGLang's documentation of an algorithm promises."""
+
+    def __init__(self, config: Any):
+        self.block_size, self.mask_id = config.block_size, config.mask_id
+        self.fdfo = config.first_done_first_out_mode
+
+    def run(self: Any, evaluate: Any, batch: Any, states: list[Any]) -> tuple[Any, ...]:
+        fresh = self.init_step_state(batch)
+        if self.fdfo:
+            states = [carried or new for carried, new in zip(states, fresh, strict=True)]
+            done = self.step(batch, evaluate(batch), states)
+            return None, None, [self.block_size * flag for flag in done], states, False
+        for _ in range(self.max_steps(self.block_size)):
+            if all(self.step(batch, evaluate(batch), fresh)):
+                return None, None, None, None, False
+        raise AssertionError("a block is not done after the most steps that it takes")
+
+
+ALGORITHMS = algorithms(Base)
+
+
+def made(name: str, fdfo: bool = False, **settings: Any) -> Any:
+    return ALGORITHMS[name](config(fdfo=fdfo, **settings))
+
+
+def logits_of(*rows: list[int], sure: float = 9.0) -> torch.Tensor:
+    """[B * W, V]: the tokens of `rows` with much logit."""
+    return torch.nn.functional.one_hot(torch.tensor(rows).flatten(), VOCAB).double() * sure
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2, "block_causal")
+
+
+@pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
+@pytest.mark.parametrize("name", RULES)
+def test_steps_of_generate(name: str, fdfo: bool, model: Model) -> None:
+    algorithm = made(name, fdfo, **RULES[name].config)
+    check_rule(name, algorithm, lambda logits: logits, model, fdfo)
+    gc.collect()
+    assert len(algorithm._hosted) == 0
+
+
+def test_every_masked_sampler_of_text_is_there() -> None:
+    wanted = {"Combination"}
+    for name in samplers.names():
+        kind = samplers.get(name)
+        if kind.family == "masked" and "text" in kind.models:
+            wanted.add(kind.__name__)
+    assert {PREFIX + name for name in wanted} == {*ALGORITHMS}
+    for name, kind in ALGORITHMS.items():
+        assert kind.__name__ == name and issubclass(kind, Base)
+        if name == "ParadecCombination":
+            continue
+        why = refusal(samplers.create(kind.sampler_name))
+        if why is None:
+            assert made(name).sampler == samplers.create(kind.sampler_name)
+        else:
+            with pytest.raises(ValueError, match=f"'{kind.sampler_name}' cannot run inside SGLang: {why}"):
+                made(name)
+
+
+def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> None:
+    algorithm = made("ParadecThreshold", preset="llada2.0", temperature=0.5, top_k=3, block_size=4, eos_token_ids=END)
+    assert algorithm.sampler == samplers.create("threshold", threshold=0.95)
+    assert algorithm.fields == {"temperature": 0.5, "top_k": 3, "seed": 0} and algorithm.ends == (END,)
+    assert made("ParadecEditing", threshold=0.8, max_post_steps=2).sampler.max_post_steps == 2
+    joined = made("ParadecCombination", combination="credit(threshold=0.8)+localleap").sampler
+    assert joined == samplers.create("credit(threshold=0.8)+localleap")
+    empty = ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(config()), "algorithm_config": None}))
+    assert empty.sampler == samplers.create("threshold")
+    for kind in ALGORITHMS.values():  # no key means two things
+        settings = {} if kind.sampler_name is None else samplers.get(kind.sampler_name).settings()
+        assert not {"preset", "combination", *settings} & {*REQUEST, *FACTS, *ENGINE}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("ParadecThreshold", {"treshold": 0.5}, "unknown key for ParadecThreshold: 'treshold' .did you mean 'thresh"),
+        ("ParadecThreshold", {"threshold": 1.5}, "threshold=1.5 must be a number"),
+        ("ParadecThreshold", {"preset": "none"}, "unknown preset"),
+        ("ParadecThreshold", {"temperature": -1}, "temperature=-1 must be"),
+        ("ParadecThreshold", {"seed": "x"}, "seed='x' must be an integer"),
+        ("ParadecThreshold", {"seed": [1, 2]}, "seed=.1, 2. must be an integer"),
+        ("ParadecThreshold", {"steps": 3}, "steps=3 has no effect: sampler 'threshold' has no schedule"),
+        ("ParadecThreshold", {"block_length": 3}, "block_length=3 must divide the engine's block of 4"),
+        ("ParadecThreshold", {"eos_token_ids": "</s>"}, "eos_token_ids='</s>' must be an integer"),
+        ("ParadecThreshold", {"model_name": 3}, "model_name=3 must be text"),
+        ("ParadecLowConfidence", {"steps": 3, "block_length": 2}, "steps=3 must be a multiple of the parts"),
+        ("ParadecCombination", {}, "combination=None must be text"),
+        ("ParadecCombination", {"combination": "credit+wino"}, "cannot be joined"),
+        ("ParadecThreshold", {"cache": "dual"}, "unknown key"),
+    ],
+)
+def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(name, **settings)
+
+
+def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
+    with pytest.raises(ValueError, match="ParadecThreshold fills masks, and mask_id=-1"):
+        ALGORITHMS["ParadecThreshold"](config(mask=-1))
+    with pytest.raises(ValueError, match="must be a mapping"):
+        ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(config()), "algorithm_config": [1]}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, None),
+        ({"temperature": 0.3, "top_p": 0.5, "logit_bias": {}, "repetition_penalty": 1.0}, None),
+        ({"regex": "a+", "repetition_penalty": 1.1}, "ParadecCredit does not read repetition_penalty, regex"),
+        ({"logit_bias": {"3": 1.0}}, "ParadecCredit does not read logit_bias"),
+    ],
+)
+def test_requests_that_ask_for_what_is_not_read(asked: dict[str, Any], said: str | None) -> None:
+    request = SimpleNamespace(sampling_params=SimpleNamespace(**asked), return_logprob=False)
+    assert ALGORITHMS["ParadecCredit"].validate_request(request) == said  # type: ignore[attr-defined]
+    request.return_logprob = True
+    assert "return_logprob" in ALGORITHMS["ParadecCredit"].validate_request(request)  # type: ignore[attr-defined]
+
+
+def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> None:
+    algorithm = made("ParadecThreshold", True)
+    rows = [[1, 2, MASK, 4], [5, MASK, MASK, MASK]]
+    prompt = torch.tensor([[True] * 4, [True, True, False, False]])
+    batch = batch_of(rows, ["a", "b"], [0, 8], prompt)
+    states = algorithm.init_step_state(batch)
+    assert algorithm.step(batch, logits_of([7] * 4, [9] * 4), states) == [True, False]
+    assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
+    # the forward that finds the block as it stays says so; another word of the model changes nothing any more
+    assert algorithm.step(batch, logits_of([7] * 4, [8] * 4), states) == [True, True]
+    assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
+
+
+def test_the_tensor_of_ids_stays_the_engine_s() -> None:
+    algorithm = made("ParadecThreshold")
+    batch = batch_of([[1, MASK, MASK, MASK]])
+    ids, place = batch.input_ids, batch.input_ids.data_ptr()
+    algorithm.step(batch, logits_of([9] * 4), algorithm.init_step_state(batch))
+    assert batch.input_ids is ids and ids.data_ptr() == place and ids.tolist() == [1, 9, 9, 9]
+
+
+def test_a_block_that_the_engine_begins_anew() -> None:
+    """The tokens are not those that the last step left: they are given, and the rest is decided afresh."""
+    algorithm = made("ParadecThreshold", True, threshold=1.0)
+    batch = batch_of([[1, MASK, MASK, MASK]], ["a"], [4])
+    states = algorithm.init_step_state(batch)
+    algorithm.step(batch, logits_of([9] * 4), states)
+    assert batch.input_ids.tolist() == [1, 9, MASK, MASK]
+    batch.input_ids.copy_(torch.tensor([1, 2, MASK, MASK]))
+    seen = []
+    for _ in range(3):
+        seen.append(algorithm.step(batch, logits_of([9] * 4), states)[0])
+    assert seen == [False, False, True] and batch.input_ids.tolist() == [1, 2, 9, 9]
+
+
+def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
+    words = logits_of([1, END, 7, 7])
+    words[2:] = 0.0  # not sure of what follows
+    for ends, forwards in (((), 4), ((END,), 2)):
+        algorithm = made("ParadecThreshold", True, eos_token_ids=list(ends))
+        batch = batch_of([[1, MASK, MASK, MASK]], ["a"], [4])
+        states, count = algorithm.init_step_state(batch), 0
+        while not algorithm.step(batch, words, states)[0]:
+            count += 1
+        assert count + 1 == forwards
+    assert batch.input_ids.tolist() == [1, END, END, END]
+
+
+def test_draws_are_those_of_seed_request_and_place() -> None:
+    def drawn(names: list[str], starts: list[int], **settings: Any) -> list[list[int]]:
+        algorithm = made("ParadecThreshold", temperature=1.0, threshold=0.0, **settings)
+        batch = batch_of([[MASK] * 4 for _ in names], names, starts)
+        algorithm.step(batch, torch.zeros(4 * len(names), VOCAB), algorithm.init_step_state(batch))
+        return batch.input_ids.view(-1, 4).tolist()
+
+    rows = drawn(["a", "b", "a"], [4, 4, 8])
+    assert rows[0] != rows[1] and rows[0] != rows[2] and MASK not in rows[0]
+    assert drawn(["a", "b", "a"], [4, 4, 8]) == rows
+    assert drawn(["b"], [4]) == [rows[1]]  # whatever stands beside it
+    assert drawn(["b"], [4], seed=1) != [rows[1]]
+
+
+def test_parts_of_a_block() -> None:
+    """Shorter blocks within the engine's, with a schedule: the prompt may reach into the later ones."""
+    for given, forwards in (([], 5), ([1], 5), ([1, 2], 3), ([1, 2, 3], 2)):
+        algorithm = made("ParadecLowConfidence", True, block_length=2, steps=4)
+        batch = batch_of([given + [MASK] * (4 - len(given))], ["a"], [8])
+        states, seen = algorithm.init_step_state(batch), []
+        while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
+            seen.append(batch.input_ids.tolist())
+        assert len(seen) + 1 <= forwards <= algorithm.max_steps(4)
+        assert seen[-1] == given + [9] * (4 - len(given))
+        left = [ids[:2].count(MASK) for ids in seen]
+        assert all(ids[2:].count(MASK) == min(2, 4 - len(given)) for ids, n in zip(seen, left) if n)
+
+
+def test_logits_that_are_not_finite_name_the_request() -> None:
+    algorithm = made("ParadecThreshold", True)
+    batch = batch_of([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
+    states, words = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)
+    words[6, 3] = torch.nan
+    with pytest.raises(FloatingPointError, match="request 'b', block at position 8"):
+        algorithm.step(batch, words, states)
+    assert batch.input_ids.tolist() == [1, MASK, MASK, MASK, 2, MASK, MASK, MASK]
+    assert algorithm.step(batch, logits_of([9] * 4, [8] * 4), states) == [False, False]
+    assert batch.input_ids.tolist() == [1, 9, 9, 9, 2, 8, 8, 8]
+
+
+def test_requests_that_are_taken_back_leave_nothing() -> None:
+    algorithm = made("ParadecThreshold", True, threshold=1.0)
+    batch = batch_of([[1, MASK, MASK, MASK]] * 3, ["a", "b", "c"], [4] * 3)
+    states = algorithm.init_step_state(batch)
+    algorithm.step(batch, logits_of(*[[9] * 4] * 3), states)
+    assert len(algorithm._hosted) == 3
+    del states[1]
+    gc.collect()
+    assert len(algorithm._hosted) == 2
+
+
+def test_the_file_needs_no_sglang_and_the_entry_point_is_it() -> None:
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    module, _, name = stated["sglang.srt.plugins"]["paradec"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert not [name for name in sys.modules if name.split(".")[0] == "sglang"]
