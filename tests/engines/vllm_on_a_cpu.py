@@ -127,9 +127,8 @@ class Engine:
         """What `paradec.generate` says, its end token included, in float32 and in float64: random weights whose logits
         nearly tie would show here."""
         said = [paradec.generate(model, [prompt], max_new_tokens=new, **request) for model in (self.model, self.exact)]
-        found, exact = (
-            output.sequences[0, output.filled[0]].tolist()[: output.tokens[0]] for output in said
-        )
+        rows = [(output.sequences[0, output.filled[0]].tolist(), output.tokens[0]) for output in said]
+        found, exact = (row[:count] if request.get("eos_early_stop", True) else row for row, count in rows)
         assert found == exact, "a near-tie: give other weights"
         return found
 
