@@ -93,7 +93,8 @@ def test_a_template_is_filled(engine: Engine) -> None:
         (found,) = engine.answers([prompt], engine.params(len(template) + new, {"template": template}, ignore_eos=True))
         row = [*prompt, *template]
         answers = [
-            paradec.generate(model, [row], max_new_tokens=new, eos_early_stop=False) for model in (engine.model, engine.exact)
+            paradec.generate(model, [row], max_new_tokens=new, eos_early_stop=False)
+            for model in (engine.model, engine.exact)
         ]
         expected, exact = (answer.sequences[0, len(prompt) :].tolist() for answer in answers)
         assert list(found.token_ids) == expected == exact

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,10 @@ def test_requests_that_are_taken_out_go_on(engine: Engine) -> None:
     """Four requests of two pages and more in six: vLLM takes some out, and brings them back with what they have."""
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     taken, take = [], scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *args, **others: (taken.append(request), take(request, *args, **others))
+    scheduler._preempt_request = lambda request, *args, **others: (
+        taken.append(request),
+        take(request, *args, **others),
+    )
     try:
         batch = [text(10 + index, 27 - index) for index in range(4)]
         found = engine.answers(batch, engine.params(40, ignore_eos=True))

@@ -141,7 +141,9 @@ def test_pieces_end_where_blocks_do() -> None:
         pieces = list(expected.items())
         assert rows.tolist() == [row for (row, _), _ in pieces]
         assert cuts.tolist() == [columns[0] for _, columns in pieces] + [sum(sizes)]
-        assert ends.tolist() == [int(computed[row]) + columns[-1] - int(begins[row]) + 1 for (row, _), columns in pieces]
+        assert ends.tolist() == [
+            int(computed[row]) + columns[-1] - int(begins[row]) + 1 for (row, _), columns in pieces
+        ]
 
 
 def test_left_neighbours_are_kept_between_forwards() -> None:

@@ -85,7 +85,10 @@ def checkpoint(kind: str, folder: Path) -> Path:
         weights = random_weights(kind, config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: (0.6 * tensor if tensor.ndim > 1 else tensor).float().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: (0.6 * tensor if tensor.ndim > 1 else tensor).float().contiguous() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The refusal of requests that cannot be served, where vLLM admits them: before any work, with the reason as the error."""
+"""The refusal of requests that cannot be served, where vLLM admits them: before any work, with the reason."""
 
 from __future__ import annotations
 

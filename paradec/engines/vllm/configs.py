@@ -41,9 +41,7 @@ class _BlockConfig(PretrainedConfig):
         own = family.config(stated).to_dict()
         for name in ("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
             own.pop(name, None)
-        ids = {
-            name: stated.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
-        }
+        ids = {name: stated.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")}
         return super().from_dict(
             {
                 **own,

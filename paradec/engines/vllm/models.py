@@ -82,5 +82,3 @@ class FastDLLM(_InBlocks, Qwen2ForCausalLM):
         """Hidden states [N, D] of the left neighbours."""
         hidden = super().forward(*args, **kwargs)
         return hidden if self.left is None else self.left(hidden)
-
-

@@ -19,8 +19,8 @@ MODELS = {
 SCHEDULER = "paradec.engines.vllm.scheduler.BlockScheduler"
 ADMISSION = "paradec.engines.vllm.admission:Admission"
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling parameters of requests that give none, in place of generation_config.json's: vLLM refuses another temperature
-for a diffusion model."""
+"""Sampling parameters of requests that give none, in place of generation_config.json's: vLLM refuses another
+temperature for a diffusion model."""
 
 
 def register() -> None:
@@ -52,7 +52,7 @@ class EngineConfig:
         if isinstance(canvas, bool) or not isinstance(canvas, int) or canvas < 1:
             raise ValueError(
                 f"neither config.json nor the name of {model_config.model!r} says how long its blocks are; give "
-                '--hf-overrides \'{"canvas_length": N}\' as it was trained'
+                "--hf-overrides '{\"canvas_length\": N}' as it was trained"
             )
         for name, value in NEUTRAL.items():
             model_config.override_generation_config.setdefault(name, value)

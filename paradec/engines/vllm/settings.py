@@ -2,8 +2,8 @@
 
 It is a mapping of the fields of `paradec.Request` that a row inside an engine can have, or the same as JSON text, since
 `vllm_xargs` holds no mappings. "sampler" is a name, or a mapping of the name and settings, as presets have it. One more
-name is for infilling: "template". Names that a request leaves out are the server's: `--hf-overrides '{"paradec": ...}'`,
-then the environment variable PARADEC_VLLM, both of the same form.
+name is for infilling: "template". Names that a request leaves out are the server's: those of
+`--hf-overrides '{"paradec": ...}'`, then of the environment variable PARADEC_VLLM, both of the same form.
 """
 
 from __future__ import annotations
