@@ -76,9 +76,10 @@ def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
         ({"diffusion_config": {"canvas_length": BLOCK, "max_denoising_steps": 3}}, "max_denoising_steps=3"),
         ({"async_scheduling": True}, "async-scheduling"),
         ({"hf_overrides": {"paradec": {"samplr": "klass"}}}, "samplr"),
+        ({"hf_overrides": {"paradec": {"sampler": "klas"}}}, "klas"),
         ({"hf_overrides": {"canvas_length": None}}, "how long its blocks are"),
     ],
 )
 def test_engines_that_are_refused(options: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         Engine(checkpoint("sdar", tmp_path / "sdar"), **options)

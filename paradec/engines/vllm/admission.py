@@ -18,7 +18,9 @@ def serve(model_config: Any) -> None:
     Raises:
         ValueError, TypeError: defaults of the server that no request could have.
     """
-    server_defaults(model_config.hf_config)
+    from vllm import SamplingParams
+
+    settings_of(SamplingParams(max_tokens=None), server_defaults(model_config.hf_config))
     _served[str(model_config.model)] = model_config
 
 
