@@ -38,7 +38,9 @@ class _BlockConfig(PretrainedConfig):
         canvas = stated.get("canvas_length")
         if canvas is None and family.block_length is not None:
             canvas = family.block_length(stated, source)
-        own = family.config(stated).to_dict()
+        built = family.config(stated)
+        # other names of the same fields, by which vLLM's classes read some of them
+        own = built.to_dict() | {name: getattr(built, name) for name in built.attribute_map}
         for name in ("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
             own.pop(name, None)
         ids = {name: stated.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")}
