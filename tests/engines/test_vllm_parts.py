@@ -274,3 +274,15 @@ def test_logits_that_are_no_numbers_end_one_request() -> None:
     slot = Slot(served, served.opened([1, 2, 3, 4, 5], settings_of(params())), 5)
     logits = torch.full((3, model.facts.vocab_size), torch.nan)
     assert slot.step(logits, again=False) == [MASK] and slot.failed
+
+
+def test_answers_end_where_vllm_ends_them() -> None:
+    served = Served(tiny(2, "block_causal").facts, {})
+    for said, ends, early in (
+        (params(), [END], True),
+        (params(stop_token_ids=[7]), [END, 7], True),
+        (params(stop_token_ids=[7], ignore_eos=True), [7], True),
+        (params(ignore_eos=True), list(served.facts.eos_token_ids), False),
+    ):
+        state = served.opened([1, 2], settings_of(said)).state(0)
+        assert state.ends.tolist() == ends and state.request.eos_early_stop is early
