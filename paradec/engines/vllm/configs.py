@@ -1,0 +1,84 @@
+"""config.json of the published checkpoints, for vLLM: read by the same rules as `paradec.load` reads it.
+
+transformers knows no `model_type` of these checkpoints, and their own configuration classes are remote code, which is
+not run. What is made here has the field names of the transformers class with the same blocks, and `canvas_length`, by
+which vLLM knows a diffusion model: the block that the checkpoint was trained with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+ARCHITECTURES = {
+    "sdar": "SDARForCausalLM",
+    "sdar_moe": "SDARMoeForCausalLM",
+    "Fast_dLLM_Qwen": "Fast_dLLM_QwenForCausalLM",
+    "llada2_moe": "LLaDA2MoeModelLM",
+}
+"""The architecture that config.json names, by its `model_type`."""
+
+
+class _BlockConfig(PretrainedConfig):
+    """Base of the four. Fields are those of `Family.config`, with the ids that the checkpoint states."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read a config.json.
+
+        Raises:
+            CheckpointError: a field is missing, or asks for maths that is not supported.
+        """
+        from paradec.models.loading import FAMILIES  # which imports torch
+
+        stated = dict(config_dict)
+        family = FAMILIES[cls.model_type]
+        source = str(kwargs.get("name_or_path") or stated.get("_name_or_path") or "")
+        canvas = stated.get("canvas_length")
+        if canvas is None and family.block_length is not None:
+            canvas = family.block_length(stated, source)
+        built = family.config(stated)
+        # other names of the same fields, by which vLLM's classes read some of them
+        own = built.to_dict() | {name: getattr(built, name) for name in built.attribute_map}
+        for name in ("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+            own.pop(name, None)
+        ids = {name: stated.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")}
+        return super().from_dict(
+            {
+                **own,
+                **ids,
+                "architectures": [ARCHITECTURES[cls.model_type]],
+                "dtype": stated.get("dtype", stated.get("torch_dtype")),
+                "canvas_length": canvas,
+                "published": stated,
+            },
+            **kwargs,
+        )
+
+
+class SDARConfig(_BlockConfig):
+    """SDAR and TraDo."""
+
+    model_type = "sdar"
+
+
+class SDARMoeConfig(_BlockConfig):
+    """SDAR's mixtures of experts."""
+
+    model_type = "sdar_moe"
+
+
+class FastDLLMConfig(_BlockConfig):
+    """Fast-dLLM v2."""
+
+    model_type = "Fast_dLLM_Qwen"
+
+
+class LLaDA2Config(_BlockConfig):
+    """LLaDA2.0 and 2.1."""
+
+    model_type = "llada2_moe"
+
+
+CONFIGS = (SDARConfig, SDARMoeConfig, FastDLLMConfig, LLaDA2Config)

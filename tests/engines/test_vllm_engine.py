@@ -1,0 +1,125 @@
+"""vLLM itself, on a CPU, with paradec's samplers: the tokens of `paradec.generate` on the same weights.
+
+Scheduler, pages of keys and values, roll-back and ragged batches are vLLM's own; only its kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm_on_a_cpu import END, KINDS, MASK, Engine, checkpoint, paradec
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "threshold": {"threshold": 0.5},
+    "credit": {},
+    "klass": {},
+    "saber": {},
+    "editing": {"threshold": 0.3},
+    "credit+localleap": {},
+}
+"""One that knows only the step, three with memory, two that take tokens back, and two joined."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    made = Engine(checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param))
+    yield made
+    made.close()
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Six prompts for four slots: shorter than a block, whole blocks, several blocks and a tail."""
+    draw = random.Random(seed)
+    return [[draw.randrange(2, MASK) for _ in range(size)] for size in (1, 3, 4, 8, 13, 22)]
+
+
+def said(name: str) -> dict[str, Any]:
+    return {"sampler": {"sampler": name, **SAMPLERS[name]} if SAMPLERS[name] else name}
+
+
+def made(name: str) -> Any:
+    return paradec.samplers.create(name, **SAMPLERS[name])
+
+
+def nothing_is_left(engine: Engine) -> None:
+    """vLLM tells its runner of ended requests when it schedules the next: slots are those that vLLM has, and at the
+    next request that is the only one."""
+    state, theirs = engine.runner.model_state, engine.runner.req_states
+    assert state.numbers == theirs.req_id_to_index
+    assert state.slots.keys() == set(state.numbers.values())
+    engine.answers([[2, 3]], engine.params(1))
+    assert len(state.slots) == len(state.numbers) == 1
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_tokens_are_those_of_generate(engine: Engine, name: str) -> None:
+    for seed, new in ((0, 7), (1, 14)):
+        batch = prompts(seed)
+        found = engine.answers(batch, engine.params(new, said(name)))
+        for prompt, answer in zip(batch, found, strict=True):
+            expected = engine.expected(prompt, new, sampler=made(name))
+            assert list(answer.token_ids) == expected, (name, len(prompt))
+            assert answer.finish_reason == ("stop" if expected[-1] == END else "length")
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("name", ["threshold", "klass"])
+def test_draws_are_those_of_generate(engine: Engine, name: str) -> None:
+    batch = prompts(2)[:4]
+    settings = {"sampler": name, "temperature": 0.8, "seed": 5, "top_k": 8}
+    for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, settings)), strict=True):
+        assert list(answer.token_ids) == engine.expected(prompt, 9, **settings)
+
+
+def test_an_answer_ends_where_vllm_ends_it(engine: Engine) -> None:
+    """Without an end, by ids of the request, and in the middle of a block."""
+    prompt = prompts(3)[3]
+    whole = engine.expected(prompt, 12, eos_early_stop=False)
+    (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True))
+    assert list(found.token_ids) == whole
+    stop = whole[5]
+    (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True, stop_token_ids=[stop]))
+    assert list(found.token_ids) == whole[: whole.index(stop) + 1] and found.stop_reason == stop
+
+
+def test_a_template_is_filled(engine: Engine) -> None:
+    """Holes before and behind given text, over three blocks; then masks of the answer."""
+    prompt = prompts(4)[4]
+    template = [MASK, 7, MASK, 9, 10, 11, 12, 13, 14, MASK, 16]
+    for new in (0, 5):
+        (found,) = engine.answers([prompt], engine.params(len(template) + new, {"template": template}, ignore_eos=True))
+        row = [*prompt, *template]
+        answers = [
+            paradec.generate(model, [row], max_new_tokens=new, eos_early_stop=False)
+            for model in (engine.model, engine.exact)
+        ]
+        expected, exact = (answer.sequences[0, len(prompt) :].tolist() for answer in answers)
+        assert list(found.token_ids) == expected == exact
+        assert [mine for mine, given in zip(found.token_ids, template) if given != MASK] == [
+            given for given in template if given != MASK
+        ]
+
+
+def test_aborted_requests_leave_nothing(engine: Engine) -> None:
+    """Requests that are aborted while they decode; others go on as if alone, and their slots begin anew."""
+    running = engine.llm.llm_engine
+    batch = prompts(5)[:4]
+    for index, prompt in enumerate(batch):
+        running.add_request(f"r{index}", {"prompt_token_ids": prompt}, engine.params(14, {"sampler": "credit"}))
+    state, said = engine.runner.model_state, {}
+    for _ in range(4):
+        running.step()
+    assert len(state.slots) == 4
+    running.abort_request(["r0", "r2"])
+    while running.has_unfinished_requests():
+        said |= {output.request_id: output for output in running.step() if output.finished}
+    for index in (1, 3):
+        expected = engine.expected(batch[index], 14, sampler="credit")
+        assert list(said[f"r{index}"].outputs[0].token_ids) == expected
+    assert "r0" not in said or said["r0"].outputs[0].finish_reason == "abort"
+    nothing_is_left(engine)
+    for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, {"sampler": "credit"})), strict=True):
+        assert list(answer.token_ids) == engine.expected(prompt, 9, sampler="credit")

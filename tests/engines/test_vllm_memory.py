@@ -1,0 +1,57 @@
+"""vLLM short of memory, with paradec's samplers: pages that are shared, requests that are taken out and go on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from vllm_on_a_cpu import BLOCK, MASK, Engine, checkpoint
+
+
+@pytest.fixture(scope="module", params=["fast_dllm_v2", "sdar"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Pages of 32 tokens, room for two full requests, and chunks that end within blocks."""
+    folder = checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param)
+    made = Engine(folder, block_size=32, num_gpu_blocks_override=7, max_num_batched_tokens=18)
+    yield made
+    made.close()
+
+
+def text(seed: int, size: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(2, MASK) for _ in range(size)]
+
+
+def test_pages_are_shared(engine: Engine) -> None:
+    common = text(0, 64)
+    for tail in ([], [5, 6], [7, 8, 9, 10], text(1, 9)):
+        prompt = [*common, *tail]
+        (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], engine.params(10), use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == engine.expected(prompt, 10)
+    assert output.num_cached_tokens == 64
+
+
+def test_requests_that_are_taken_out_go_on(engine: Engine) -> None:
+    """Four requests of two pages and more in six: vLLM takes some out, and brings them back with what they have."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    taken, take = [], scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *args, **others: (
+        taken.append(request),
+        take(request, *args, **others),
+    )
+    try:
+        batch = [text(10 + index, 27 - index) for index in range(4)]
+        found = engine.answers(batch, engine.params(40, ignore_eos=True))
+    finally:
+        scheduler._preempt_request = take
+    assert any(request.num_output_tokens for request in taken)
+    for prompt, answer in zip(batch, found, strict=True):
+        assert list(answer.token_ids) == engine.expected(prompt, 40, eos_early_stop=False)
+
+
+def test_a_chunk_ends_where_a_block_does(engine: Engine) -> None:
+    """Eighteen tokens a step are four blocks and a half."""
+    batch = [text(20 + index, size) for index, size in enumerate((41, 3, 19, BLOCK))]
+    for prompt, answer in zip(batch, engine.answers(batch, engine.params(9)), strict=True):
+        assert list(answer.token_ids) == engine.expected(prompt, 9)

@@ -1,0 +1,85 @@
+"""vLLM itself refuses what its requests cannot be, with paradec's words."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_on_a_cpu import BLOCK, MASK, VOCAB, Engine, VLLMValidationError, checkpoint
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = checkpoint("sdar", tmp_path_factory.mktemp("models") / "sdar")
+    made = Engine(folder, hf_overrides={"paradec": {"sampler": "low_confidence"}})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "settings, others, words",
+    [
+        ({"sampler": "treshold"}, {}, "treshold"),
+        ({"stepps": 4}, {}, "stepps"),
+        ({"sampler": "freedave"}, {}, "cannot run inside an engine"),
+        ({"sampler": {"sampler": "threshold", "threshold": 7}}, {}, "threshold"),
+        ({"guidance_scale": 2.0}, {}, "guidance_scale"),
+        ({"block_length": 8}, {}, "block_length=8"),
+        ({"suppress_tokens": [VOCAB]}, {}, "suppress_tokens"),
+        ({"template": [MASK, VOCAB]}, {}, "template"),
+        ("{", {}, "JSON"),
+        (None, {"presence_penalty": 0.5}, "presence_penalty"),
+        (None, {"logprobs": 1}, "logprobs"),
+        (None, {"temperature": 0.5}, "temperature"),
+    ],
+)
+def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, others: Any, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        engine.answers([[2, 3]], engine.params(8, settings, **others))
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_takes_the_prompt_ends_a_request_with_an_error(engine: Engine) -> None:
+    """Beside one that is served."""
+    good = [5, 9, 2, 30, 11]
+    settings = [engine.params(8), engine.params(8), engine.params(8, {"sampler": "low_confidence", "steps": 1})]
+    fine, mask, steps = engine.answers([good, [2, MASK, 3], good], settings)
+    assert list(fine.token_ids) == engine.expected(good, 8, sampler="low_confidence")
+    assert mask.finish_reason == steps.finish_reason == "error" and not mask.token_ids and not steps.token_ids
+    assert "mask id" in mask.stop_reason and "steps=1" in steps.stop_reason
+    engine.answers([good], engine.params(1))
+    assert len(engine.runner.model_state.slots) == 1
+
+
+def test_the_server_says_what_requests_do_not(engine: Engine) -> None:
+    state = engine.runner.model_state
+    for said, name in ((None, "low_confidence"), ({"steps": 4}, "low_confidence"), ({"sampler": "klass"}, "klass")):
+        engine.answers([[4, 5]], engine.params(4, said))
+        assert [slot.hosted.sampler.name for slot in state.slots.values()] == [name]
+
+
+def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
+    config = engine.llm.llm_engine.vllm_config
+    again = pickle.loads(pickle.dumps(config))
+    assert again.model_config.hf_config.to_dict() == config.model_config.hf_config.to_dict()
+    assert again.scheduler_config.scheduler_cls == config.scheduler_config.scheduler_cls
+    assert again.num_speculative_tokens == BLOCK
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"diffusion_config": {"canvas_length": 8}}, "canvas_length=8"),
+        ({"diffusion_config": {"canvas_length": BLOCK, "max_denoising_steps": 3}}, "max_denoising_steps=3"),
+        ({"async_scheduling": True}, "async-scheduling"),
+        ({"hf_overrides": {"paradec": {"samplr": "klass"}}}, "samplr"),
+        ({"hf_overrides": {"paradec": {"sampler": "klas"}}}, "klas"),
+        ({"hf_overrides": {"canvas_length": None}}, "how long its blocks are"),
+    ],
+)
+def test_engines_that_are_refused(options: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        Engine(checkpoint("sdar", tmp_path / "sdar"), **options)
