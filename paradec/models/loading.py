@@ -243,7 +243,6 @@ def _language_model(
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if device is not None:
         module = module.to(device)
-    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), module.dtype, module.device)
     default_new = generation.get("max_new_tokens")
     if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
         default_new = DEFAULT_NEW_TOKENS
@@ -256,6 +255,7 @@ def _language_model(
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
         attn_implementation=name,
     )
+    cpu_dtypes.hint(source, (tensor.dtype for tensor in stored.values()), model.dtype, model.device)
     place = os.path.abspath(source) if os.path.isdir(source) else source
     model.published = Published(place, family, config, generation, names)
     return model
