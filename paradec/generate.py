@@ -217,7 +217,7 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
         loop = compiled_loop(method, model)
     elif request.compile:
         loop = _device_loop(method, model, state, callback, request.streamer, request.progress)
-    compiled_before = 0.0 if model.compiled is None else model.compiled.seconds
+    compiled_before = _compile_seconds(model)
     begin = time.perf_counter()
     watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
@@ -239,8 +239,8 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     if ranks is not None:
         ranks.note(output.sequences)
         ranks.meet("the answer")
-    if request.compile and model.compiled is not None:
-        output.compile_seconds = model.compiled.seconds - compiled_before
+    if request.compile and getattr(model, "compiled", None) is not None:
+        output.compile_seconds = _compile_seconds(model) - compiled_before
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     if race is None:
@@ -370,6 +370,12 @@ def compiled_loop(method: Any, model: Any) -> Callable[..., Any]:
             decode(method, model, state, after_commit)
 
     return with_compiled_code
+
+
+def _compile_seconds(model: Any) -> float:
+    """What went into calls of a model that compiled; models of one's own have no such code."""
+    kept = getattr(model, "compiled", None)
+    return 0.0 if kept is None else float(kept.seconds)
 
 
 def _of_layers(model: Any, reason: str | None) -> str:
