@@ -135,6 +135,7 @@ class Model(Adapter):
     ):
         super().__init__(module)
         self.ranks = of_module(module)
+        self.compiled = None
         self.facts = facts
         self.tokenizer = tokenizer
         self.default_max_new_tokens = default_max_new_tokens

@@ -31,7 +31,6 @@ from paradec.kernels.token_stats.compiled import CompiledSums, serving
 from paradec.models.calls import Call, Calling, current_call, every_part, take_columns
 
 if TYPE_CHECKING:
-    from paradec.models.adapter import Model
     from paradec.protocol import Query
 
 LAYERS = {
@@ -63,7 +62,7 @@ class Compiled:
         """Spent compiling so far: the wall time of the calls that did."""
         return self._past + self.sums.seconds + (0.0 if self.layers is None else self.layers.seconds)
 
-    def of(self, model: Model) -> Layers | None:
+    def of(self, model: Any) -> Layers | None:
         """The layers as the module has them now; None where they cannot be compiled, which a warning has said."""
         if self.failed is not None:
             return None
@@ -76,7 +75,7 @@ class Compiled:
             self.layers = Layers(model)
         return self.layers
 
-    def give_up(self, model: Model, reason: str) -> None:
+    def give_up(self, model: Any, reason: str) -> None:
         """Leave the layers as they are from now on, with one warning."""
         self.failed = reason
         warnings.warn(f"compile=True leaves the layers of {model.facts.name} uncompiled: {reason}", stacklevel=2)
@@ -118,7 +117,7 @@ class Layers:
         model: with a module that `refusal` has nothing against.
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Any):
         _register()
         self._stamp = _stamp(model)
         self.module = _second(model.module, {})
@@ -138,7 +137,7 @@ class Layers:
         """Spent compiling so far."""
         return sum(function.seconds for function in list(self._functions.values()))
 
-    def stand_for(self, model: Model) -> bool:
+    def stand_for(self, model: Any) -> bool:
         """Whether the module is still made of the same parts."""
         return self._stamp == _stamp(model)
 
@@ -150,7 +149,7 @@ class Layers:
             self._functions.setdefault(key, CompiledFunction(type(layer).forward, dynamic=True))
         return self._functions[key]
 
-    def logits(self, model: Model, query: Query, store: Any) -> Tensor:
+    def logits(self, model: Any, query: Query, store: Any) -> Tensor:
         """Answer a query, as `Model.__call__` does."""
         call = Call(self.wrap, query.wanted, query if query.keep_hidden else None, self.module)  # type: ignore[arg-type]
         with Calling(self.module, call):
@@ -239,7 +238,7 @@ def compiled_calls(model: Any, layers: bool, statistics: bool) -> Iterator[Compi
         _thread.running = before
 
 
-def answered(model: Model, query: Query, store: Any) -> Tensor | None:
+def answered(model: Any, query: Query, store: Any) -> Tensor | None:
     """The answer of compiled layers; None where this call is to run without."""
     if _thread.running is None or _thread.running[0] is not model:
         return None
@@ -269,14 +268,14 @@ def _second(part: nn.Module, made: dict[int, nn.Module]) -> Any:
     return made[id(part)]
 
 
-def _stamp(model: Model) -> tuple[Any, ...]:
+def _stamp(model: Any) -> tuple[Any, ...]:
     """What the second tree has copied of the module: its parts, and what was put on them."""
     parts: list[Any] = every_part(model.module)
     hooked = [bool(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__) for part in parts]
     return [id(part) for part in parts], hooked, model.attn_implementation, parts[0].config._attn_implementation
 
 
-def _attention_of(model: Model) -> Any:
+def _attention_of(model: Any) -> Any:
     """The registered function that the module's layers attend with."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
