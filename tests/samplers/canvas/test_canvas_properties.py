@@ -266,7 +266,8 @@ def test_no_logits_are_kept_between_steps() -> None:
     vocab = 83  # as wide as nothing else in this process
     own, method = paradec.wrap(tiny_module(vocab=vocab)), sampler("diffusion_gemma")
     state = method.start(own, ROWS[:2], seed=0, max_new_tokens=32)
-    while not state.done:
+    for _ in range(3):  # a collection takes its time where many tests have left their models
+        assert not state.done
         proposal = method.step(own, state)
         method.commit(state, proposal)
         del proposal
