@@ -33,7 +33,7 @@ RESULT = common.BENCHMARKS / "results" / "peers_text.json"
 SIZES = {
     # hidden, layers, heads, inner, words, prompt, answer
     "tiny": (64, 2, 4, 128, 500, 16, 32),
-    "small": (512, 6, 8, 1536, 32_000, 64, 128),
+    "small": (384, 6, 6, 1024, 32_000, 32, 64),
     "large": (768, 8, 12, 2048, 126_464, 64, 128),
 }
 PATCHED = {
