@@ -372,6 +372,21 @@ def estimate_daily_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def peers_text_table(data: dict[str, Any]) -> str:
+    """Whole decodes beside public decoders of LLaDA, with quartiles."""
+    lines = ["| beside | CPU time over theirs | wall time over theirs | tokens | patched |", "|---" * 5 + "|"]
+    for name, case in data["cases"].items():
+        (reference,) = (who for who in case["contestants"] if not who.startswith("paradec"))
+        for who, one in case["contestants"].items():
+            if who != reference:
+                quartiles = (one[f"{clock}_over_{reference}"] for clock in ("cpu", "wall"))
+                cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles]
+                cells.append("equal" if one["compared_with"]["equal"] else f"{one['compared_with']['agreeing']:.0%} equal")
+                told = name if who == "paradec" else f"{name}, {who.removeprefix('paradec ')}"
+                lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
+    return "\n".join(lines)
+
+
 def peers_pictures_table(*results: dict[str, Any]) -> str:
     """Forecasts beside others: CPU time of a run over that of each of them, with quartiles."""
     head = ["diffusers", "cache-dit", "paradec, before"]
@@ -438,6 +453,7 @@ def rendered() -> dict[str, str]:
             "estimate": estimate_table(_result("estimate")),
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
+            "peers_text": peers_text_table(_result("peers_text")),
             "peers_pictures": peers_pictures_table(*(_result(f"peers_pictures_{size}") for size in ("tiny", "wide"))),
         },
     }
