@@ -381,7 +381,8 @@ def peers_text_table(data: dict[str, Any]) -> str:
             if who != reference:
                 quartiles = (one[f"{clock}_over_{reference}"] for clock in ("cpu", "wall"))
                 cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles]
-                cells.append("equal" if one["compared_with"]["equal"] else f"{one['compared_with']['agreeing']:.0%} equal")
+                same = one["compared_with"]
+                cells.append("equal" if same["equal"] else f"{same['agreeing']:.0%} equal")
                 told = name if who == "paradec" else f"{name}, {who.removeprefix('paradec ')}"
                 lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
     return "\n".join(lines)
