@@ -385,11 +385,13 @@ def test_sums(words: int) -> None:
     sums = sums_module.CompiledSums()
     check_sums(sums, hard_logits(words))
     count = len(sums._functions)
+    cooler = token_stats(hard_logits(words), fields=("entropy",), temperature=0.5)
     with sums_module.serving(sums):
         token_stats(hard_logits(words).double())  # exact as it is
         token_stats(hard_logits(words)[:, :512])
-        token_stats(hard_logits(words), temperature=0.5)
+        found = token_stats(hard_logits(words), fields=("entropy",), temperature=0.5)
         token_stats(hard_logits(words), path="chunked")
+    torch.testing.assert_close(found.entropy, cooler.entropy, rtol=0, atol=0, equal_nan=True)  # by the same code
     token_stats(hard_logits(words))
     assert len(sums._functions) == count == 2
 
