@@ -1,8 +1,9 @@
 """Decoder layers in compiled code, for calls on a CPU (`generate(compile=True)`).
 
 What stands around a layer's matrix products (norms, rotary angles, activations, residuals) is fused by torch.compile;
-the products and the attention run as they do uncompiled. Only attention mixes positions, so the code sees all rows'
-positions in one line [1, N, d] with N left open: one graph serves all layers, every number of rows and every length.
+the products and the attention run as they do uncompiled, but for that with the output matrix (`packed_head`). Only
+attention mixes positions, so the code sees all rows' positions in one line [1, N, d] with N left open: one graph serves
+all layers, every number of rows and every length.
 
 The attention leaves the graph through an operator of ours, which takes the lines apart again, asks the store, and calls
 the function that the layer would have called.
@@ -29,6 +30,7 @@ from paradec import compiling
 from paradec.compiling import CompiledFunction
 from paradec.kernels.token_stats.compiled import CompiledSums, serving
 from paradec.models.calls import Call, Calling, current_call, every_part, take_columns
+from paradec.models.packed_head import HeadForward, packing
 
 if TYPE_CHECKING:
     from paradec.protocol import Query
@@ -131,6 +133,9 @@ class Layers:
             config._attn_implementation = ATTENTION
             layer.self_attn.__dict__["config"] = config
             layer.__dict__["forward"] = _Forward(self, layer, first.self_attn)
+        head: Any = self.module.get_output_embeddings()
+        if type(head) is nn.Linear:
+            head.__dict__["forward"] = HeadForward(head)
 
     @property
     def seconds(self) -> float:
@@ -232,7 +237,7 @@ def compiled_calls(model: Any, layers: bool, statistics: bool) -> Iterator[Compi
     own = model.compiled
     before, _thread.running = _thread.running, (model, own) if layers else None
     try:
-        with compiling.kept(), serving(own.sums if statistics else None):
+        with compiling.kept(), serving(own.sums if statistics else None), packing():
             yield own
     finally:
         _thread.running = before
