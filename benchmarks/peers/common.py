@@ -3,7 +3,7 @@
 A contestant is a name and a function that does the whole task once and returns its result (a tensor, or lists of
 tokens). All of them do it once per turn, each turn in another order, so that what else the machine does falls on all
 alike. Ratios are taken within a turn; their median and quartiles are reported, beside the medians themselves. CPU time
-is the process's own.
+is the process's own. So is the memory that a turn takes at most above what the process held before its first one.
 
 Where a library comes from:
 
@@ -104,6 +104,22 @@ class Times:
     wall: list[float] = field(default_factory=list)
 
 
+def resident(what: str) -> int:
+    """Bytes of this process that are in memory: "VmRSS" now, "VmHWM" at most since `forget_peak`. 0 where the system
+    does not say (it is Linux that does)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{what}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 @dataclass
 class Contestant:
     """One of those that take turns. `version` is a release or a commit; `facts` go into the result as they are;
@@ -116,14 +132,22 @@ class Contestant:
     facts: dict[str, Any] = field(default_factory=dict)
     times: Times = field(default_factory=Times)
     result: Any = None
+    peak: int = 0
+    """Most bytes that its process held during a turn, above what it held before the first: the model is not in it."""
+    before: int | None = None
 
     def turn(self) -> tuple[float, float]:
         """Do it once; seconds of CPU and of wall time."""
         with self.around:
             gc.collect()  # what the others left is not this one's to sweep
+            if self.before is None:
+                self.before = resident("VmRSS")
+            forget_peak()
             cpu, wall = time.process_time(), time.perf_counter()
             self.result = self.run()
-            return time.process_time() - cpu, time.perf_counter() - wall
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            self.peak = max(self.peak, resident("VmHWM") - self.before)
+            return cpu, wall
 
 
 def alternate(contestants: Sequence[Contestant], turns: int, warm_up: int = 1) -> None:
@@ -181,6 +205,7 @@ def report(contestants: Sequence[Contestant], baselines: Sequence[str], aims: di
     found: dict[str, Any] = {}
     for contestant in contestants:
         entry: dict[str, Any] = {"version": contestant.version} | contestant.facts
+        entry["peak_mib"] = round(contestant.peak / 2**20, 1)
         for clock in ("cpu", "wall"):
             times = getattr(contestant.times, clock)
             entry[f"{clock}_seconds"] = quartiles(times)
@@ -205,6 +230,7 @@ def show(title: str, found: dict[str, Any], baselines: Sequence[str]) -> str:
         same = entry.get("compared_with", {})
         note = f"  {'equals' if same['equal'] else 'differs from'} {same['name']}" if same else ""
         lines.append(f"{name:<28} {entry['cpu_seconds'][1]:>9.3f} " + " ".join(cells) + note)
+        lines[-1] += f"  {entry['peak_mib']:.0f} MiB"
     return "\n".join(lines)
 
 
@@ -246,7 +272,7 @@ class Elsewhere(Contestant):
         self.process.stdin.write("turn\n")
         self.process.stdin.flush()
         answer = self._answer()
-        self.result = torch.load(answer["result"], weights_only=True)
+        self.result, self.peak = torch.load(answer["result"], weights_only=True), answer["peak"]
         Path(answer["result"]).unlink()
         return answer["cpu"], answer["wall"]
 
@@ -267,4 +293,5 @@ def serve(run: Callable[[], Any], version: str = "") -> None:
         cpu, wall = served.turn()
         with tempfile.NamedTemporaryFile(suffix=".pt", delete=False) as file:
             torch.save(served.result, file)
-        print(json.dumps({"cpu": cpu, "wall": wall, "result": file.name}), file=out, flush=True)
+        told = {"cpu": cpu, "wall": wall, "peak": served.peak, "result": file.name}
+        print(json.dumps(told), file=out, flush=True)

@@ -73,6 +73,12 @@ def llada_model(module: Any, folder: str, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
+def _asked(task: dict[str, Any]) -> dict[str, int]:
+    """What LLaDA's own function and those made of it are asked for, by their names."""
+    named = {"steps": "steps", "gen_length": "answer", "block_length": "block", "mask_id": "mask"}
+    return {name: task[ours] for name, ours in named.items()}
+
+
 def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     """LLaDA's own `generate`; its model class is on the hub alone, so the model is Fast-dLLM's copy of it."""
     sys.path.insert(0, str(Path(task["model_checkout"]) / "llada"))
@@ -86,14 +92,7 @@ def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        return generate.generate(
-            module,
-            prompt,
-            steps=task["steps"],
-            gen_length=task["answer"],
-            block_length=task["block"],
-            mask_id=task["mask"],
-        )
+        return generate.generate(module, prompt, **_asked(task))
 
     return run
 
@@ -113,15 +112,7 @@ def fast_dllm(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        found, _ = decode(
-            module,
-            prompt,
-            steps=task["steps"],
-            gen_length=task["answer"],
-            block_length=task["block"],
-            mask_id=task["mask"],
-            threshold=task["threshold"],
-        )
+        found, _ = decode(module, prompt, **_asked(task), threshold=task["threshold"])
         return found
 
     return run
@@ -142,10 +133,7 @@ def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
                 module,
                 None,
                 prompt,
-                steps=task["steps"],
-                gen_length=task["answer"],
-                block_length=task["block"],
-                mask_id=task["mask"],
+                **_asked(task),
                 enable_cache=True,
                 cache_reloading_step=task["refresh"],
             )

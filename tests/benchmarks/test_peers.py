@@ -36,6 +36,16 @@ def test_ratios_are_taken_within_a_turn(common: Any) -> None:
     assert common.quartiles([5.0]) == [5.0, 5.0, 5.0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_turn_s_most_memory(common: Any) -> None:
+    """What was freed before its end counts, what another one held does not."""
+    large = common.Contestant("large", lambda: float(torch.ones(48 * 2**20 // 4).sum()))
+    small = common.Contestant("small", lambda: 0.0)
+    common.alternate([large, small], turns=2, warm_up=0)
+    assert 40 < large.peak / 2**20 < 80 and small.peak / 2**20 < 8
+    assert common.report([large], (), {})["large"]["peak_mib"] > 40
+
+
 def test_differences(common: Any) -> None:
     mine = torch.tensor([1.0, 2.0])
     assert common.difference(mine, mine.clone()) == {"equal": True, "largest_difference": 0.0}

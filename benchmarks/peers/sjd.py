@@ -1,0 +1,108 @@
+"""paradec's `sjd` beside its public code: whole pictures of a random LlamaGen, in turns.
+
+    python benchmarks/peers/sjd.py --python ENVIRONMENT/bin/python --sjd CHECKOUT [--turns 7]
+
+The reference needs an older transformers: `--python` is an interpreter with torch, transformers 4.46.3 and safetensors.
+It runs in a process of its own with the same weights. One thread, CPU time of the process. A window of 16, random
+guesses and guidance, as its script for LlamaGen has them. With top_k=1 both have to write the codes of greedy decoding,
+which are compared; with top_k=1000 each draws its own random numbers, so that forwards differ: their numbers are in the
+result, and the time of one forward is what can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Checkout, Contestant, Elsewhere
+from provenance import write_result
+from safetensors.torch import save_file
+
+import paradec
+from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+
+RESULT = common.BENCHMARKS / "results" / "peers_sjd.json"
+PATCHED = "its clock, CUDA's events, stands still, and absl's logging is Python's"
+SIZES = {
+    # dim, layers, heads, codes, grid
+    "tiny": (64, 2, 2, 512, 8),
+    "small": (384, 6, 6, 16_384, 16),
+}
+LABEL, GUIDANCE, WINDOW = 207, 7.5, 16
+
+
+def random_model(size: str) -> LlamaGenModel:
+    """A LlamaGen whose logits are spread widely enough for drafts to be accepted now and then."""
+    dim, layers, heads, codes, grid = SIZES[size]
+    torch.manual_seed(0)
+    module = LlamaGen(LlamaGenConfig(dim=dim, n_layer=layers, n_head=heads, vocab_size=codes, grid=grid))
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+    return LlamaGenModel(module)
+
+
+def ours(model: LlamaGenModel, top_k: int) -> Any:
+    """Codes [1, cells + 1] of one picture: the last one is the number of forwards."""
+    sampler = paradec.samplers.create("sjd", window=WINDOW, guess_distribution="one_hot")
+    request: dict[str, Any] = {"sampler": sampler, "top_k": top_k, "guidance_scale": GUIDANCE, "temperature": 1.0}
+
+    def run() -> torch.Tensor:
+        out = paradec.generate_images(model, class_labels=LABEL, seed=0, output_type="latent", **request)
+        return torch.cat((out.codes.view(1, -1), torch.tensor([[out.nfe]])), 1)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sjd", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = random_model(given.size)
+    config = model.module.config
+    checkout = Checkout(given.sjd)
+    result: dict[str, Any] = {
+        **common.machine(), "model": dataclasses.asdict(config), "window": WINDOW, "guidance": GUIDANCE,
+        "turns": given.turns, "patched": PATCHED, "cases": {},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as away:
+        weights = Path(away) / "weights.safetensors"
+        save_file(dict(model.module.state_dict()), weights)
+        sizes = {
+            "dim": config.dim, "n_layer": config.n_layer, "n_head": config.n_head, "vocab_size": config.vocab_size,
+            "block_size": config.grid**2, "cls_token_num": 1, "model_type": "c2i",
+        }  # fmt: skip
+        for top_k in (1, 1000):
+            task = {
+                "weights": str(weights), "sizes": sizes, "window": WINDOW, "guidance": GUIDANCE, "label": LABEL,
+                "top_k": top_k, "dtype": "float32", "version": checkout.commit,
+            }  # fmt: skip
+            (Path(away) / "task.json").write_text(json.dumps(task))
+            script = Path(__file__).with_name("sjd_reference.py")
+            own = Contestant("paradec", ours(model, top_k))
+            with Elsewhere("sjd", given.python, script, str(checkout.folder), f"{away}/task.json") as peer:
+                common.alternate([own, peer], given.turns, warm_up=1)
+            contestants = [own, peer]
+            for contestant in contestants:  # of the last turn
+                contestant.facts["forwards"] = int(contestant.result[0, -1])
+                contestant.result = contestant.result[:, :-1]
+            found = common.report(contestants, ("sjd",), {"paradec": "sjd"} if top_k == 1 else {})
+            name = f"top_k={top_k}"
+            result["cases"][name] = found
+            print(common.show(name, found, ("sjd",)), [each.facts["forwards"] for each in contestants], flush=True)
+    write_result(given.out, result)
+
+
+if __name__ == "__main__":
+    main()

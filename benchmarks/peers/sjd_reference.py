@@ -1,0 +1,105 @@
+"""SJD's public code on LlamaGen, taking turns for `sjd.py` in an interpreter and environment of its own.
+
+    python benchmarks/peers/sjd_reference.py CHECKOUT TASK.json
+
+Nothing of it is changed or copied: its own classes and its solver are called as its own script does. What stands in for
+what this machine has not got is listed in `sjd.py`'s result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import serve
+
+
+class NoClock:
+    """In the place of a CUDA event: the reference times itself with two of them."""
+
+    def __init__(self, **named: Any):
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def sjd(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """Codes [1, cells + 1] of one picture: the last one is the number of forwards."""
+    sys.modules["absl"] = types.SimpleNamespace(logging=logging)  # type: ignore[assignment]
+    torch.cuda.Event, torch.cuda.synchronize = NoClock, lambda: None  # type: ignore[assignment,misc]
+    sys.path[:0] = [str(checkout), str(checkout / "lumina_mgpt")]
+    from llamagen.llamagen import ModelArgs, Transformer
+    from llamagen.llamagen_solver import LlamaGenSolver, renew_llamagen
+    from safetensors.torch import load_file
+    from scheduler.jacobi_iteration_lumina_mgpt import renew_sampler
+
+    sizes = task["sizes"]
+    model = Transformer(ModelArgs(**sizes))
+    cells = sizes["block_size"]
+    settings = {
+        "jacobi_loop_interval_l": 1,
+        "jacobi_loop_interval_r": cells - task["window"] - 2,
+        "max_num_new_tokens": task["window"],
+        "guidance_scale": task["guidance"],
+        "seed": None,
+        "multi_token_init_scheme": "random",
+        "do_cfg": True,
+        "prefix_token_sampler_scheme": "speculative_jacobi",
+        "use_chameleon_tokenizer": False,
+    }
+    for renew in (renew_llamagen, renew_sampler):
+        model.__class__ = renew(model.__class__)
+        model._init_new_params(**settings)
+    model.img_vocab = torch.arange(sizes["vocab_size"])
+    model.load_state_dict(load_file(task["weights"]), strict=False)
+    model.to(getattr(torch, task["dtype"])).eval()
+    forwards = 0
+
+    def counted(*given: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    # its prefill calls `inference`, and so does every step
+    inference = model.inference
+
+    def counting(*given: Any, **named: Any) -> Any:
+        counted()
+        return inference(*given, **named)
+
+    model.inference = counting
+    solver = LlamaGenSolver(model=model, image_top_k=task["top_k"], image_top_p=1.0)
+
+    def run() -> Any:
+        nonlocal forwards
+        forwards = 0
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():  # it prints
+            codes = solver.generate(
+                torch.tensor([task["label"]]), cells, None, cfg_scale=task["guidance"], temperature=1.0,
+                top_k=task["top_k"], top_p=1.0, sample_logits=True,
+            )  # fmt: skip
+        return torch.cat((codes[:, :cells].long(), torch.tensor([[forwards]])), 1)
+
+    return run
+
+
+def main() -> None:
+    checkout, task = Path(sys.argv[1]).resolve(), json.loads(Path(sys.argv[2]).read_text())
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    serve(sjd(checkout, task), version=str(task.get("version", "")))
+
+
+if __name__ == "__main__":
+    main()
