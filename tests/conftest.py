@@ -9,6 +9,7 @@ import torch
 
 if not torch.cuda.is_available():  # kernels are interpreted then; triton reads this when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the cores are other workers'
 
 from replay import GOLDEN
 

@@ -196,13 +196,6 @@ def differences(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def ends_early(rank: int) -> dict[str, Any]:
-    """One rank is told to stop after a step, and goes on to the next request."""
-    model = paradec.load(GOLDEN / "llada-tiny", dtype="float64", tp_plan="auto", tp_timeout=2)
-    paradec.generate(model, PROMPTS, **REQUEST, sampler="low_confidence", callback=lambda state, commit: not rank)
-    return {}
-
-
 def command(rank: int, lines: list[list[str]]) -> list[Any]:
     """What commands print in each process, and their exit codes."""
     from paradec.cli.app import app
@@ -238,7 +231,6 @@ CHECKS: dict[str, Callable[..., Any]] = {
     "short": short,
     "grid": grid,
     "differences": differences,
-    "ends_early": ends_early,
     "command": command,
 }
 

@@ -72,6 +72,7 @@ def test_a_step_of_each_is_taken_apart() -> None:
     assert int((entropy < 1e-6).sum()) == 2 and (entropy[2:] > 1).all()
 
 
+@pytest.mark.full
 def test_peaks_hold_logits_at_least() -> None:
     unit = 4 * 20_000 * 32
     for who in ("ours", "transformers"):

@@ -49,10 +49,11 @@ def both(module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, 
 @pytest.mark.parametrize("ends", [None, ENDS], ids=["no ends", "ends"])
 @pytest.mark.parametrize("stop", [True, False], ids=["stops", "all steps"])
 @pytest.mark.parametrize("case", ["one", "equal", "padded"])
-def test_equals_transformers_generate(case: str, stop: bool, ends: list[int] | None) -> None:
+@pytest.mark.parametrize("seeds", [3, pytest.param(8, marks=pytest.mark.full)])
+def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
     """Tokens of three canvases, and each row's tokens per denoising call."""
     early = finished = 0
-    for seed in range(8):
+    for seed in range(seeds):
         answer, per_call, out = both(tiny_module(), case, seed, ends, stop)
         width = answer.shape[1]  # a batch that has ended stops earlier
         assert torch.equal(out.new_tokens[:, :width], answer), seed
@@ -61,8 +62,9 @@ def test_equals_transformers_generate(case: str, stop: bool, ends: list[int] | N
         assert torch.equal(counted, per_call)
         early += any(calls % 12 for calls in out.denoising_calls)
         finished += sum(out.finished)
-    assert ends is not None or (early > 0) == stop  # an end may come before a canvas settles
-    assert (finished > 0) == (ends is not None)
+    if seeds == 8:  # fewer may have none that settles or ends
+        assert ends is not None or (early > 0) == stop  # an end may come before a canvas settles
+        assert (finished > 0) == (ends is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
