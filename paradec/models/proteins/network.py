@@ -10,11 +10,14 @@ one call gives the conditional law of every residue given those before it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, one_hot
 
 from paradec.models.proteins.structure import ATOMS, LETTERS, Structure
 
@@ -69,6 +72,11 @@ class ProteinMPNN(nn.Module):
         self.decoder_layers = nn.ModuleList([DecoderLayer(width) for _ in range(layers[1])])
         self.W_out = nn.Linear(width, len(LETTERS))
 
+    @property
+    def decoding(self) -> Iterable[DecoderLayer]:
+        """The decoder's layers."""
+        return cast(Iterable[DecoderLayer], self.decoder_layers)
+
     def encode(self, structure: Structure) -> Encoding:
         """Everything about a backbone that no letter changes. Distances are found in float32 at least."""
         weight = self.W_e.weight
@@ -81,8 +89,8 @@ class ProteinMPNN(nn.Module):
         return Encoding(
             neighbours=neighbours,
             nodes=nodes,
-            edges=[layer.of_edges(edges) for layer in self.decoder_layers],
-            unseen=[layer.of_nodes(nodes) for layer in self.decoder_layers],
+            edges=[layer.of_edges(edges) for layer in self.decoding],
+            unseen=[layer.of_nodes(nodes) for layer in self.decoding],
             complete=complete,
         )
 
@@ -101,7 +109,7 @@ class ProteinMPNN(nn.Module):
         seen = (rank[:, neighbours] < rank.unsqueeze(-1)).unsqueeze(-1)  # [R, L, K, 1]
         embedded = self.W_s(letters)
         nodes = encoding.nodes.expand(len(letters), -1, -1)
-        for layer, edges, unseen in zip(self.decoder_layers, encoding.edges, encoding.unseen, strict=True):
+        for layer, edges, unseen in zip(self.decoding, encoding.edges, encoding.unseen, strict=True):
             decoded = layer.of_letters(embedded) + layer.of_nodes(nodes)
             heard = torch.where(seen, decoded[:, neighbours], unseen[neighbours])
             nodes = layer(nodes, edges + heard) * encoding.complete.unsqueeze(-1)
@@ -113,7 +121,7 @@ class Features(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.embeddings = nn.ModuleDict({"linear": nn.Linear(2 * REACH + 2, POSITIONS)})
+        self.embeddings = nn.Sequential(OrderedDict(linear=nn.Linear(2 * REACH + 2, POSITIONS)))
         self.edge_embedding = nn.Linear(POSITIONS + BASES * len(PAIRS), width, bias=False)
         self.norm_edges = nn.LayerNorm(width)
 
@@ -147,8 +155,7 @@ class Features(nn.Module):
         chain = torch.tensor([label[each] for each in structure.chains or ()], device=device)
         word = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         word = torch.where(chain[:, None] == chain[neighbours], word, 2 * REACH + 1)
-        linear = self.embeddings["linear"]
-        position = linear.weight.T[word] + linear.bias
+        position = self.embeddings(one_hot(word, 2 * REACH + 2).to(dtype))
         return self.norm_edges(self.edge_embedding(torch.cat((position, bases.to(dtype)), -1))), neighbours
 
 
@@ -164,12 +171,14 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.W1 = nn.Linear(parts * width, width)
         self.W2, self.W3 = nn.Linear(width, width), nn.Linear(width, width)
-        self.dense = nn.ModuleDict({"W_in": nn.Linear(width, 4 * width), "W_out": nn.Linear(4 * width, width)})
+        self.dense = nn.Sequential(
+            OrderedDict(W_in=nn.Linear(width, 4 * width), act=nn.GELU(), W_out=nn.Linear(4 * width, width))
+        )
 
     def _added(self, nodes: Tensor, messages: Tensor) -> Tensor:
         """Nodes [..., D] after messages [..., D], which are added up already."""
         nodes = self.norm1(nodes + messages / SCALE)
-        return self.norm2(nodes + self.dense["W_out"](gelu(self.dense["W_in"](nodes))))
+        return self.norm2(nodes + self.dense(nodes))
 
 
 class EncoderLayer(Layer):
