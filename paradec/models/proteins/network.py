@@ -48,7 +48,7 @@ class Encoding:
     edges: list[Tensor]
     """[L, K, D] for each decoder layer: what an edge adds to the first product of its message."""
     unseen: list[Tensor]
-    """[L, D] for each decoder layer: what a neighbour adds that has not been decoded."""
+    """[L, K, D] for each decoder layer: the same with what a neighbour adds that has not been decoded."""
     complete: Tensor
     """[L] bool: residues with all four atoms."""
 
@@ -90,7 +90,7 @@ class ProteinMPNN(nn.Module):
             neighbours=neighbours,
             nodes=nodes,
             edges=[layer.of_edges(edges) for layer in self.decoding],
-            unseen=[layer.of_nodes(nodes) for layer in self.decoding],
+            unseen=[layer.of_edges(edges) + layer.of_nodes(nodes)[neighbours] for layer in self.decoding],
             complete=complete,
         )
 
@@ -111,8 +111,8 @@ class ProteinMPNN(nn.Module):
         nodes = encoding.nodes.expand(len(letters), -1, -1)
         for layer, edges, unseen in zip(self.decoding, encoding.edges, encoding.unseen, strict=True):
             decoded = layer.of_letters(embedded) + layer.of_nodes(nodes)
-            heard = torch.where(seen, decoded[:, neighbours], unseen[neighbours])
-            nodes = layer(nodes, edges + heard) * encoding.complete.unsqueeze(-1)
+            heard = torch.where(seen, edges + decoded[:, neighbours], unseen)
+            nodes = layer(nodes, heard) * encoding.complete.unsqueeze(-1)
         return self.W_out(nodes)
 
 
