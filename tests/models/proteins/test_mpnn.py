@@ -318,7 +318,7 @@ def test_pdb_files(tmp_path: Path) -> None:
     )
     text += lines("LEU", "B", 10, occupancy="0.00") + lines("LEU", "B", 11) + "ENDMDL\n" + lines("PRO", "B", 12)
     other = LINE.format("CA", "ALA", "A", -1, " ", 9, 9, 9, "1.00")
-    file.write_text("HEADER\n" + text + other.replace(" ALA", "BALA"), encoding="utf-8")
+    file.write_text("HEADER\n" + text.replace("ENDMDL", other.replace(" ALA", "BALA") + "\nENDMDL"), encoding="utf-8")
     found = read_pdb(file)
     assert (found.sequence, found.chains, found.numbers) == ("AWGXXL", tuple("AAAABB"), (-1, 5, 5, 6, 7, 11))
     assert found.index == [-1, 5, 6, 7, 8, 12] and found.name == "made"
