@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paradec.models.checkpoint import CheckpointError
     from paradec.models.eagle import load_drafter
     from paradec.models.loading import load
+    from paradec.models.proteins.mpnn import load_protein_mpnn
     from paradec.models.wrapping import wrap
     from paradec.protocol import Interrupted, decode
     from paradec.request import Request
@@ -65,6 +66,7 @@ __all__ = [
     "infill",
     "load",
     "load_drafter",
+    "load_protein_mpnn",
     "samplers",
     "wrap",
 ]
@@ -90,6 +92,7 @@ LATER = {
     "infill": "paradec.generate",
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
+    "load_protein_mpnn": "paradec.models.proteins.mpnn",
     "wrap": "paradec.models.wrapping",
 }
 """Imported when they are first asked for: all of them import torch, some of them parts of transformers."""

@@ -77,6 +77,9 @@ class Query:
     """[N] int64, on the host: where `rows` stand among the running rows."""
     available: Tensor | None = None
     """[N, W] bool: False where a window position has no logits in this call; None when all have."""
+    decided_at: Tensor | None = None
+    """[R, Q] int64: after which of the row's steps each position took its token, -1 where it was given or is undecided;
+    for models with `reads_order`, None for all others."""
     columns: Tensor | None = None
     """[N, K] int64, distinct within a row: which window positions the `K` columns of `wanted` are for; None when they
     are for all of them, in order."""

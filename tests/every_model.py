@@ -14,6 +14,7 @@ from canvases import tiny_module
 from diffusers import DDIMScheduler
 from image_models import tiny_llamagen, tiny_lpd, tiny_nar, tiny_student, tiny_var, tiny_var_student
 from moe_models import MOE, told
+from places import GOLDEN, ROOT
 from test_families import CONFIGS, write
 from test_image_families import MODELS as IMAGE_MODELS
 from test_mar_images import DECODER, SIZES
@@ -26,6 +27,7 @@ from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import VQConfig
+from paradec.models.proteins.structure import Structure, read_pdb
 from paradec.prompts import encode
 from paradec.protocol import decode
 
@@ -45,8 +47,8 @@ MIXTURES = ["llada2-tiny", "llada-moe-tiny"]
 LOADED = ["llada", "dream", *CONFIGS, *MIXTURES]
 TEXT = [*LOADED, *WRAPPED]
 IMAGES = [*IMAGE_MODELS, "nar", "distilled", "distilled var", "digits-maskgit", "mar", "lpd", "var", "dit"]
-CANVAS = "diffusion_gemma"
-EVERY = [*TEXT, CANVAS, *IMAGES]
+CANVAS, PROTEIN = "diffusion_gemma", "protein"
+EVERY = [*TEXT, CANVAS, PROTEIN, *IMAGES]
 
 
 def make(kind: str) -> Any:
@@ -56,6 +58,8 @@ def make(kind: str) -> Any:
             return paradec.load(write(Path(folder) / kind, kind), dtype="float64")
     if kind == CANVAS:
         return paradec.wrap(copy.deepcopy(tiny_module(dtype=torch.float64, canvas=4)))
+    if kind == PROTEIN:
+        return tiny_protein()
     if kind in MIXTURES:
         return paradec.load(MOE / kind, dtype="float64", **told(kind))
     if kind in IMAGE_MODELS:
@@ -125,12 +129,30 @@ def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     if kind == CANVAS:
         given = {"sampler": short_canvases(), "max_new_tokens": 8, "seed": seed}
         return paradec.generate(model, ROWS, **(given | request)).new_tokens
+    if kind == PROTEIN:
+        given = {"sampler": "random", "temperature": 0.7, "seed": seed, "steps": 4}
+        return paradec.generate(model, designs(model), **(given | request)).sequences
     given = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
     if model.facts.topology == "causal":
         given |= {"sampler": paradec.samplers.create("sjd", window=4)}
     elif model.supports_store:
         given |= {"cache": "dual", "block_length": 4}
     return paradec.generate(model, ROWS, **(given | request)).new_tokens
+
+
+def tiny_protein() -> Any:
+    """A ProteinMPNN with random weights, and two pieces of a backbone."""
+    whole = read_pdb(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
+    pieces = [
+        Structure(whole.coordinates[first:stop], whole.sequence[first:stop], name=f"{first} to {stop}")
+        for first, stop in ((0, 12), (30, 38))
+    ]
+    return paradec.load_protein_mpnn(GOLDEN / "proteins" / "small.pt", pieces, dtype=torch.float64)
+
+
+def designs(model: Any) -> list[list[int]]:
+    """A row of each of its structures, some residues of which are given."""
+    return [model.prompt(0, fixed=[2, 3]), model.prompt(1)]
 
 
 def short_canvases() -> Any:
@@ -173,6 +195,10 @@ def started(model: Any, kind: str) -> tuple[Any, Any, Any, Callable[[Any], Tenso
     if kind == CANVAS:
         sampler = short_canvases()
         state = sampler.start(model, encode(model, ROWS, None, None), max_new_tokens=8, seed=0, trace=True)
+        return sampler, model, state, lambda state: state.canvas
+    if kind == PROTEIN:
+        sampler = paradec.samplers.create("random")
+        state = sampler.start(model, designs(model), temperature=0.7, seed=0, trace=True)
         return sampler, model, state, lambda state: state.canvas
     causal = model.facts.topology == "causal"
     sampler = paradec.samplers.create("sjd" if causal else "threshold")

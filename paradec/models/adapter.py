@@ -116,6 +116,8 @@ class Model(Adapter):
     """The sampler when a request names none; None is the request's default."""
     gathers: ClassVar[bool] = True
     """Whether a hook on the base model gathers the wanted columns; families that run the parts themselves need none."""
+    reads_order: bool = False
+    """Whether answers depend on the order in which tokens were decided (`Query.decided_at`), not on tokens alone."""
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
     compiled: Any = None

@@ -412,7 +412,7 @@ class MaskedSampler(Sampler):
 
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
-        state.window.write(state.canvas, written)
+        state.write(written)
         said = stages.note(state, proposal, decision)
         if state.memory.specs:
             stages.remember(self, state, proposal, view, picked)

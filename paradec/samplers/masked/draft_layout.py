@@ -84,9 +84,30 @@ def batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: n
             "slots": None,
             "copies": copies,
             "forwarded": query.forwarded * copies,
+            "decided_at": None if state.decided_at is None else _decided_at(state, query, drafts, step, owner),
         },
         drafts=drafts,
     )
+
+
+def _decided_at(state: MaskedState, query: Query, drafts: list[Ahead], step: np.ndarray, owner: np.ndarray) -> Tensor:
+    """[branches * D, Q] int64: `Query.decided_at` of D drafts. What a draft holds and the one before it does not was
+    decided between them."""
+    assert state.decided_at is not None and query.index is not None
+    window, found = state.window, []
+    when = window.read(state.decided_at)
+    row_step = torch.as_tensor(state.row_step[window.rows, None], device=when.device)
+    for number, ahead in enumerate(drafts):
+        if number:
+            when = torch.where(ahead.tokens != drafts[number - 1].tokens, row_step + number - 1, when)
+        found.append(when)
+    device = state.canvas.device
+    running = torch.as_tensor(query.index[owner], device=device)
+    rows = torch.as_tensor(query.rows[owner], device=device)
+    own = torch.stack(found)[torch.as_tensor(step, device=device), running]
+    whole = state.decided_at.index_select(0, rows).scatter(1, window.positions[running], own)
+    positions = query.positions[: len(query.rows)][torch.as_tensor(owner, device=device)]
+    return whole.gather(1, positions).repeat(query.branches, 1)
 
 
 def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np.ndarray) -> DraftQuery:

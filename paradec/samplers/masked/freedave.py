@@ -416,6 +416,9 @@ class FreeDave(MaskedSampler):
             torch.as_tensor(array, device=scores.device)
             for array in (judge[when, index[:, None]], final, final != drafts[0])
         )
+        if state.decided_at is not None:
+            noted = torch.as_tensor(began[:, None] + when, device=scores.device)
+            window.write(state.decided_at, torch.where(selected, noted, window.read(state.decided_at)))
         said = None
         if state.logprobs is not None:
             every = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]

@@ -28,6 +28,8 @@ def part_query(state: MaskedState, part: Part) -> Query:
         query = query.but(step=state.commits)
     if state.attention_state is not None:
         query = query.but(attention=state.attention_state.plan(state, part))
+    if state.decided_at is not None:
+        query = query.but(decided_at=_tokens_of(state.decided_at, query, row_index).repeat(state.branches, 1))
     if whole and query.branches == 1:
         return query  # its tokens are the canvas itself
     tokens = _tokens_of(state.canvas, query, row_index)

@@ -95,6 +95,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
         ends=torch.tensor(end_tokens, dtype=torch.int64, device=device),
         revises=sampler.revises,
+        decided_at=torch.full(canvas.shape, -1, device=device) if getattr(model, "reads_order", False) else None,
         stop_rules=tuple(rules),
         early_rules=early_rules,
     )

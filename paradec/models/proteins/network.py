@@ -1,0 +1,242 @@
+"""ProteinMPNN's network: message passing over the nearest residues of a backbone, and a decoder of any order.
+
+Dauparas et al., "Robust deep learning-based protein sequence design using ProteinMPNN", Science 378:49 (2022),
+doi 10.1126/science.add2187. Names of parameters are those of the published files (`proteinmpnn_v_48_020.pt`).
+
+The encoder sees the backbone alone. The decoder goes through the residues in an order: a residue sees the letters and
+decoder states of its neighbours that come before it, and of all others, itself among them, what the encoder says. So
+one call gives the conditional law of every residue given those before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, one_hot
+
+from paradec.models.proteins.structure import ATOMS, LETTERS, Structure
+
+SCALE = 30
+"""What sums of messages are divided by, however many neighbours there are."""
+BASES, NEAREST, FARTHEST = 16, 2.0, 22.0
+"""Radial basis functions of a distance, and where they stand, in angstrom."""
+REACH = 32
+"""Differences of residue numbers are told apart up to here; one word more is for residues of another chain."""
+POSITIONS = 16
+PAIRS = (
+    *("CA-CA", "N-N", "C-C", "O-O", "CB-CB", "CA-N", "CA-C", "CA-O", "CA-CB", "N-C", "N-O", "N-CB", "CB-C"),
+    *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
+)
+"""Atoms whose distance an edge knows, of the residue itself and of its neighbour."""
+CB = (-0.58273431, 0.56802827, -0.54067466)
+"""Where an ideal CB stands: factors of (CA - N) x (C - CA), CA - N and C - CA."""
+
+
+@dataclass
+class Encoding:
+    """What the decoder reads of one structure: `L` residues, `K` neighbours, `D` the width."""
+
+    neighbours: Tensor
+    """[L, K] int64: the nearest residues, the residue itself among them."""
+    nodes: Tensor
+    """[L, D]."""
+    edges: list[Tensor]
+    """[L, K, D] for each decoder layer: what an edge adds to the first product of its message."""
+    unseen: list[Tensor]
+    """[L, K, D] for each decoder layer: the same with what a neighbour adds that has not been decoded."""
+    complete: Tensor
+    """[L] bool: residues with all four atoms."""
+
+
+class ProteinMPNN(nn.Module):
+    """The network.
+
+    Args:
+        width: of nodes and edges.
+        layers: of the encoder, and of the decoder.
+        neighbours: of a residue, itself included.
+    """
+
+    def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
+        super().__init__()
+        self.neighbours = neighbours
+        self.features = Features(width)
+        self.W_e = nn.Linear(width, width)
+        self.W_s = nn.Embedding(len(LETTERS), width)
+        self.encoder_layers = nn.ModuleList([EncoderLayer(width) for _ in range(layers[0])])
+        self.decoder_layers = nn.ModuleList([DecoderLayer(width) for _ in range(layers[1])])
+        self.W_out = nn.Linear(width, len(LETTERS))
+
+    @property
+    def decoding(self) -> Iterable[DecoderLayer]:
+        """The decoder's layers."""
+        return cast(Iterable[DecoderLayer], self.decoder_layers)
+
+    def encode(self, structure: Structure) -> Encoding:
+        """Everything about a backbone that no letter changes. Distances are found in float32 at least."""
+        weight = self.W_e.weight
+        complete = structure.complete.to(weight.device)
+        edges, neighbours = self.features(structure, self.neighbours, weight.device)
+        edges = self.W_e(edges)
+        nodes = edges.new_zeros(len(structure), edges.shape[-1])
+        for layer in self.encoder_layers:
+            nodes, edges = layer(nodes, edges, neighbours, complete)
+        return Encoding(
+            neighbours=neighbours,
+            nodes=nodes,
+            edges=[layer.of_edges(edges) for layer in self.decoding],
+            unseen=[layer.of_edges(edges) + layer.of_nodes(nodes)[neighbours] for layer in self.decoding],
+            complete=complete,
+        )
+
+    def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
+        """Logits of every residue given the letters of those that come before it.
+
+        Args:
+            letters: [R, L] int64, indices into `LETTERS`; of a residue that no other comes after, any.
+            rank: [R, L] int64: a residue sees the letters of those with a lower rank. Residues of one rank do not see
+                each other.
+
+        Returns:
+            [R, L, 21].
+        """
+        neighbours = encoding.neighbours
+        seen = (rank[:, neighbours] < rank.unsqueeze(-1)).unsqueeze(-1)  # [R, L, K, 1]
+        embedded = self.W_s(letters)
+        nodes = encoding.nodes.expand(len(letters), -1, -1)
+        for layer, edges, unseen in zip(self.decoding, encoding.edges, encoding.unseen, strict=True):
+            decoded = layer.of_letters(embedded) + layer.of_nodes(nodes)
+            heard = torch.where(seen, edges + decoded[:, neighbours], unseen)
+            nodes = layer(nodes, heard) * encoding.complete.unsqueeze(-1)
+        return self.W_out(nodes)
+
+
+class Features(nn.Module):
+    """What is known of a pair of neighbours: distances of their atoms, and how far they are apart in the chain."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.embeddings = nn.Sequential(OrderedDict(linear=nn.Linear(2 * REACH + 2, POSITIONS)))
+        self.edge_embedding = nn.Linear(POSITIONS + BASES * len(PAIRS), width, bias=False)
+        self.norm_edges = nn.LayerNorm(width)
+
+    def forward(self, structure: Structure, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Edges [L, K, D], and the neighbours [L, K] int64 that they lead to."""
+        dtype = self.edge_embedding.weight.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        complete = structure.complete.to(device)
+        # atoms that are missing stand at the origin, as in the public code: incomplete residues are heard by nobody in
+        # the encoder, but their edges reach the decoder
+        at = structure.coordinates.to(device, wide).nan_to_num(nan=0.0)
+        atoms = dict(zip(ATOMS, at.unbind(1), strict=True))
+        along, out = atoms["CA"] - atoms["N"], atoms["C"] - atoms["CA"]
+        across = torch.linalg.cross(along, out)
+        atoms["CB"] = CB[0] * across + CB[1] * along + CB[2] * out + atoms["CA"]
+
+        both = complete[:, None] & complete
+        apart = _distance(atoms["CA"], atoms["CA"][None].expand(len(structure), -1, -1)) * both
+        apart = torch.where(both, apart, apart.amax(1, keepdim=True))  # incomplete residues come last
+        nearest, neighbours = apart.topk(min(count, len(structure)), dim=1, largest=False)
+        found = [nearest]
+        for pair in PAIRS[1:]:
+            own, other = pair.split("-")
+            found.append(_distance(atoms[own], atoms[other][neighbours]))
+        centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=wide, device=device)
+        distances = torch.stack(found, -1).unsqueeze(-1)  # [L, K, pairs, 1]
+        bases = (-(((distances - centres) / ((FARTHEST - NEAREST) / BASES)) ** 2)).exp().flatten(2)
+
+        number = torch.tensor(structure.index, device=device)
+        label = {chain: place for place, chain in enumerate(dict.fromkeys(structure.chains or ()))}
+        chain = torch.tensor([label[each] for each in structure.chains or ()], device=device)
+        word = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
+        word = torch.where(chain[:, None] == chain[neighbours], word, 2 * REACH + 1)
+        position = self.embeddings(one_hot(word, 2 * REACH + 2).to(dtype))
+        return self.norm_edges(self.edge_embedding(torch.cat((position, bases.to(dtype)), -1))), neighbours
+
+
+class Layer(nn.Module):
+    """What the layers of both halves share: messages [.., K, D] of the neighbours, added up, and a feed-forward part.
+
+    Args:
+        parts: how many vectors of the width a message is made of.
+    """
+
+    def __init__(self, width: int, parts: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.W1 = nn.Linear(parts * width, width)
+        self.W2, self.W3 = nn.Linear(width, width), nn.Linear(width, width)
+        self.dense = nn.Sequential(
+            OrderedDict(W_in=nn.Linear(width, 4 * width), act=nn.GELU(), W_out=nn.Linear(4 * width, width))
+        )
+
+    def _added(self, nodes: Tensor, messages: Tensor) -> Tensor:
+        """Nodes [..., D] after messages [..., D], which are added up already."""
+        nodes = self.norm1(nodes + messages / SCALE)
+        return self.norm2(nodes + self.dense(nodes))
+
+
+class EncoderLayer(Layer):
+    """Messages of the residue, the edge and the neighbour; then the edges are made anew, by the same."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 3)
+        self.norm3 = nn.LayerNorm(width)
+        self.W11 = nn.Linear(3 * width, width)
+        self.W12, self.W13 = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, nodes: Tensor, edges: Tensor, neighbours: Tensor, complete: Tensor) -> tuple[Tensor, Tensor]:
+        """nodes [L, D], edges [L, K, D], neighbours [L, K], complete [L] bool -> nodes and edges. Incomplete residues
+        are heard by nobody."""
+        messages = self.W3(gelu(self.W2(gelu(self.W1(_joined(nodes, edges, neighbours))))))
+        messages = messages * (complete[:, None] & complete[neighbours]).unsqueeze(-1)
+        nodes = self._added(nodes, messages.sum(-2)) * complete.unsqueeze(-1)
+        messages = self.W13(gelu(self.W12(gelu(self.W11(_joined(nodes, edges, neighbours))))))
+        return nodes, self.norm3(edges + messages)
+
+
+class DecoderLayer(Layer):
+    """Messages of the residue, the edge, the neighbour's letter and the neighbour.
+
+    The first product of a message is a sum of four, of which the edge's and an undecoded neighbour's do not change from
+    call to call; and the last one is linear, so that messages are added up before it.
+    """
+
+    def __init__(self, width: int):
+        super().__init__(width, 4)
+
+    def _part(self, number: int, x: Tensor) -> Tensor:
+        return x @ self.W1.weight.chunk(4, 1)[number].T
+
+    def of_edges(self, edges: Tensor) -> Tensor:
+        """[L, K, D] -> [L, K, D]."""
+        return self._part(1, edges) + self.W1.bias
+
+    def of_letters(self, embedded: Tensor) -> Tensor:
+        """[R, L, D] -> [R, L, D]."""
+        return self._part(2, embedded)
+
+    def of_nodes(self, nodes: Tensor) -> Tensor:
+        """Of neighbours, [..., L, D] -> [..., L, D]."""
+        return self._part(3, nodes)
+
+    def forward(self, nodes: Tensor, heard: Tensor) -> Tensor:
+        """nodes [R, L, D], and of each edge all but the residue's own part, [R, L, K, D]."""
+        hidden = gelu(self.W2(gelu(self._part(0, nodes).unsqueeze(-2) + heard))).sum(-2)
+        messages = hidden @ self.W3.weight.T + heard.shape[-2] * self.W3.bias
+        return self._added(nodes, messages)
+
+
+def _joined(nodes: Tensor, edges: Tensor, neighbours: Tensor) -> Tensor:
+    """[L, K, 3 D]: the residue, the edge, the neighbour."""
+    return torch.cat((nodes.unsqueeze(1).expand_as(edges), edges, nodes[neighbours]), -1)
+
+
+def _distance(own: Tensor, other: Tensor) -> Tensor:
+    """[L, K] between atoms [L, 3] and [L, K, 3]; never quite 0."""
+    return ((own.unsqueeze(1) - other).square().sum(-1) + 1e-6).sqrt()

