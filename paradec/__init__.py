@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paradec.request import Request
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.prophet import Prophet
+    from paradec.tuning.run import tune
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "load",
     "load_drafter",
     "samplers",
+    "tune",
     "wrap",
 ]
 
@@ -90,6 +92,7 @@ LATER = {
     "infill": "paradec.generate",
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
+    "tune": "paradec.tuning.run",
     "wrap": "paradec.models.wrapping",
 }
 """Imported when they are first asked for: all of them import torch, some of them parts of transformers."""
