@@ -1,9 +1,9 @@
 """Successive halving for several objectives: which trials go on to more prompts.
 
-Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor: 20, 60, 180, say. At
-the end of a rung it goes on if fewer than 1/eta of the trials that have got there lie on better fronts than it
-(non-dominated sorting, as in Schmucker et al., "Multi-objective Asynchronous Successive Halving", arXiv 2106.12639; their
-epsilon-net, which thins a front out, is left away: everything on the first front goes on). Optuna's own pruners know one
+Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor: 20, 60, 180, say.
+At the end of a rung it goes on if fewer than 1/eta of the trials that have got there lie on better fronts than it:
+non-dominated sorting, as in Schmucker et al., "Multi-objective Asynchronous Successive Halving" (arXiv 2106.12639).
+Their epsilon-net, which thins a front out, is left away: all of the first front goes on. Optuna's own pruners know one
 objective only.
 """
 

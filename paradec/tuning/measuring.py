@@ -89,7 +89,9 @@ class Half:
             for ids, there, count in zip(output.sequences, output.filled, output.tokens, strict=True)
         ]
         text = output.text
-        texts = [None] * (stop - first) if text is None else [text] if isinstance(text, str) else list(text)
+        texts: list[str | None] = [None] * (stop - first)
+        if text is not None:
+            texts = [text] if isinstance(text, str) else [*text]
         return output, filled, texts
 
     def measure(

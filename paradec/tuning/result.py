@@ -119,11 +119,18 @@ class Tuning:
         return all(value is not None for value in measured.truth)
 
     def interval(self, values: Sequence[float]) -> tuple[float, float]:
-        """95 % interval of the mean of one number per reported prompt: Wilson's where they are right or wrong and every
+        """95 % interval of the mean of one number per reported prompt: Wilson's where all are right or wrong and every
         prompt is a group of its own, else a percentile bootstrap over groups."""
-        if set(values) <= {0.0, 1.0} and len(set(self.groups)) == len(values):
+        if self.exact:
             return wilson(int(sum(values)), len(values))
         return grouped_bootstrap(values, self.groups)
+
+    @property
+    def exact(self) -> bool:
+        """Whether intervals of scores are Wilson's."""
+        points = [*self.points, *([] if self.default is None else [self.default])]
+        values = {value for point in points if point.reported is not None for value in self.score(point.reported)}
+        return values <= {0.0, 1.0} and len(set(self.groups)) == len(self.groups)
 
     def difference(self, ours: Measured, other: Measured) -> tuple[float, float, float]:
         """Mean difference of two scores, prompt by prompt, and its 95 % interval: a paired bootstrap over groups."""
@@ -233,6 +240,8 @@ class Tuning:
         else:
             low, high = self.interval(values)
             ends = f"{100 * low:.1f}-{100 * high:.1f}"
+            if not versus and self.setup["score"] == "agreement" and not self.by_truth:
+                ends = "(itself)"
             paired = ""
             if versus and self.reference is not None:
                 mean, below, above = (100 * value for value in self.difference(measured, self.reference))
@@ -253,7 +262,7 @@ class Tuning:
         if self.points and self.reference is None:
             notes.append("Scores are those of the prompts that chose, which flatter: the other half was not measured.")
         elif self.points:
-            exact = "Wilson's" if self._wilson else "bootstraps over prompts"
+            exact = "Wilson's" if self.exact else "bootstraps over prompts"
             notes.append(
                 f"Intervals are {exact}; differences paired bootstraps. alike: points whose scores these prompts do "
                 "not separate."
@@ -265,14 +274,6 @@ class Tuning:
             notes.append("Incomplete: the same command with the same study goes on.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]
         return [line for note in notes for line in textwrap.wrap(note, WIDTH)]
-
-    @property
-    def _wilson(self) -> bool:
-        return self.reference is not None and set(self.score(self.reference)) <= {0.0, 1.0} and self._single
-
-    @property
-    def _single(self) -> bool:
-        return len(set(self.groups)) == len(self.groups)
 
 
 def _under(name: str) -> list[str]:

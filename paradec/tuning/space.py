@@ -2,13 +2,14 @@
 
 Ranges come from what every sampler declares. Its `frontier` says which settings trade quality for speed, and its
 defaults, presets and `frontier` which values somebody has used: a number is drawn from between the smallest and the
-largest of them, and a quarter of that distance beyond where the sampler takes it. Trials begin with the defaults and the
-frontiers themselves: what was set by hand is the first guess.
+largest of them, and a quarter of that distance beyond where the sampler takes it. Trials begin with the defaults and
+the frontiers themselves: what was set by hand is the first guess.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,9 @@ class Candidate:
     block_length: int | None = None
     """None is the model's own, or the sampler's."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", dict(sorted(self.changes.items())))
+
     @property
     def configuration(self) -> Configuration:
         return Configuration(self.sampler, self.changes)
@@ -86,7 +90,7 @@ class Candidate:
         return ", ".join([self.configuration.name, *more])
 
     def to_data(self) -> dict[str, Any]:
-        changes = {name: plain(value) for name, value in sorted(self.changes.items())}
+        changes = {name: plain(value) for name, value in self.changes.items()}
         return {"sampler": self.sampler, "changes": changes, "cache": self.cache, "block_length": self.block_length}
 
     @classmethod
@@ -190,8 +194,7 @@ def build_space(
             raise ValueError(f"sampler {name!r} is of family {cls.family!r}; tune takes the 'masked' family")
         method = Configuration(name).make()
         try:
-            with method.start(model, prompts, Request(**{**base, "sampler": method})).freed_store():
-                pass
+            _start(model, prompts, Request(**{**base, "sampler": method}))
         except ValueError as error:
             if names is not None:
                 raise
@@ -228,9 +231,7 @@ def _allowed(
         why = found.why if found.status == REFUSED else ""
         if not why and cache.uses_store:
             try:
-                request = Request(**{**base, "sampler": method, "cache": cache})
-                with method.start(model, prompts, request).freed_store():
-                    pass
+                _start(model, prompts, Request(**{**base, "sampler": method, "cache": cache}))
             except ValueError as error:
                 why = str(error)
         if why:
@@ -238,6 +239,14 @@ def _allowed(
         else:
             allowed.append(cache_name)
     return tuple(allowed)
+
+
+def _start(model: Any, prompts: Any, request: Any) -> None:
+    """Begin to decode, and leave it at that. Raises: what the sampler's `start` does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice for one request; here it is asked whether it works at all
+        with request.sampler.start(model, prompts, request).freed_store():
+            pass
 
 
 def _slow(start: Candidate) -> float:
@@ -325,7 +334,7 @@ def request_of(
     steps: dict[str, Any] = {}
     if "steps" in candidate.changes:
         policy = block_policy(method, model, None, candidate.block_length, holes)
-        blocks = max(max(policy.count(*length), 1) for length in lengths)
+        blocks = max(policy.count(*length) or 1 for length in lengths)
         steps = configuration.request(positions, blocks)
     cache = None if candidate.cache == "none" else candidate.cache
     return Request(**{**base, "sampler": method, "cache": cache, "block_length": candidate.block_length, **steps})
