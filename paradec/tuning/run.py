@@ -259,8 +259,7 @@ class _Search:
         """Search until so many trials are there or the time is up, then measure the front on the other half."""
         self.asked = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-        for start in self.space.starts:
-            self.study.enqueue(self.space.params(start))
+        self.starts = [self.space.params(start) for start in self.space.starts]
         try:
             if "seconds" in self.work.costs:  # what a process does once is no trial's
                 self.work.choosing.decode(self.work.seeded(Request(**self.work.base)), 0, min(2, self.rungs[0]))
@@ -288,7 +287,7 @@ class _Search:
 
     def _trial(self) -> bool:
         """One trial, from its proposal to its end; whether anything was measured."""
-        trial = self.study.next_trial()
+        trial, others = self.study.next_trial(self.starts)
         try:
             candidate = self.space.suggest(trial)
             try:
@@ -298,7 +297,7 @@ class _Search:
             if spaces.is_reference(request, self.work.positions):
                 return self._refuse(trial, "it is one token per step, the reference")
             trial.set_user_attr("candidate", candidate.to_data())
-            self._climb(trial, candidate, self.work.seeded(request))
+            self._climb(trial, candidate, self.work.seeded(request), others)
         except BaseException:
             self.study.release(trial)
             raise
@@ -309,14 +308,13 @@ class _Search:
         self.study.tell(trial, "PRUNED")
         return False
 
-    def _climb(self, trial: Any, candidate: Candidate, request: Request) -> None:
-        """Measure a trial rung by rung, until it has been everywhere, is stopped, or the time is up."""
+    def _climb(self, trial: Any, candidate: Candidate, request: Request, others: list[Any]) -> None:
+        """Measure a trial rung by rung, until it has been everywhere, is stopped, or the time is up. What was measured
+        before, by a process that is gone or of the same point, is not measured again."""
         measured, data = Measured(), candidate.to_data()
+        known = [trial, *(frozen for frozen in others if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
-            others = [frozen for frozen in self.study.trials() if frozen.number != trial.number]
-            twins = [frozen for frozen in others if frozen.user_attrs.get("candidate") == data]
-            own = [frozen for frozen in self.study.trials() if frozen.number == trial.number]
-            part = next((found for frozen in (*own, *twins) if (found := rung_of(frozen, rung)) is not None), None)
+            part = next((found for there in known if (found := rung_of(there, rung)) is not None), None)
             if part is None:
                 if time.monotonic() > self.end:
                     self.study.release(trial)

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -106,25 +106,27 @@ class Study:
         """Every trial, as Optuna's frozen ones."""
         return self.study.get_trials(deepcopy=False)
 
-    def enqueue(self, params: Mapping[str, Any]) -> None:
-        """Have a point tried before Optuna proposes others; once, however often the study is opened."""
-        with _quiet():
-            self.study.enqueue_trial(dict(params), skip_if_exists=True)
-
-    def next_trial(self) -> Any:
-        """One that a process has left behind, or else a new one."""
+    def next_trial(self, starts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:
+        """One that a process has left behind, or else the first of the `starts` that nobody has begun, or else what
+        Optuna proposes; and all other trials, as they are now."""
         with _claiming, _quiet():
-            for frozen in self.trials():
+            there = self.trials()
+            for frozen in there:
                 if frozen.state.name == "RUNNING" and self._abandoned(frozen):
                     trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
                     trial.set_user_attr("owner", self.run)
-                    return trial
+                    return trial, [other for other in there if other.number != frozen.number]
+            begun = {frozen.user_attrs.get("start") for frozen in there}
+            left = [k for k in range(len(starts)) if k not in begun]
+            if left:
+                self.study.enqueue_trial(dict(starts[left[0]]), user_attrs={"start": left[0]})
             # a proposal depends on what is known and on the seed: a study that was interrupted goes on as it would have
-            begun = sum(trial.state.name != "WAITING" for trial in self.trials())
-            self.study.sampler = self.optuna.samplers.TPESampler(multivariate=True, group=True, seed=self.seed + begun)
+            self.study.sampler = self.optuna.samplers.TPESampler(
+                multivariate=True, group=True, seed=self.seed + len(there)
+            )
             trial = self.study.ask()
             trial.set_user_attr("owner", self.run)
-            return trial
+            return trial, there
 
     def release(self, trial: Any) -> None:
         """Leave a trial to whoever goes on with the study."""
