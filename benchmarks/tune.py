@@ -120,7 +120,7 @@ def packaged(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
-    from antibody import LEFT_OUT, Remembering, read_chains
+    from antibody import Remembering, measured, read_chains
     from antibody_model import load_antiberty
 
     real = load_antiberty()
@@ -131,8 +131,7 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
         masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
         asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
     special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
-    names = [name for name in dict.fromkeys(c.sampler for c in configurations()) if name not in LEFT_OUT]
-    names = [name for name in names if name != "learn2pd"]  # there is no filter for it
+    names = list(dict.fromkeys(configuration.sampler for configuration in measured(None, True, real)))
     found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
     first, second = halves(asked, 0)
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
