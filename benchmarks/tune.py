@@ -49,12 +49,18 @@ TOLERANCE = 0.01
 
 
 def by_hand(
-    model: Any, asked: Sequence[Asked], positions: int, blocks: int, slowest: float, **request: Any
+    model: Any,
+    asked: Sequence[Asked],
+    positions: int,
+    blocks: int,
+    slowest: float,
+    names: Sequence[str] | None,
+    **request: Any,
 ) -> list[dict[str, Any]]:
     """Every setting made by hand on these prompts: share of right tokens or answers, and forwards."""
     half, found = Half("hand", model, asked, None, None), []
     slow: set[str] = set()
-    for configuration in configurations():
+    for configuration in configurations(names):
         if configuration.sampler in slow:
             continue
         try:
@@ -112,10 +118,17 @@ def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], *
 
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
-    found = tuned(model, questions, options)
+    found = tuned(model, questions, options, samplers=options.names)
     first, second = halves(prompts_of(questions), 0)
     return beside(
-        found, model, first, second, positions=model.default_max_new_tokens, blocks=2, slowest=SLOW["packaged"]
+        found,
+        model,
+        first,
+        second,
+        positions=model.default_max_new_tokens,
+        blocks=2,
+        slowest=SLOW["packaged"],
+        names=options.names,
     )
 
 
@@ -131,12 +144,12 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
         masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
         asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
     special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
-    names = list(dict.fromkeys(configuration.sampler for configuration in measured(None, True, real)))
+    names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
     found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
     first, second = halves(asked, 0)
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
-    more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "suppress_tokens": special}
-    return beside(found, model, first, second, **more)
+    more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
+    return beside(found, model, first, second, **more, suppress_tokens=special)
 
 
 def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
@@ -199,7 +212,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="a folder")
     parser.add_argument("--prompts", help="a file of JSON lines")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--samplers", help="names, separated by commas; by default all")
     options = parser.parse_args()
+    options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)
     result = {"packaged": packaged, "antibody": antibody, "own": own}[options.part](options)
     write_result(RESULTS / f"tune_{options.part}.json", {"machine": machine()} | result)
