@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from paradec.request import Request
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.prophet import Prophet
+    from paradec.tuning.run import tune
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "load_drafter",
     "load_protein_mpnn",
     "samplers",
+    "tune",
     "wrap",
 ]
 
@@ -93,6 +95,7 @@ LATER = {
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
+    "tune": "paradec.tuning.run",
     "wrap": "paradec.models.wrapping",
 }
 """Imported when they are first asked for: all of them import torch, some of them parts of transformers."""

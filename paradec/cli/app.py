@@ -30,6 +30,7 @@ from paradec.cli.samplers import samplers
 from paradec.cli.serve import serve
 from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
+from paradec.cli.tune import tune
 from paradec.interrupts import EXIT_CODE, debugging
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
@@ -132,6 +133,7 @@ app.command(short_help="Talk to a model, turn by turn.")(chat)
 app.command(short_help="Make pictures, and say what it took.")(image)
 app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
+app.command(short_help="Find settings for a model and its prompts.")(tune)
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
 app.command(short_help="List the samplers, or say all about one.")(samplers)

@@ -32,7 +32,7 @@ Preset = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="A request that `Request.save` wrote in Python; options that are given win over what is in it.",
+        help="A request that `paradec tune` or `Request.save` wrote; options that are given win over what is in it.",
     ),
 ]
 Set = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,16 @@ def _question(line: str) -> Question:
         raise ValueError(f"prompt={shown(prompt)} must be a text")
     if not isinstance(task, str) or not task:
         raise ValueError(f"task={shown(task)} must be a text")
+    right, many = judge(fields)
+    return Question(task, prompt, right, many, line.strip())
+
+
+def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:
+    """What judges answers to a prompt with an "answer" or a "regex", and whether several are right (None: unknown).
+
+    Raises:
+        ValueError: neither, both, or one of another kind.
+    """
     if ("answer" in fields) == ("regex" in fields):
         raise ValueError("give either answer or regex")
     if "answer" in fields:
@@ -122,12 +132,12 @@ def _question(line: str) -> Question:
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
             raise ValueError(f"answer={shown(fields['answer'])} must be a text or a list of texts")
         accepted = [_words(answer) for answer in answers]
-        return Question(task, prompt, lambda text: _words(text) in accepted, len(accepted) > 1 or None, line.strip())
+        return (lambda text: _words(text) in accepted), len(accepted) > 1 or None
     try:
         pattern = re.compile(fields["regex"])
     except (re.error, TypeError) as error:
         raise ValueError(f"regex={shown(fields['regex'])} is no regular expression ({error})") from None
-    return Question(task, prompt, lambda text: pattern.search(text) is not None, None, line.strip())
+    return (lambda text: pattern.search(text) is not None), None
 
 
 def _words(text: str) -> list[list[str]]:

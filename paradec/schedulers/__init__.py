@@ -19,6 +19,7 @@ from paradec.schedulers.image import (
     MaskGITScheduler,
     RecapScheduler,
 )
+from paradec.schedulers.preset import call_arguments, from_preset  # noqa: F401
 from paradec.schedulers.text import (
     BlockScheduler,
     BlockSchedulerOutput,
@@ -84,4 +85,4 @@ __all__ = [
     "RecapScheduler",
     "SaberScheduler",
     "ThresholdScheduler",
-]
+]  # the classes; `from_preset` and `call_arguments` stand beside them

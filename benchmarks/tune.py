@@ -1,0 +1,228 @@
+"""What `paradec tune` finds, beside the settings that were made by hand, on prompts that chose nothing.
+
+    python benchmarks/tune.py packaged [--limit 24] [--trials N] [--minutes M] [--study FILE]
+    python benchmarks/tune.py antibody [--chains 64] ...
+    python benchmarks/tune.py own --checkpoint FOLDER --prompts FILE.jsonl [--trials 60]
+
+`packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
+the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
+Then every setting made by hand that docs/comparison.md lists - defaults and `frontier` of the samplers whose defaults
+take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named: the one that the same
+rule takes on the half that chose (`fair`), and the one that it would take on the reported half itself, which nobody can
+know beforehand (`oracle`).
+
+`own`: minutes from a clone to a preset. Clones this checkout, and runs `paradec tune` from the clone as a command, with
+this environment's packages (installing them is not counted), on a folder and a file that are given; then
+`paradec generate --preset` reads what it wrote where the model has a tokenizer, and Python's `generate(preset=)` where
+it has none. Writes benchmarks/results/tune_*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import write_result
+
+import paradec
+from paradec import evaluation
+from paradec.evaluation import Configuration, configurations
+from paradec.tuning import Asked, Tuning
+from paradec.tuning.measuring import Half
+from paradec.tuning.prompts import halves, prompts_of
+from paradec.tuning.scoring import Scorer
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SLOW = {"packaged": 0.1, "antibody": 0.3}
+"""Forwards per undecided position; settings made by hand that take more are left out, for time."""
+TOLERANCE = 0.01
+
+
+def by_hand(
+    model: Any,
+    asked: Sequence[Asked],
+    positions: int,
+    blocks: int,
+    slowest: float,
+    names: Sequence[str] | None,
+    **request: Any,
+) -> list[dict[str, Any]]:
+    """Every setting made by hand on these prompts: share of right tokens or answers, and forwards."""
+    half, found = Half("hand", model, asked, None, None), []
+    slow: set[str] = set()
+    for configuration in configurations(names):
+        if configuration.sampler in slow:
+            continue
+        try:
+            method = configuration.make()
+            steps = configuration.request(positions, blocks)
+            if method.uses_steps and not steps and configuration.sampler in paradec.samplers.registry:
+                continue  # one token per step: measured by tune itself
+            method.start(model, half.prompts.part(0, 1), paradec.Request(**request, **steps, sampler=method))
+            asking = paradec.Request(**request, **steps, sampler=method, seed=0)
+            first = half.measure(asking, 0, min(8, len(half)), 8, Scorer("answers"), {})
+            if not configuration.changes and first.mean("forwards") > slowest * positions:
+                slow.add(configuration.sampler)
+                continue
+            first.add(half.measure(asking, len(first), len(half), 8, Scorer("answers"), {}))
+        except ValueError as error:
+            print(f"{configuration.name} is left out: {error}", file=sys.stderr)
+            continue
+        found.append(row(configuration, first))
+        print(f"{configuration.name}: {found[-1]['score']:.3f} in {found[-1]['forwards']:.2f}", flush=True)
+    return found
+
+
+def row(configuration: Configuration, measured: Any) -> dict[str, Any]:
+    return {
+        "name": configuration.name,
+        "score": measured.mean("score"),
+        "forwards": measured.mean("forwards"),
+        "scores": measured.score,
+    }
+
+
+def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row that `tune`'s rule takes: the fewest forwards among those at most a point below the best score."""
+    least = max(entry["score"] for entry in rows) - TOLERANCE - 1e-9
+    return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
+
+
+def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], **more: Any) -> dict[str, Any]:
+    """What was found, beside what is made by hand on both halves."""
+    choosing, reported = (by_hand(model, half, **more) for half in (first, second))
+    fair = taken(choosing)["name"]
+    chosen = found.to_dict()["points"][found.chosen or 0]
+    result = {
+        "tuning": found.to_dict(),
+        "by_hand": {"choosing": choosing, "reported": reported},
+        "chosen": {"name": chosen["name"], "score": chosen["reported"]["score"]}
+        | {"forwards": chosen["reported"]["forwards"]},
+        "fair": next(entry for entry in reported if entry["name"] == fair),
+        "oracle": taken(reported),
+    }
+    for name in ("chosen", "fair", "oracle"):
+        print(f"{name}: {result[name]['name']}: {result[name]['score']:.3f} in {result[name]['forwards']:.2f}")
+    return result
+
+
+def packaged(options: argparse.Namespace) -> dict[str, Any]:
+    model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
+    found = tuned(model, questions, options, samplers=options.names)
+    first, second = halves(prompts_of(questions), 0)
+    return beside(
+        found,
+        model,
+        first,
+        second,
+        positions=model.default_max_new_tokens,
+        blocks=2,
+        slowest=SLOW["packaged"],
+        names=options.names,
+    )
+
+
+def antibody(options: argparse.Namespace) -> dict[str, Any]:
+    from antibody import Remembering, measured, read_chains
+    from antibody_model import load_antiberty
+
+    real = load_antiberty()
+    model, asked = Remembering(real), []
+    for chain in read_chains()[: options.chains]:
+        ids = real.tokenizer(" ".join(chain.residues))["input_ids"]
+        at = (chain.masked(0) + 1).tolist()
+        masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
+        asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
+    special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
+    names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
+    found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
+    first, second = halves(asked, 0)
+    positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
+    more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
+    return beside(found, model, first, second, **more, suppress_tokens=special)
+
+
+def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
+    begin, cpu = time.monotonic(), time.process_time()
+    found = paradec.tune(
+        model,
+        prompts,
+        trials=options.trials,
+        minutes=options.minutes,
+        study=options.study,
+        batch=8,
+        progress=lambda what, share: print(f"{share:5.1%} {what}", flush=True),
+        **more,
+    )
+    print(found)
+    print(f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of the CPU")
+    return found
+
+
+def own(options: argparse.Namespace) -> dict[str, Any]:
+    marks, begin = {}, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        clone, preset, report = (Path(folder) / name for name in ("clone", "preset.json", "report.json"))
+        subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+        marks["cloned"] = time.monotonic() - begin
+        environment = {**os.environ, "PYTHONPATH": str(clone)}
+        command = [sys.executable, "-m", "paradec", "tune", "--model", options.checkpoint]
+        command += ["--prompts", options.prompts, "--max-new-tokens", str(options.new)]
+        command += ["--trials", str(options.trials or 60), "--out", str(preset), "--report", str(report)]
+        done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        print(done.stdout)
+        marks["preset"] = time.monotonic() - begin
+        code = "import paradec, sys, json; m = paradec.load(sys.argv[1]); p = json.loads(open(sys.argv[2]).readline())"
+        code += "; print(paradec.generate(m, p.get('input_ids') or p['prompt'], preset=sys.argv[3]).nfe)"
+        arguments = [sys.executable, "-c", code, options.checkpoint, options.prompts, str(preset)]
+        read = subprocess.run(arguments, env=environment, text=True, capture_output=True, check=True)
+        marks["decoded with it"] = time.monotonic() - begin
+        data = json.loads(report.read_text())
+        return {
+            "checkpoint": Path(options.checkpoint).name,
+            "seconds": marks,
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "preset": json.loads(preset.read_text()),
+            "forwards_of_the_first_prompt": int(read.stdout),
+            "tuning": data,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("packaged", "antibody", "own"))
+    parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
+    parser.add_argument("--chains", type=int, default=64)
+    parser.add_argument("--trials", type=int)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--study")
+    parser.add_argument("--checkpoint", help="a folder")
+    parser.add_argument("--prompts", help="a file of JSON lines")
+    parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--samplers", help="names, separated by commas; by default all")
+    options = parser.parse_args()
+    options.names = options.samplers.split(",") if options.samplers else None
+    torch.set_num_threads(1)
+    result = {"packaged": packaged, "antibody": antibody, "own": own}[options.part](options)
+    write_result(RESULTS / f"tune_{options.part}.json", {"machine": machine()} | result)
+
+
+def machine() -> dict[str, Any]:
+    return {"threads": 1, "torch": torch.__version__, "device": "cpu"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`paradec tune`: settings for a model and its prompts, and a preset of them (`paradec.tuning`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import paradec
+from paradec.checks import check_int, check_number, check_temperature
+from paradec.cli import options, show
+from paradec.interrupts import EXIT_CODE, raise_again
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help='Your own prompts, one JSON object a line: {"prompt": ...}, with "answer" or "regex" where you know what '
+        'is right; or {"input_ids": [...], "answer_ids": [...]}. By default the packaged ones.',
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(help="Prompts that are taken: of a file the first, of the packaged ones so many a task.")
+]
+Samplers = Annotated[
+    list[str] | None,
+    typer.Option(help="Samplers, separated by commas, and combinations; by default every masked one that works."),
+]
+Caches = Annotated[
+    list[str] | None,
+    typer.Option(help="Caches, separated by commas; by default none for forwards, and all for seconds."),
+]
+Blocks = Annotated[
+    list[str] | None,
+    typer.Option(help="Block lengths, separated by commas, 'own' for the model's; by default a few around it."),
+]
+Objective = Annotated[str, typer.Option(help="forwards, seconds (measured here), or both.")]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        help="answers, checker, or agreement with one token per step; by default answers where all prompts have one."
+    ),
+]
+Checker = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.py:NAME", help="A function of prompt and answer that says how good it is, from 0 to 1."),
+]
+Mask = Annotated[str | None, typer.Option(help="Text that stands for a token to fill, as in `paradec infill`.")]
+Trials = Annotated[int | None, typer.Option(help="Settings to try; by default those set by hand and 40 more.")]
+Minutes = Annotated[float | None, typer.Option(help="Begin nothing new later than this; the report comes on top.")]
+StudyFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.db", help="Keep everything here; the same command goes on with it, whatever ended it."),
+]
+PresetOut = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE.json", help="Write the preset, for --preset of other commands.")
+]
+Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all that was measured.")]
+PointNumber = Annotated[int | None, typer.Option(help="Which point of the front --out is; by default the chosen one.")]
+Tolerance = Annotated[float, typer.Option(help="Points of score that the preset may lie below the best.")]
+Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]
+
+
+def tune(
+    model: options.Model = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    score: Score = None,
+    checker: Checker = None,
+    mask: Mask = None,
+    samplers: Samplers = None,
+    caches: Caches = None,
+    blocks: Blocks = None,
+    objective: Objective = "forwards",
+    trials: Trials = None,
+    minutes: Minutes = None,
+    study: StudyFile = None,
+    out: PresetOut = None,
+    report: Report = None,
+    point: PointNumber = None,
+    tolerance: Tolerance = 1.0,
+    batch: options.Batch = 8,
+    seed: Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = 0.0,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the sampler, settings, cache and blocks that suit a model and its prompts; half of them choose, the other
+    half is reported."""
+    from paradec.tuning.study import check_installed
+
+    # Everything is checked before the model is loaded, which may take minutes.
+    check_installed()
+    for option, file in (("--out", out), ("--report", report), ("--study", study)):
+        options.check_writable(option, file)
+    for name, value in (("trials", trials), ("point", point), ("max_new_tokens", max_new_tokens)):
+        check_int(name, value, low=0 if name == "max_new_tokens" and mask else 1, none=True)
+    check_int("batch", batch, low=1)
+    check_number("minutes", minutes, low=0, open_low=True, none=True)
+    check_temperature("temperature", temperature)
+    names, allowed = options.names(samplers), options.names(caches)
+    for name in names or ():
+        paradec.samplers.create(name)
+    for name in allowed or ():
+        paradec.caches.create(name)
+    lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
+    judge = None if checker is None else load_checker(checker)
+    from paradec import evaluation
+    from paradec.tuning import read_prompts
+
+    asked: Any = evaluation.packaged_questions(limit=limit) if prompts is None else read_prompts(prompts, limit)
+    show.quiet_loading()
+    loaded = paradec.load(model, dtype=dtype, device=device)
+    request: dict[str, Any] = {"temperature": temperature}
+    if max_new_tokens is not None:
+        request["max_new_tokens"] = max_new_tokens
+    found, code = search(
+        loaded,
+        asked,
+        score=score,
+        checker=judge,
+        mask=mask,
+        samplers=names,
+        caches=allowed,
+        blocks=lengths,
+        objective=objective,
+        trials=trials,
+        minutes=minutes,
+        study=study,
+        tolerance=tolerance,
+        batch=batch,
+        seed=seed,
+        **request,
+    )
+    typer.echo(json.dumps(found.to_dict(), ensure_ascii=False) if as_json else str(found))
+    if report is not None:
+        found.to_json(report)
+    if out is not None and found.points:
+        found.save(out, point)
+        print(
+            f"preset {str(out)!r}: {found.points[found.chosen if point is None else point - 1].name}", file=sys.stderr
+        )
+    if code:
+        print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def search(model: Any, prompts: Any, **arguments: Any) -> tuple[Any, int]:
+    """Run `paradec.tune` with a progress bar.
+
+    Returns:
+        The `Tuning`, of an interrupted one what was found so far, and the exit code.
+    """
+    bar = show.Bar()
+    raise_again()
+    try:
+        with bar:
+            return paradec.tune(model, prompts, progress=bar.work, **arguments), 0
+    except paradec.Interrupted as interrupt:
+        return interrupt.output, EXIT_CODE
+
+
+def load_checker(text: str) -> Any:
+    """The function that FILE.py:NAME, or MODULE:NAME, names.
+
+    Raises:
+        ValueError: another form, no such file, or no such function in it.
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier() or not place:
+        raise ValueError(f"--checker {text!r} must be FILE.py:NAME or MODULE:NAME")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            if spec is None or spec.loader is None or not os.path.isfile(place):
+                raise ValueError(f"--checker {text!r}: {place!r} is no file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except ImportError as error:
+        raise ValueError(f"--checker {text!r} cannot be imported: {error}") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"--checker {text!r}: {place!r} has no function {name!r}")
+    return found
+
+
+def _length(text: str) -> int | None:
+    if text == "own":
+        return None
+    if not text.isdigit():
+        raise ValueError(f"--blocks {text!r} must be a block length, or 'own' for the model's")
+    return int(text)

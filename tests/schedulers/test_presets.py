@@ -1,0 +1,86 @@
+"""Presets behind diffusers' LLaDA2Pipeline: the tokens of `generate(preset=)`, and what no pipeline can follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+from test_schedulers import BLOCK, MASK, TEXT, BlockCausal, run
+from tiny_models import tiny
+
+import paradec
+from paradec import samplers, schedulers
+from paradec.models.adapter import Model
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2, "block_causal")
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        samplers.create("threshold", threshold=0.4),
+        samplers.create("hierarchy", threshold=0.6, low_threshold=0.2),
+        samplers.create("credit(threshold=0.5)+localleap"),
+        samplers.create("credit>>localleap"),
+        samplers.create("threshold&entropy_threshold"),
+        "factor",
+    ],
+    ids=str,
+)
+def test_a_pipeline_decodes_as_generate_does(model: Model, sampler: Any, tmp_path: Path) -> None:
+    preset = paradec.Request(sampler=sampler, block_length=BLOCK, max_new_tokens=8)
+    preset.save(tmp_path / "p.json")
+    ids = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(2))
+    pipe = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = schedulers.from_preset(tmp_path / "p.json")
+    called = schedulers.call_arguments(tmp_path / "p.json")
+    assert called == {"gen_length": 8}
+    expected = paradec.generate(model, input_ids=ids, preset=tmp_path / "p.json", eos_early_stop=False)
+    assert torch.equal(run(pipe, ids, **called), expected.new_tokens)
+    assert pipe.model.calls == expected.nfe
+
+
+def test_steps_are_a_block_s(model: Model) -> None:
+    preset = paradec.Request(sampler="low_confidence", block_length=BLOCK, max_new_tokens=8, steps=4, temperature=0.5)
+    called = schedulers.call_arguments(preset)
+    assert called == {"gen_length": 8, "temperature": 0.5, "num_inference_steps": 2}
+    made = schedulers.from_preset(preset)
+    assert isinstance(made, schedulers.LowConfidenceScheduler) and made.config.num_inference_steps == 2
+    assert schedulers.from_preset(preset, block_length=2).config.block_length == 2
+    ids = torch.randint(0, MASK - 1, (1, 8), generator=torch.Generator().manual_seed(2))
+    pipe = LLaDA2Pipeline(BlockCausal(model), made)
+    pipe.set_progress_bar_config(disable=True)
+    greedy = {**called, "temperature": 0.0}
+    expected = paradec.generate(model, input_ids=ids, preset=preset, temperature=0.0, eos_early_stop=False)
+    assert torch.equal(run(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
+
+
+@pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
+def test_every_sampler_with_a_scheduler_gets_it(cls: Any) -> None:
+    if cls in (schedulers.CombinationScheduler, schedulers.Learn2PDScheduler):
+        return  # above; and one that needs a filter for the model
+    made = schedulers.from_preset({"sampler": cls.sampler_name})
+    assert type(made) is cls and made.sampler == samplers.create(cls.sampler_name)
+
+
+@pytest.mark.parametrize(
+    ("preset", "word"),
+    [
+        ({"cache": "dual"}, "cache='dual' of the preset has no place"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0"),
+        ({"sampler": "wino"}, "'wino' of the preset has no scheduler"),
+        ({"sampler": "freedave"}, "'freedave'"),
+        ({"steps": 4, "sampler": "low_confidence"}, "steps=4 of the preset"),
+        ({"smapler": "x"}, "did you mean 'sampler'"),
+    ],
+)
+def test_what_no_pipeline_follows(preset: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        schedulers.from_preset(preset)

@@ -1,0 +1,340 @@
+"""The parts of tuning: prompts and halves, scores, rungs and who goes on, the space, fronts and intervals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+from tiny_models import MASK, tiny
+
+from paradec import caches, samplers
+from paradec.evaluation import packaged_questions
+from paradec.evaluation.compare import Configuration
+from paradec.prompts import encode
+from paradec.registry import Registry
+from paradec.request import Request
+from paradec.tuning import Asked, read_prompts
+from paradec.tuning.halving import dominates, fronts, goes_on, rungs
+from paradec.tuning.measuring import Measured
+from paradec.tuning.prompts import fingerprint, halves, prompts_of
+from paradec.tuning.result import Point, choose, grouped_bootstrap, pareto, thinned
+from paradec.tuning.scoring import Scorer, agreement, truth
+from paradec.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
+from paradec.tuning.study import differs
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def asked(tasks: dict[str, int], group: int = 1) -> list[Asked]:
+    """So many prompts of each task, in groups of so many."""
+    return [Asked(f"{task} {k}", f"{task} {k}", None, (k,), task, f"{task} {k // group}") for task in tasks
+            for k in range(tasks[task])]  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_halves_share_no_group_and_have_as_much_of_every_task(group: int) -> None:
+    entries = asked({"a": 12, "b": 7, "c": 1}, group)
+    first, second = halves(entries, seed=3)
+    assert sorted(e.key for e in first + second) == sorted(e.key for e in entries)
+    assert not {e.group for e in first} & {e.group for e in second}
+    for task in "abc":
+        counts = [len({e.group for e in half if e.task == task}) for half in (first, second)]
+        assert abs(counts[0] - counts[1]) <= 1
+    # whatever begins a half is a sample of all tasks
+    begins = list(dict.fromkeys(e.group for e in first))[:2]
+    assert {name.split()[0] for name in begins} == {"a", "b"}
+
+
+def test_halves_follow_the_seed_alone() -> None:
+    entries = asked({"a": 20})
+    assert halves(entries, 1) == halves(entries, 1)
+    assert {e.key for e in halves(entries, 1)[0]} != {e.key for e in halves(entries, 2)[0]}
+    with pytest.raises(ValueError, match="two at least"):
+        halves(asked({"a": 4}, group=4), 0)
+
+
+def test_equal_prompts_stay_together() -> None:
+    entries = prompts_of(["x", "y", "x", "z", "y", "x"])
+    first, second = halves(entries, 0)
+    assert not {e.prompt for e in first} & {e.prompt for e in second}
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    lines = [
+        {"prompt": "What is 2 + 3?", "answer": ["5", "five"]},
+        {"prompt": "Say hello.", "regex": "(?i)hello", "task": "manners"},
+        {"prompt": "Write."},
+        {"input_ids": [1, 40, 2], "answer_ids": [7], "group": "g"},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    found = read_prompts(file)
+    assert [e.judged for e in found] == [True, True, False, True]
+    assert truth(found[0], [], " five ") == 1 and truth(found[0], [], "six") == 0
+    assert truth(found[1], [], "oh, Hello") == 1 and found[1].task == "manners"
+    assert truth(found[2], [], "x") is None
+    assert found[3].prompt == [1, 40, 2] and found[3].truth == (7,) and found[3].group == "g"
+    assert fingerprint(found) != fingerprint(found[:3]) and len(read_prompts(file, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "not an object"),
+        ('{"text": "x"}', "unknown field: 'text'"),
+        ('{"answer": "x"}', "either prompt or input_ids"),
+        ('{"prompt": " "}', "prompt=' ' must be a text"),
+        ('{"prompt": "x", "regex": "("}', "regular expression"),
+        ('{"prompt": "x", "task": ""}', "task='' must be"),
+        ('{"input_ids": []}', r"input_ids=\[\]"),
+        ('{"input_ids": [1.5]}', "id in input_ids=1.5"),
+        ('{"input_ids": [1], "answer_ids": [2], "answer": "x"}', "not both"),
+        ("", "has no prompts"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path: Path, line: str, word: str) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(line)
+    with pytest.raises(ValueError, match=word):
+        read_prompts(file)
+
+
+def test_prompts_of_python() -> None:
+    question = packaged_questions(limit=1)[0]
+    found = prompts_of(["a", [{"role": "user", "content": "b"}], np.array([1, 2]), question], ["x", None, [3, 4], None])
+    assert [e.judged for e in found] == [True, False, True, True]
+    assert found[1].prompt == [{"role": "user", "content": "b"}] and found[2].prompt == [1, 2]
+    assert found[2].truth == (3, 4) and found[3].task == question.task
+    for bad, word in (([], "empty"), (b"ab", "prompts="), (3, "prompts="), ([1.5], "prompt 0")):
+        with pytest.raises((ValueError, TypeError), match=word):
+            prompts_of(bad)
+    with pytest.raises(ValueError, match="answers has 1 entries for 2"):
+        prompts_of(["a", "b"], ["x"])
+    with pytest.raises(ValueError, match="judged by itself"):
+        prompts_of([question], ["x"])
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_chooses() -> None:
+    known, unknown = asked({"a": 2}), [Asked("x", "x")]
+    assert Scorer.of(known, None, None).kind == "answers"
+    assert Scorer.of(known + unknown, None, None).kind == "agreement"
+    assert Scorer.of(unknown, None, lambda prompt, answer: 1).kind == "checker"
+    with pytest.raises(ValueError, match="1 of 3 have none"):
+        Scorer.of(known + unknown, "answers", None)
+    with pytest.raises(ValueError, match="unknown score: 'truth'"):
+        Scorer.of(known, "truth", None)
+    with pytest.raises(ValueError, match="needs checker="):
+        Scorer.of(known, "checker", None)
+    with pytest.raises(ValueError, match="uses no checker"):
+        Scorer.of(known, "answers", len)
+    with pytest.raises(TypeError, match="checker=3"):
+        Scorer.of(known, None, 3)  # type: ignore[arg-type]
+
+
+def test_scores_by_hand() -> None:
+    assert agreement([1, 2, 3], [1, 9, 3, 4]) == 2 / 4
+    assert agreement([], []) == 1 and agreement([], [1]) == 0
+    entry = Asked("p", "p", None, (1, 2))
+    assert Scorer("answers").score(entry, [1, 3], None, None) == 0.5
+    assert Scorer("agreement").score(entry, [1, 3], None, [1, 3]) == 1
+    seen: list[Any] = []
+    judge = Scorer("checker", lambda prompt, answer: seen.append((prompt, answer)) or 0.25)
+    assert judge.score(entry, [1, 3], None, None) == 0.25 and judge.score(entry, [1], "text", None) == 0.25
+    assert seen == [("p", [1, 3]), ("p", "text")]
+    for wrong in (2, -0.1, "x", None, float("nan")):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            Scorer("checker", lambda prompt, answer, wrong=wrong: wrong).score(entry, [], "", None)
+    with pytest.raises(ValueError, match="tokenizer"):
+        truth(Asked("p", "p", lambda text: True), [1], None)
+
+
+# ---- successive halving ---------------------------------------------------------------------------------------------
+
+
+def test_rungs() -> None:
+    assert rungs(180, 3) == [20, 60, 180] and rungs(181, 2) == [12, 23, 46, 91, 181]
+    assert rungs(7, 3) == [7] and rungs(1, 2) == [1] and rungs(24, 3) == [8, 24]
+
+
+def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
+    draw = random.Random(0)
+    for count, costs in itertools.product((1, 2, 9, 30), (1, 2)):
+        points = [(draw.randint(0, 5) / 5, *(draw.randint(1, 6) for _ in range(costs))) for _ in range(count)]
+        found, left, level = fronts(points), list(range(count)), 0
+        while left:
+            best = []
+            for k in left:
+                beaten = False
+                for j in left:
+                    a, b = points[j], points[k]
+                    if a[0] >= b[0] and all(x <= y for x, y in zip(a[1:], b[1:])) and a != b:
+                        beaten = True
+                if not beaten:
+                    best.append(k)
+            assert all(found[k] == level for k in best)
+            left = [k for k in left if k not in best]
+            level += 1
+    assert dominates((1, 2), (1, 3)) and not dominates((1, 2), (1, 2)) and not dominates((0.5, 1), (1, 2))
+
+
+def test_who_goes_on() -> None:
+    assert goes_on((0.2, 9), [], 3, 0.1)  # the first knows nothing better
+    assert goes_on((0.95, 2), [(1, 3)], 3, 0.1)  # another front's end
+    assert not goes_on((0.95, 3), [(1, 3)], 3, 0.1)
+    assert not goes_on((0.85, 1), [(1, 3)], 3, 0.1), "too far below the best, however cheap"
+    # of six, two may go on: one that a single trial beats is still among them
+    others = [(1.0, 2.0), (0.99, 5.0), (0.99, 6.0), (0.98, 7.0), (0.97, 8.0)]
+    assert goes_on((0.99, 3.0), others, 3, 0.1) and not goes_on((0.99, 3.0), others, 6, 0.1)
+    # what is too bad for anybody takes no place
+    assert goes_on((0.95, 1.0), [(1.0, 3.0), (0.1, 0.1)], 3, 0.1)
+
+
+# ---- the space ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) -> None:
+    cls = samplers.get(name)
+    found = domains(cls)
+    assert set(found) == {setting for changes in cls.frontier for setting in changes}
+    for setting, domain in found.items():
+        own = {**cls.settings(), "steps": 1.0}
+        values = [own[setting], *(changes[setting] for changes in cls.frontier if setting in changes)]
+        if isinstance(domain, Span):
+            assert domain.low < domain.high and all(domain.low <= value <= domain.high for value in values)
+            for end in (domain.low, domain.high):
+                if setting != "steps" and end not in values:  # those set by hand come with others
+                    samplers.create(name, **{setting: end})
+            assert domain.whole == all(isinstance(value, int) for value in values)
+            assert not domain.log or domain.low > 0
+        else:
+            assert set(values) <= set(domain.values)
+
+
+def test_a_range_by_hand() -> None:
+    assert domains(samplers.get("threshold")) == {"threshold": Span(0.388, 0.95)}
+    assert domains(samplers.get("entropy_bound"))["gamma"] == Span(0.005, 1.0, log=True)
+    assert domains(samplers.get("freedave"))["draft_steps"] == Span(2, 10, whole=True)
+    assert domains(samplers.get("low_confidence")) == {"steps": Span(1 / 16, 1.0, log=True)}
+
+
+def test_every_start_is_what_optuna_gives_back() -> None:
+    model = tiny(1)
+    space = build_space(model, encode(model, [[1, 2]]), {}, None, ["none", "dual"], [None, 4])
+    assert [start.name for start in space.starts][0] == "threshold" and len(space.starts) > 50
+    for start in space.starts:
+        drawn = space.suggest(optuna.trial.FixedTrial(space.params(start)))
+        # what is said again at its default is left out
+        assert Candidate.from_data(drawn.to_data()) == drawn and drawn.cache == start.cache
+        assert drawn.configuration.make() == start.configuration.make()
+        # "steps" of all positions is the default
+        same = [request_of(model, point, {}, 8, [(2, 10)]) for point in (drawn, start)]
+        assert same[0].to_dict() == same[1].to_dict()
+        assert Candidate.from_data(json.loads(json.dumps(drawn.to_data()))).name == drawn.name
+
+
+def test_pairs_that_do_not_work_are_left_out_and_said() -> None:
+    model = tiny(1)
+    space = build_space(model, encode(model, [[1, 2]]), {}, None, caches.names(), [None])
+    for name, allowed in space.caches.items():
+        for cache in caches.names():
+            refused = f"{name} with {cache}" in space.left_out
+            assert refused != (cache in allowed)
+            method = Configuration(name).make()
+            try:
+                method.start(model, [[1, 2]], max_new_tokens=4, cache=cache)
+                assert not refused
+            except ValueError:
+                assert refused
+    assert any(" with " in name for name in space.left_out)
+    with pytest.raises(ValueError, match="family 'draft_verify'"):
+        build_space(model, encode(model, [[1, 2]]), {}, ["sjd"], ["none"], [None])
+    with pytest.raises(ValueError, match="freedave"):
+        build_space(model, encode(model, [[1, 2]]), {"rng": "reference"}, ["freedave"], ["none"], [None])
+
+
+def test_plugins_are_in_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry.by_kind["sampler"]
+    monkeypatch.setattr(registry, "_targets", {**registry._targets, "mine": samplers.get("factor")})
+    model = tiny(1)
+    assert "mine" in build_space(model, encode(model, [[1]]), {}, None, ["none"], [None]).settings
+
+
+def test_block_lengths() -> None:
+    assert default_block_lengths(tiny(1, "block_causal"), 64) == (None,)
+    own = tiny(1)
+    own.default_block_length = 32
+    assert default_block_lengths(own, 64) == (None, 16, 64) and default_block_lengths(own, 20) == (None, 16, 20)
+    own.default_block_length = None
+    assert default_block_lengths(own, 40) == (None, 16, 32)
+
+
+def test_steps_of_a_share() -> None:
+    model = tiny(1)
+    quarter = Candidate("low_confidence", {"steps": 0.25})
+    assert request_of(model, quarter, {}, 16, [(3, 19), (2, 18)]).steps == 4
+    blocks = Candidate("low_confidence", {"steps": 0.25}, "none", 4)
+    assert request_of(model, blocks, {}, 16, [(3, 19)]).steps == 4  # one in each of four blocks
+    holes = Candidate("low_confidence", {"steps": 0.5})
+    assert request_of(model, holes, {}, 6, [(1, 9)], holes=True).steps == 3
+    with pytest.raises(ValueError, match="relaxed_threshold"):
+        request_of(model, Candidate("localleap", {"relaxed_threshold": 0.95}), {}, 8, [(1, 9)])
+    assert MASK not in [1, 2]
+
+
+# ---- fronts and intervals -------------------------------------------------------------------------------------------
+
+
+def point(name: str, score: float, forwards: float) -> Point:
+    measured = Measured([score] * 4, [score] * 4, [forwards] * 4, [0.0] * 4, [0.0] * 4)  # type: ignore[list-item]
+    return Point(Candidate(name), Request(), measured)
+
+
+def test_the_front_and_what_is_chosen_from_it() -> None:
+    points = [point(*entry) for entry in (("a", 0.9, 5), ("b", 0.9, 4), ("c", 0.895, 3), ("d", 0.7, 1), ("e", 0.85, 2))]
+    points += [point("f", 0.9, 4), point("g", 0.88, 3)]
+    front = pareto(points, ("forwards",), loss=0.1)
+    assert [entry.name for entry in front] == ["e", "c", "b"], "the cheapest first; d loses too much, f is b again"
+    assert choose(front, ("forwards",), 0.01) == 1 and choose(front, ("forwards",), 0.0) == 2
+    assert choose(front, ("forwards",), 0.05) == 0 and choose([], ("forwards",), 0.01) is None
+    kept, chosen = thinned(front, 1, most=2)
+    assert [entry.name for entry in kept] == ["e", "c", "b"] and chosen == 1, "the ends and the chosen one stay"
+    many = pareto([point(f"p{k}", 0.80 + 0.01 * k, 1 + k) for k in range(10)], ("forwards",), 0.2)
+    kept, chosen = thinned(many, 6, most=4)
+    assert len(kept) == 4 and kept[chosen or 0] is many[6] and kept[0] is many[0] and kept[-1] is many[-1]
+
+
+def test_a_grouped_bootstrap_draws_whole_groups() -> None:
+    values, groups = [0.0, 0.0, 1.0, 1.0, 1.0, 0.0], ["a", "a", "b", "b", "b", "c"]
+    low, high = grouped_bootstrap(values, groups)
+    sums, sizes = {"a": 0, "b": 3, "c": 0}, {"a": 2, "b": 3, "c": 1}
+    means = sorted(
+        sum(sums[name] for name in drawn) / sum(sizes[name] for name in drawn)
+        for drawn in itertools.product("abc", repeat=3)
+    )
+    # 27 draws, equally likely: 8 of them without b, one of b alone
+    assert low == means[0] == 0 and high == means[-1] == 1
+    assert grouped_bootstrap([0.5] * 4, list("abcd")) == (0.5, 0.5)
+    single = grouped_bootstrap(list(np.linspace(0, 1, 40)), [str(k) for k in range(40)])
+    assert single[0] == pytest.approx(0.5 - 1.96 * 0.3 / 40**0.5, abs=0.02)
+
+
+def test_what_differs_is_named() -> None:
+    was = {"model": "a", "space": {"caches": {"threshold": ["none"]}}, "prompts": {"text": "1"}}
+    assert differs(was, json.loads(json.dumps(was))) is None
+    assert differs(was, {**was, "model": "b"}) == "model: 'a' there, 'b' here"
+    other = {**was, "space": {"caches": {"threshold": ["none", "dual"]}}}
+    assert "space of 'caches' of 'threshold'" in str(differs(was, other))
