@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paradec.request import Request
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.prophet import Prophet
+    from paradec.suffix import Suffix
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "Prophet",
     "Request",
     "SparseD",
+    "Suffix",
     "TaylorSeer",
     "accelerate",
     "attention",
@@ -79,6 +81,7 @@ LATER = {
     "Prophet": "paradec.samplers.masked.prophet",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",
+    "Suffix": "paradec.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
     "accelerate": "paradec.hooks.session",
     "decode": "paradec.protocol",

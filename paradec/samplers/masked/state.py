@@ -76,8 +76,8 @@ class MaskedState(CanvasState, State):
         *("masks_at_open", "opening", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
     )
     """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
-    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "_masks_before")
-    """Those with a column for every position as well (`_masks_before` for one more)."""
+    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "present", "_masks_before")
+    """Those with a column for every position as well (`_masks_before` for one more); None stays None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +127,7 @@ class MaskedState(CanvasState, State):
         self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
         self.total = self._masks_before[:, -1]
+        self.present = None if self.request.suffix is None else np.zeros(self.canvas.shape, bool)
         self.open_blocks(np.arange(self.batch))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,6 +160,7 @@ class MaskedState(CanvasState, State):
 
     def open_blocks(self, rows: np.ndarray) -> None:
         """Move `rows` to their next block that has something undecided; rows without one are finished."""
+        opened = rows
         while len(rows):
             self.block_start[rows] = self.block_end[rows]
             rows = rows[self.block_start[rows] < self.length[rows]]
@@ -173,7 +175,29 @@ class MaskedState(CanvasState, State):
             self.memory.reset(rows, "block")
             rows = rows[masks == 0]
         self.running &= self.block_start < self.length
+        self._cut_suffix(opened[self.running[opened]])
         self._make_window()
+
+    def _cut_suffix(self, rows: np.ndarray) -> None:
+        """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
+        if self.request.suffix is None or self.present is None or not len(rows):
+            return
+        masks = np.diff(self._masks_before[rows], axis=1) > 0
+        start, end, column = self.block_start[rows], self.block_end[rows], self.columns[0]
+        keys = self.keys[torch.as_tensor(rows, device=self.keys.device)]
+        kept = self.request.suffix.kept(masks, start, end, keys, self.generator, self.facts.prediction)
+        there = (~masks | (column < end[:, None]) | kept) & (column < self.length[rows, None])
+        self.present[rows] = there
+        if self.store is not None:
+            for branch in range(self.branches):
+                self.store.hide(rows + branch * self.batch, ~there)
+
+    def ends_now(self, rows: np.ndarray) -> np.ndarray:
+        """[N] int64: the position after the last one of `rows` [N] that exists for now."""
+        if self.present is None:
+            return self.length[rows]
+        last: np.ndarray = self.present.shape[1] - self.present[rows, ::-1].argmax(1)
+        return np.minimum(last, self.length[rows])
 
     def read_blocks(self, tokens: Tensor, confidence: Tensor, available: Tensor) -> Tensor | None:
         """Where each running row's block ends, [R] int64, if the candidates [R, W] decide it for any; else None."""
@@ -390,6 +414,7 @@ class MaskedState(CanvasState, State):
             other.columns = np.tile(np.arange(columns), (len(rows), 1))
             other.canvas = of_rows.fitted(other.canvas, columns, self.facts.fill_token_id)
             other.given = of_rows.fitted(other.given, columns, False)
+            other.present = None if other.present is None else of_rows.fitted(other.present, columns, False)
             # what lies beyond a row has no masks
             last = np.repeat(other._masks_before[:, -1:], max(columns + 1 - other._masks_before.shape[1], 0), 1)
             other._masks_before = np.concatenate((other._masks_before[:, : columns + 1], last), 1)
@@ -419,6 +444,8 @@ class MaskedState(CanvasState, State):
         ):
             own.index_fill_(0, index, fill)
             own.narrow(1, 0, width).index_copy_(0, index, new)
+        if self.present is not None and other.present is not None:
+            self.present[slots] = of_rows.fitted(other.present, self.present.shape[1], False)
         self._masks_before[slots] = other._masks_before[:, -1:]
         self._masks_before[slots, : width + 1] = other._masks_before
         self._counts[:, slots], self._steps[:, slots] = other._counts, other._steps
