@@ -28,16 +28,16 @@ SUFFIX_STREAM = 6
 
 @dataclass(frozen=True)
 class Suffix:
-    """Which masks behind the open block a step evaluates. They are chosen when a block opens, and stay for as long as it
-    is open; all keep their true position ids.
+    """Which masks behind the open block a step evaluates. They are chosen when a block opens and stay while it is open;
+    all keep their true position ids.
 
     What was given counts as context and is always evaluated, wherever it stands: an infilling is without *masks* behind
     the window, and has all of its text. Distances are counted in positions, given ones too. A row's masks depend on its
     seed, its prompt and where its block begins, not on its neighbours.
 
-    "cut" is the default, and the better one on both models that were measured (docs/caches.md); the thinning is what the
-    paper does. DPad's early termination is `eos_early_stop`, which is on by default and ends a row as soon as all before
-    its end token is decided, where DPad waits for the block.
+    "cut" is the default; the thinning is what the paper does, and was no better where both were measured
+    (docs/caches.md). DPad's early termination is `eos_early_stop`, which is on by default and ends a row as soon as all
+    before its end token is decided, where DPad waits for the block.
 
     Args:
         window: positions behind the block in which masks are kept, at least 0 ("cut") or 1. DPad's is 256.

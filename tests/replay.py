@@ -264,6 +264,17 @@ def forced_first(sampler: MaskedSampler) -> MaskedSampler:
     return Forced(**{field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)})
 
 
+def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
+    """`sampler` and what else to ask for, as newer codes for Dream run on the defaults of transformers' generation
+    config: probabilities are those among the 50 likeliest tokens, greedy or not."""
+
+    class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
+        score_from = "sampled"
+
+    settings = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
+    return OfTheLikeliest(**settings), {"top_k": 50}
+
+
 class WithoutLeft(PrefixCache):
     """`prefix`, but that calls within a block of a shifted model do not evaluate the position left of it: the block's
     first token must have been committed before."""

@@ -30,8 +30,8 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None when nothing is padding."""
     kind: str
-    """"full" (from end to end: column = position), "rest" (all but what a kept prefix has, or up to where a suffix is cut
-    off) or "window" (a part)."""
+    """"full" (from end to end: column = position), "rest" (all but what a kept prefix has, and what a suffix leaves
+    out) or "window" (a part)."""
     lasts: bool = True
     """Whether the next step is likely to ask for the same part; what is derived from it is kept then."""
 
@@ -80,8 +80,8 @@ class Cache:
             in it), "picks" (what the sampler announced) or "targets" (the same, where that is a set chosen before).
         steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
-        suffixes: whether it works with `paradec.Suffix`: partial steps evaluate of a range what there is of it, and what
-            it keeps of a position is good for as long as that exists.
+        suffixes: whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which
+            leave out what does not exist for now, and it keeps nothing beyond a block about what lies behind.
         device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
             Subclasses say so again for themselves.
     """

@@ -241,9 +241,9 @@ class KeyValueStore(Cache):
         self._filled_to[rows] = np.minimum(self._filled_to[rows], slots)
 
     def hide(self, rows: np.ndarray, absent: np.ndarray) -> None:
-        """Empty the slots of `rows` [N] where `absent` [N, length] bool says so: positions that do not exist for now."""
-        gone = absent[:, self.start :]
-        index, device = torch.as_tensor(rows, device=self.token_at_write.device), self.token_at_write.device
+        """Empty the slots of `rows` [N] that are `absent` [N, length] bool: positions that do not exist for now."""
+        gone, device = absent[:, self.start :], self.token_at_write.device
+        index = torch.as_tensor(rows, device=device)
         held = self.token_at_write[index]
         held[:, : self.slots].masked_fill_(torch.as_tensor(gone, device=device), -1)
         self.token_at_write[index] = held

@@ -18,7 +18,7 @@ from tiny_models import END, MASK, everything, tiny
 import paradec
 from paradec import Suffix, caches, rng, samplers
 from paradec.models.adapter import Model
-from paradec.suffix import DENSITIES, SUFFIX_STREAM
+from paradec.suffix import SUFFIX_STREAM
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
@@ -148,7 +148,7 @@ def test_what_a_block_kept_is_gone_in_the_next() -> None:
         assert torch.equal(fresh.store.valid, state.store.valid)
 
 
-# ---- given tokens, rows that come and go, copies ----------------------------------------------------------------------
+# ---- given tokens, rows that come and go, copies --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", WITH)
@@ -238,7 +238,7 @@ def test_positions_evaluated(cache: str) -> None:
     assert out.cost.forwarded_tokens == [total]
 
 
-# ---- which masks ------------------------------------------------------------------------------------------------------
+# ---- which masks ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("prediction", "nearest"), [("same", 0.798), ("shifted", 0.638)])
@@ -263,7 +263,7 @@ def test_masks_are_kept_as_often_as_the_density_says() -> None:
     assert np.abs(even[:, 4:20].mean(0) - 5 / 16).max() < 0.035
 
 
-# ---- as data, and what is refused ---------------------------------------------------------------------------------------
+# ---- as data, and what is refused -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [*SOME, Suffix(256, "gaussian", scale=1.6, k_sigma=3.0)], ids=str)

@@ -112,7 +112,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         start = [canvas[r, : ends[r]].tolist() for r in range(len(rows))]
         state.trace = Trace(
             canvas=start,
-            settings=sampler.to_dict() | request.sampling() | _said_of(request.suffix),
+            settings=sampler.to_dict() | request.sampling() | _said_of(request),
             family=sampler.family,
             score=sampler.score,
             cache=cache.name,
@@ -272,8 +272,9 @@ def cache_of(request: Request, sampler: Any, model: Any, blocks: BlockPolicy) ->
     return cache
 
 
-def _said_of(suffix: Suffix | None) -> dict[str, Any]:
+def _said_of(request: Request) -> dict[str, Any]:
     """What a trace says of the suffix."""
+    suffix = Suffix.of(request.suffix)
     return {} if suffix is None else {"suffix": suffix.to_dict()}
 
 
@@ -281,7 +282,7 @@ def _check_suffix(
     request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool
 ) -> None:
     """Raise ValueError where the request's suffix does not work; the message says why."""
-    suffix = request.suffix
+    suffix = Suffix.of(request.suffix)
     if suffix is None:
         return
     why = suffix.refusal(sampler, model, cache, gaps)

@@ -23,6 +23,7 @@ from paradec.models.facts import ModelFacts
 from paradec.protocol import Call, State
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules
+from paradec.suffix import Suffix
 from paradec.trace import TraceStep
 
 
@@ -180,12 +181,13 @@ class MaskedState(CanvasState, State):
 
     def _cut_suffix(self, rows: np.ndarray) -> None:
         """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
-        if self.request.suffix is None or self.present is None or not len(rows):
+        suffix = Suffix.of(self.request.suffix)
+        if suffix is None or self.present is None or not len(rows):
             return
         masks = np.diff(self._masks_before[rows], axis=1) > 0
         start, end, column = self.block_start[rows], self.block_end[rows], self.columns[0]
         keys = self.keys[torch.as_tensor(rows, device=self.keys.device)]
-        kept = self.request.suffix.kept(masks, start, end, keys, self.generator, self.facts.prediction)
+        kept = suffix.kept(masks, start, end, keys, self.generator, self.facts.prediction)
         there = (~masks | (column < end[:, None]) | kept) & (column < self.length[rows, None])
         self.present[rows] = there
         if self.store is not None:
