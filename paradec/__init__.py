@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.prophet import Prophet
     from paradec.tuning.run import tune
+    from paradec.suffix import Suffix
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "Prophet",
     "Request",
     "SparseD",
+    "Suffix",
     "TaylorSeer",
     "accelerate",
     "attention",
@@ -83,6 +85,7 @@ LATER = {
     "Prophet": "paradec.samplers.masked.prophet",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",
+    "Suffix": "paradec.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
     "accelerate": "paradec.hooks.session",
     "decode": "paradec.protocol",

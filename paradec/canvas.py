@@ -203,6 +203,9 @@ class CanvasState:
     """Whether what stands first in rows was taken over from a prefix."""
     reused: Numbers
     """[B]: how many positions of each row were."""
+    present: Numbers | None = None
+    """[B, L]: positions that exist while the block is open (`paradec.Suffix`): the others are neither evaluated nor
+    seen. None: all of a row's do."""
     settled: Numbers | None
     """[B]: on block-causal models, what lies left was evaluated after its blocks were full; None unless it is to be
     kept."""

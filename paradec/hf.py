@@ -30,8 +30,9 @@ UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", 
 """What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
 
 SERVED = (
-    *("sampler", "cache", "attention", "blocks", "block_length", "steps", "seed", "eos_early_stop", "logits_eos_inf"),
-    *("top_n_sigma", "holes_eos_inf", "confidence_eos_eot_inf", "stop_strings", "callback", "streamer", "progress"),
+    *("sampler", "cache", "attention", "suffix", "blocks", "block_length", "steps", "seed", "eos_early_stop"),
+    *("logits_eos_inf", "top_n_sigma", "holes_eos_inf", "confidence_eos_eot_inf", "stop_strings", "callback"),
+    *("streamer", "progress"),
 )
 """Fields of a request that `hf_generate` takes by name; transformers' own arguments say the others."""
 

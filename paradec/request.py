@@ -27,6 +27,7 @@ from paradec.caches.kept import KeptPrefix
 from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
 from paradec.protocol import Commit, Sampler, State, plain
 from paradec.registry import Registry, unknown
+from paradec.suffix import Suffix
 
 MOST_STEPS = 1_000_000
 LARGEST_GUIDANCE = 1e6
@@ -72,6 +73,9 @@ class Request:
         attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
             themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
             `Output.attention` says what was computed.
+        suffix: which masks behind the open block are evaluated: a `paradec.Suffix`, a window (64: the nearest 64), or a
+            text ("gaussian:256"); None evaluates all of them. For bidirectional models and answers of several blocks
+            (docs/caches.md).
         blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive"; the
             length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for Dream, the model's
             own blocks for block-causal models.
@@ -130,6 +134,7 @@ class Request:
     keep_prefix: bool = False
     share_prefix: bool = False
     attention: str | SparseD | None = None
+    suffix: Suffix | int | str | None = None
     blocks: str | BlockPolicy | None = None
     block_length: int | None = None
     steps: int | None = None
@@ -198,6 +203,7 @@ class Request:
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
         frozen = {
+            "suffix": Suffix.of(self.suffix),
             "seed": _seeds(self.seed),
             "suppress_tokens": _ids("suppress_tokens", self.suppress_tokens),
             "stop_strings": _kept(self.stop_strings),
@@ -330,6 +336,7 @@ class Arguments(TypedDict, total=False):
     keep_prefix: bool
     share_prefix: bool
     attention: str | SparseD | None
+    suffix: Suffix | int | str | None
     blocks: str | BlockPolicy | None
     block_length: int | None
     steps: int | None

@@ -264,6 +264,17 @@ def forced_first(sampler: MaskedSampler) -> MaskedSampler:
     return Forced(**{field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)})
 
 
+def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
+    """`sampler` and what else to ask for, as newer codes for Dream run on the defaults of transformers' generation
+    config: probabilities are those among the 50 likeliest tokens, greedy or not."""
+
+    class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
+        score_from = "sampled"
+
+    settings = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
+    return OfTheLikeliest(**settings), {"top_k": 50}
+
+
 class WithoutLeft(PrefixCache):
     """`prefix`, but that calls within a block of a shifted model do not evaluate the position left of it: the block's
     first token must have been committed before."""
@@ -280,3 +291,46 @@ class WithoutLeftDual(WithoutLeft, DualCache):
 
 def cache_without_left(dual: bool) -> PrefixCache:
     return WithoutLeftDual() if dual else WithoutLeft()
+
+
+# ---- the positions themselves ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One forward of a case of one row: which positions it evaluated, and what it made final."""
+
+    positions: frozenset[int]
+    commits: frozenset[tuple[int, int]]
+
+
+def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
+    """The reference's, of a trace that says `fed`. block: positions of a block, where what was written behind the open
+    one is to be left out (it fills rows up behind an end token)."""
+    found = []
+    for step in case["steps"]:
+        fed = {position for start, stop in step["fed"] for position in range(start, stop)}
+        commits = {(at, token) for _, at, token in step["commit"]}
+        if block is not None:
+            prompt = len(case["prompt_ids"][0])
+            last = prompt + ((min(commits)[0] - prompt) // block + 1) * block
+            commits = {(at, token) for at, token in commits if at < last}
+        found.append(Fed(frozenset(fed), frozenset(commits)))
+    return found
+
+
+def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Fed], list[int]]:
+    """Ours of the same case, and the final row."""
+    (prompt,) = case["prompt_ids"]
+    new = len(case["final_ids"][0]) - len(prompt)
+    options = {"rng": "reference", "eos_early_stop": False, "seed": case["seed"]} | request
+    state, found = sampler.start(model, [prompt], max_new_tokens=new, **options), []
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(model, state)
+            (query,) = proposal.cost.queries
+            commit = sampler.commit(state, proposal)
+            chosen = commit.selected[0]
+            written = zip(commit.positions[0, chosen].tolist(), commit.values[0, chosen].tolist(), strict=True)
+            found.append(Fed(frozenset(query.positions[0].tolist()), frozenset(written)))
+    return found, state.canvas[0].tolist()

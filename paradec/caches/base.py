@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +30,8 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None when nothing is padding."""
     kind: str
-    """"full" (from position 0: column = position), "rest" (all but what a kept prefix has) or "window" (a part)."""
+    """"full" (from end to end: column = position), "rest" (all but what a kept prefix has, and what a suffix leaves
+    out) or "window" (a part)."""
     lasts: bool = True
     """Whether the next step is likely to ask for the same part; what is derived from it is kept then."""
 
@@ -79,6 +80,8 @@ class Cache:
             in it), "picks" (what the sampler announced) or "targets" (the same, where that is a set chosen before).
         steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
+        suffixes: whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which
+            leave out what does not exist for now, and it keeps nothing beyond a block about what lies behind.
         device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
             Subclasses say so again for themselves.
     """
@@ -96,6 +99,7 @@ class Cache:
     evaluates: ClassVar[str] = "block"
     steady: ClassVar[bool] = True
     costly_rows: ClassVar[bool] = False
+    suffixes: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -256,7 +260,7 @@ class ChangeLog:
 
 def whole_rows(state: CanvasState, chosen: np.ndarray, most: int = 3, multiple: int = 1) -> list[Part]:
     """Parts that evaluate the `chosen` running rows from end to end, but for what was taken over from a prefix."""
-    if state.level and multiple == 1 and not state.reuses:
+    if state.level and multiple == 1 and not state.reuses and state.present is None:
         return [Part(chosen, state.columns[: len(chosen)], None, "full")]
     length = state.length[state.window.rows[chosen]]
     return spans(state, chosen, np.zeros_like(length), length, "rest" if state.reuses else "full", most, multiple)
@@ -275,11 +279,21 @@ def spans(
 
     Args:
         chosen: [N] int64 indices into the running rows.
-        start, stop: [N] int64 positions; what was taken over from a prefix is left out.
+        start, stop: [N] int64 positions; what was taken over from a prefix is left out, and what does not exist for
+            now. Rows with gaps become subsets.
         multiple: widths are rounded up to this, as far as the canvas goes.
     """
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[chosen]])
+    if state.present is not None:
+        there = _there(state, chosen, start, stop)
+        first, size = there.argmax(1), there.sum(1)
+        if (there.shape[1] - there[:, ::-1].argmax(1) - first > size).any():
+            parts = subsets(state, chosen, there, most, multiple)
+            return [replace(part, lasts=True) for part in parts]
+        if kind == "full" and (first + size < stop).any():
+            kind = "rest"
+        start, stop = first, first + size
     groups = buckets(stop - start, exact=not state.pads, most=min(most, state.most_calls))
     if multiple == 1:
         return [Part.span(chosen[g], start[g], stop[g], kind) for g in groups]
@@ -293,11 +307,21 @@ def subsets(state: CanvasState, chosen: np.ndarray, needed: np.ndarray, most: in
     over from a prefix is left out."""
     if state.reuses:
         needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[chosen], None])
+    if state.present is not None:
+        needed = needed & state.present[state.window.rows[chosen]]
     sizes = needed.sum(1)
     groups = buckets(sizes, exact=not state.pads, most=min(most, state.most_calls))
     if multiple == 1:
         return [Part.subset(chosen[g], needed[g]) for g in groups]
     return [Part.subset(chosen[g], needed[g], _rounded(state, sizes[g], multiple)) for g in groups]
+
+
+def _there(state: CanvasState, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """[N, L] bool: the positions in [start, stop) of the `chosen` running rows that exist for now."""
+    assert state.present is not None
+    column = np.arange(state.present.shape[1])
+    there: np.ndarray = state.present[state.window.rows[chosen]] & (column >= start[:, None]) & (column < stop[:, None])
+    return there
 
 
 def _rounded(state: CanvasState, sizes: np.ndarray, multiple: int) -> int:

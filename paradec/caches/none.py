@@ -17,9 +17,12 @@ class NoCache(Cache):
     name = "none"
     summary = "no cache: whole rows at every step; exact"
     device_step = True
+    suffixes = True
     uses_store = False
     exact_on = ("bidirectional", "block_causal", "causal")
     topologies = ("bidirectional", "block_causal", "causal")
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:
-        return state.while_rows_stand("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
+        keep = state.while_rows_stand if state.present is None else state.while_blocks_stand
+        parts: list[Part] = keep("plan", lambda: whole_rows(state, np.arange(len(state.window.rows))))
+        return parts

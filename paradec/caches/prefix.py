@@ -29,6 +29,7 @@ class PrefixCache(RangeCache):
     arxiv = "2505.22618"
     summary = "keeps what lies left of the open block; evaluates the block and all after it"
     device_step = True
+    suffixes = True
     exact_on = ("block_causal",)
     exact_when = "every block takes one step, or the model has one layer"
 

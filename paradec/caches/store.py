@@ -240,6 +240,16 @@ class KeyValueStore(Cache):
         self.token_at_write[index] = self.token_at_write[index].masked_fill(gone, -1)
         self._filled_to[rows] = np.minimum(self._filled_to[rows], slots)
 
+    def hide(self, rows: np.ndarray, absent: np.ndarray) -> None:
+        """Empty the slots of `rows` [N] that are `absent` [N, length] bool: positions that do not exist for now."""
+        gone, device = absent[:, self.start :], self.token_at_write.device
+        index = torch.as_tensor(rows, device=device)
+        held = self.token_at_write[index]
+        held[:, : self.slots].masked_fill_(torch.as_tensor(gone, device=device), -1)
+        self.token_at_write[index] = held
+        first = np.where(gone.any(1), gone.argmax(1), self.slots)
+        self._filled_to[rows] = np.minimum(self._filled_to[rows], first)
+
     def taken(self, rows: np.ndarray, length: int | None = None) -> KeyValueStore:
         """A copy that has the `rows` [N] alone, in this order (a row may stand there several times), with so many
         positions; of a store without a shared prefix."""

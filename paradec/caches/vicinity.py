@@ -37,6 +37,7 @@ class VicinityCache(RangeCache):
     paper = "dInfer"
     arxiv = "2510.08666"
     summary = "as dual, with some positions around the block evaluated too, after a few whole steps"
+    suffixes = True
     exact_on = ("block_causal",)
     exact_when = "cache_update_freq=1, the looks cover the row, or the model has one layer"
     steady = False

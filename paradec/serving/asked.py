@@ -17,7 +17,8 @@ OWN = "paradec"
 PRESET = "preset"
 """The body's field that names one of the server's presets."""
 FIELDS = (
-    *("sampler", "cache", "blocks", "block_length", "steps", "max_new_tokens", "temperature", "top_p", "top_k"),
+    *("sampler", "cache", "suffix", "blocks", "block_length", "steps", "max_new_tokens"),
+    *("temperature", "top_p", "top_k"),
     *("guidance_scale", "seed", "eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf"),
     *("suppress_tokens", "stop_strings", "chat"),
 )

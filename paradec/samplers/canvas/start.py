@@ -26,6 +26,7 @@ from paradec.trace import Trace, spans
 REFUSED: Mapping[str, str] = {
     "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
     "attention": "its lists of keys are made for one block of masks",
+    "suffix": "a canvas is evaluated whole, and nothing lies behind it",
     "blocks": "a canvas has the length that the model was trained with",
     "block_length": "a canvas has the length that the model was trained with",
     "temperature": "it falls with the steps: t_max and t_min are settings of the sampler",

@@ -46,7 +46,7 @@ class CausalSampler(Sampler):
     models: ClassVar[tuple[str, ...]] = ("text", "image")
     unserved: ClassVar[tuple[str, ...]] = (
         *("blocks", "block_length", "steps", "stop", "confidence_eos_eot_inf", "rng"),
-        *("cache", "attention", "prefix", "keep_prefix", "share_prefix"),
+        *("cache", "attention", "prefix", "keep_prefix", "share_prefix", "suffix"),
     )
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     uses_steps: ClassVar[bool] = False

@@ -61,6 +61,8 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return f"blocks={state.blocks} end where the host reads it from the logits"
     if state.attention_state is not None:
         return "sparse attention keeps its pattern on the host"
+    if state.present is not None:
+        return "what exists of a suffix changes with the blocks, on the host"
     if state.reuses or state.settled is not None:
         return "a prefix that is taken over or kept is laid out on the host"
     if state.branches > 1:

@@ -100,7 +100,7 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         slots = part.positions if part.valid is None else np.where(part.valid, part.positions, -1)
         query.slots = per_branch(state, slots)
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
-        reach = int(state.length[rows].max())
+        reach = int(state.ends_now(rows).max())
         if state.facts.topology == "block_causal":
             block = state.facts.block_unit
             reach = min(reach, int(part.positions.max()) // block * block + block)

@@ -22,6 +22,7 @@ from paradec.protocol import Memory
 from paradec.request import Request, randomness, stop_texts
 from paradec.samplers.masked.state import MaskedState, block_counts
 from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
+from paradec.suffix import Suffix
 from paradec.trace import Trace
 
 
@@ -56,6 +57,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     branches = 1 if request.guidance_scale == 1.0 else 2
     reuse = plan_reuse(request.prefix, request.share_prefix, request.keep_prefix, model, cache, branches, rows, starts)
     attention = attention_of(request, sampler, model)
+    _check_suffix(request, sampler, model, cache, policy, len(rows), gaps=bool((answers > starts).any()))
 
     ends = lengths + new
     if facts.topology == "block_causal" and new:
@@ -111,7 +113,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         start = [canvas[r, : ends[r]].tolist() for r in range(len(rows))]
         state.trace = Trace(
             canvas=start,
-            settings=sampler.to_dict() | request.sampling(),
+            settings=sampler.to_dict() | request.sampling() | _said_of(request),
             family=sampler.family,
             score=sampler.score,
             cache=cache.name,
@@ -271,6 +273,30 @@ def cache_of(request: Request, sampler: Any, model: Any, blocks: BlockPolicy) ->
     return cache
 
 
+def _said_of(request: Request) -> dict[str, Any]:
+    """What a trace says of the suffix."""
+    suffix = Suffix.of(request.suffix)
+    return {} if suffix is None else {"suffix": suffix.to_dict()}
+
+
+def _check_suffix(
+    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool
+) -> None:
+    """Raise ValueError where the request's suffix does not work; the message says why."""
+    suffix = Suffix.of(request.suffix)
+    if suffix is None:
+        return
+    why = suffix.refusal(sampler, model, cache, gaps)
+    if why is None and isinstance(blocks, WholeCanvas):
+        why = "one block holds the whole answer, and nothing is behind it; give block_length"
+    if why is None and check_stop(request.stop, sampler)[1]:
+        why = f"stop={shown(request.stop)} reads everything behind the block; leave it out"
+    if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
+        why = f"rng='reference' draws it for one row, and here are {rows}; use rng='counter'"
+    if why is not None:
+        raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")
+
+
 def attention_of(request: Request, sampler: Any, model: Any) -> Any:
     """The attention method, if it works with this sampler and model; None attends to everything. A model's own gives
     way, with a warning, where it does not work.
@@ -292,6 +318,8 @@ def attention_of(request: Request, sampler: Any, model: Any) -> Any:
     why = method.refusal(sampler, model)
     if why is None and (request.prefix is not None or request.share_prefix):
         why = "its lists are found in calls that evaluate whole rows, and a prefix that is taken over is not evaluated"
+    if why is None and request.suffix is not None:
+        why = "its lists are of whole rows, and with suffix=... most of a row does not exist yet"
     if why is None:
         return method
     text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"

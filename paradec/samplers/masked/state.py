@@ -23,6 +23,7 @@ from paradec.models.facts import ModelFacts
 from paradec.protocol import Call, State
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules
+from paradec.suffix import Suffix
 from paradec.trace import TraceStep
 
 
@@ -79,7 +80,7 @@ class MaskedState(CanvasState, State):
         *("masks_at_open", "opening", "running", "decided", "end", "stopped", "reused", "steps_per_block"),
     )
     """Arrays and tensors [B] or [B, n] that rows take along; None stays None."""
-    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "_masks_before", "decided_at")
+    OF_POSITIONS: ClassVar[tuple[str, ...]] = ("canvas", "given", "present", "_masks_before", "decided_at")
     """Those with a column for every position as well (`_masks_before` for one more); None stays None."""
 
     def __post_init__(self) -> None:
@@ -130,6 +131,7 @@ class MaskedState(CanvasState, State):
         self._masks_before = np.zeros((self.batch, self.canvas.shape[1] + 1), np.int64)
         self._masks_before[:, 1:] = self.undecided.cpu().numpy().cumsum(1)
         self.total = self._masks_before[:, -1]
+        self.present = None if self.request.suffix is None else np.zeros(self.canvas.shape, bool)
         self.open_blocks(np.arange(self.batch))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,6 +164,7 @@ class MaskedState(CanvasState, State):
 
     def open_blocks(self, rows: np.ndarray) -> None:
         """Move `rows` to their next block that has something undecided; rows without one are finished."""
+        opened = rows
         while len(rows):
             self.block_start[rows] = self.block_end[rows]
             rows = rows[self.block_start[rows] < self.length[rows]]
@@ -176,7 +179,30 @@ class MaskedState(CanvasState, State):
             self.memory.reset(rows, "block")
             rows = rows[masks == 0]
         self.running &= self.block_start < self.length
+        self._cut_suffix(opened[self.running[opened]])
         self._make_window()
+
+    def _cut_suffix(self, rows: np.ndarray) -> None:
+        """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
+        suffix = Suffix.of(self.request.suffix)
+        if suffix is None or self.present is None or not len(rows):
+            return
+        masks = np.diff(self._masks_before[rows], axis=1) > 0
+        start, end, column = self.block_start[rows], self.block_end[rows], self.columns[0]
+        keys = self.keys[torch.as_tensor(rows, device=self.keys.device)]
+        kept = suffix.kept(masks, start, end, keys, self.generator, self.facts.prediction)
+        there = (~masks | (column < end[:, None]) | kept) & (column < self.length[rows, None])
+        self.present[rows] = there
+        if self.store is not None:
+            for branch in range(self.branches):
+                self.store.hide(rows + branch * self.batch, ~there)
+
+    def ends_now(self, rows: np.ndarray) -> np.ndarray:
+        """[N] int64: the position after the last one of `rows` [N] that exists for now."""
+        if self.present is None:
+            return self.length[rows]
+        last: np.ndarray = self.present.shape[1] - self.present[rows, ::-1].argmax(1)
+        return np.minimum(last, self.length[rows])
 
     def read_blocks(self, tokens: Tensor, confidence: Tensor, available: Tensor) -> Tensor | None:
         """Where each running row's block ends, [R] int64, if the candidates [R, W] decide it for any; else None."""
@@ -404,6 +430,7 @@ class MaskedState(CanvasState, State):
             other.given = of_rows.fitted(other.given, columns, False)
             if other.decided_at is not None:
                 other.decided_at = of_rows.fitted(other.decided_at, columns, -1)
+            other.present = None if other.present is None else of_rows.fitted(other.present, columns, False)
             # what lies beyond a row has no masks
             last = np.repeat(other._masks_before[:, -1:], max(columns + 1 - other._masks_before.shape[1], 0), 1)
             other._masks_before = np.concatenate((other._masks_before[:, : columns + 1], last), 1)
@@ -436,6 +463,8 @@ class MaskedState(CanvasState, State):
                 continue
             own.index_fill_(0, index, fill)
             own.narrow(1, 0, width).index_copy_(0, index, new)
+        if self.present is not None and other.present is not None:
+            self.present[slots] = of_rows.fitted(other.present, self.present.shape[1], False)
         self._masks_before[slots] = other._masks_before[:, -1:]
         self._masks_before[slots, : width + 1] = other._masks_before
         self._counts[:, slots], self._steps[:, slots] = other._counts, other._steps

@@ -1,0 +1,355 @@
+"""Suffix windows: a plain loop says the same, nothing is left out of a window that covers the answer, rows are
+independent, and what cannot have one is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_wrap import wrapped
+from tiny_models import END, MASK, everything, tiny
+
+import paradec
+from paradec import Suffix, caches, rng, samplers
+from paradec.models.adapter import Model
+from paradec.suffix import SUFFIX_STREAM
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
+NEW, BLOCK = 20, 4
+ASKED = {"max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False, "seed": 3}
+WITH = [name for name in caches.names() if caches.get(name).suffixes]
+FULL = pytest.mark.full
+SOME = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", count=3)]
+
+
+def answers(out: Any) -> list[list[int]]:
+    """What each row's answer is, as ids."""
+    return [row[-NEW:].tolist() for row in out.sequences]
+
+
+# ---- the rule, written out ------------------------------------------------------------------------------------------
+
+
+def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
+    """The masks behind a block that ends at `end`: one number each, compared or ranked."""
+    behind = list(range(end, min(end + suffix.window, length)))
+    if suffix.density == "cut" or not behind:
+        return behind
+    key = torch.as_tensor(rng.row_keys([ASKED["seed"]], [prompt]))
+    step = torch.tensor([end - BLOCK])
+    numbers = rng.uniform(key, step, torch.tensor([behind]), 1, SUFFIX_STREAM)[0, :, 0].tolist()
+    if suffix.density == "uniform":
+        return sorted(sorted(behind, key=lambda p: numbers[p - end])[: suffix.count])
+    scale, step_size = 2.0 if suffix.scale is None else suffix.scale, suffix.k_sigma / max(suffix.window - 1, 1)
+    odds = [scale * math.exp(-((d * step_size) ** 2) / 2) / math.sqrt(2 * math.pi) for d in range(len(behind))]
+    return [position for position, number, odd in zip(behind, numbers, odds, strict=True) if number < odd]
+
+
+def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
+    """One token a step, the surest of the block, of a row from which the other masks are missing."""
+    row, length = [*prompt, *[MASK] * NEW], len(prompt) + NEW
+    for start in range(len(prompt), length, BLOCK):
+        end = start + BLOCK
+        there = [*range(end), *kept_of(suffix, prompt, end, length)]
+        for _ in range(BLOCK):
+            ids = torch.tensor([[row[position] for position in there]])
+            with torch.no_grad():
+                seen = everything(len(there))
+                logits = model.module(ids, attention_mask=seen, position_ids=torch.tensor([there])).logits[0]
+            logits[:, MASK] = -torch.inf
+            sure, tokens = logits.softmax(-1).max(-1)
+            best = max((p for p in range(start, end) if row[p] == MASK), key=lambda p: (float(sure[p]), -p))
+            row[best] = int(tokens[best])
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("suffix", SOME, ids=str)
+def test_a_plain_loop_says_the_same(suffix: Suffix) -> None:
+    model = tiny(2)
+    out = paradec.generate(model, ROWS, sampler="low_confidence", suffix=suffix, **ASKED)
+    assert answers(out) == [plain_loop(model, prompt, suffix) for prompt in ROWS]
+    assert answers(out) != answers(paradec.generate(model, ROWS, sampler="low_confidence", **ASKED))
+
+
+@pytest.mark.parametrize("cache", WITH)
+@pytest.mark.parametrize("prediction", ["same", pytest.param("shifted", marks=FULL)])
+@pytest.mark.parametrize("window", [NEW - BLOCK, *(pytest.param(n, marks=FULL) for n in (NEW, 10**6))])
+def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, prediction: str, window: int) -> None:
+    """Bit for bit, and as many positions. "uniform" keeps all of its window where it may keep as many."""
+    model = tiny(3, prediction=prediction)
+    cache = caches.create("vicinity", prefix_look=2, after_look=2, warmup_steps=0) if cache == "vicinity" else cache
+    asked = ASKED | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
+    plain = paradec.generate(model, ROWS, **asked)
+    for suffix in (Suffix(window), Suffix(window, "uniform", count=window)):
+        out = paradec.generate(model, ROWS, suffix=suffix, **asked)
+        assert answers(out) == answers(plain)
+        assert out.cost == plain.cost
+
+
+@pytest.mark.parametrize("cache", ["prefix", *(pytest.param(name, marks=FULL) for name in WITH if name != "prefix")])
+@pytest.mark.parametrize("suffix", SOME[1:], ids=str)
+def test_rows_are_independent(cache: str, suffix: Suffix) -> None:
+    """Of their neighbours, and of how many there are; other seeds thin out otherwise."""
+    model = tiny(2)
+    asked = ASKED | {"sampler": samplers.create("threshold", threshold=0.5), "cache": cache, "suffix": suffix}
+    asked |= {"temperature": 0.1, "guidance_scale": 1.5}
+    out = paradec.generate(model, ROWS, **asked)
+    for row, prompt in enumerate(ROWS):
+        alone = paradec.generate(model, [prompt], **asked)
+        assert answers(alone) == [answers(out)[row]]
+        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]]
+
+
+@pytest.mark.parametrize("cache", WITH)
+def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
+    """Every call's positions, and the slots that hold something, are among those that exist."""
+    model, sampler = tiny(2), samplers.create("low_confidence")
+    state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "gaussian"), **ASKED)
+    left_out = 0
+    while not state.done:
+        there = state.present.copy()
+        proposal = sampler.step(model, state)
+        for query in proposal.cost.queries:
+            for row, positions in zip(query.rows, query.positions, strict=True):
+                assert there[row, positions].all()
+                left_out += state.length[row] - len(set(positions.tolist()))
+        if state.store is not None:
+            filled = state.store.valid.numpy()
+            assert not (filled & ~there).any()
+        sampler.commit(state, proposal)
+    assert left_out > 0
+
+
+def test_what_a_block_kept_is_gone_in_the_next() -> None:
+    """Keys of masks that the last block kept, and this one does not, are hidden: the step's logits are those of a store
+    that never had them."""
+    model, sampler = tiny(3), samplers.create("low_confidence")
+    asked = ASKED | {"suffix": Suffix(12, "gaussian", scale=1.2), "cache": "dual"}
+    state = sampler.start(model, ROWS, **asked)
+    for _ in range(BLOCK + 1):
+        sampler.commit(state, sampler.step(model, state))
+    fresh = copy.deepcopy(state)
+    fresh.store.release()
+    fresh.block_step[:] = 0  # evaluate all that exists once more, into the empty store
+    with torch.inference_mode():
+        first = sampler.query(fresh)
+        for query in first:
+            model(query, fresh.store)
+        fresh.block_step[:] = state.block_step
+        fresh.forget_made()
+        assert torch.equal(fresh.store.valid, state.store.valid)
+
+
+# ---- given tokens, rows that come and go, copies --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", WITH)
+def test_given_text_behind_the_window_is_context(cache: str) -> None:
+    """An infilling is without masks behind the window, and has its text: another word there changes the hole."""
+    model = tiny(3)
+    holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
+    asked = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
+    state = samplers.create("low_confidence").start(model, [holes], **asked)
+    there = state.present[0]
+    assert there[:6].all() and there[6:8].all() and not there[8:10].any()
+    assert there[10:12].all() and not there[12:20].any() and there[20:].all()
+    first = paradec.generate(model, [holes], **asked).sequences[0]
+    other = paradec.generate(model, [[*holes[:-1], 9]], **asked).sequences[0]
+    assert first[:10].tolist() != other[:10].tolist()
+    wide = paradec.generate(model, [holes], **asked | {"suffix": 64}).sequences
+    assert torch.equal(wide, paradec.generate(model, [holes], **asked | {"suffix": None}).sequences)
+
+
+@pytest.mark.parametrize("suffix", SOME[1:3], ids=str)
+def test_rows_that_take_others_places(suffix: Suffix) -> None:
+    model = tiny(2)
+    asked: Any = ASKED | {"sampler": "threshold", "cache": "dual", "suffix": suffix}
+    prompts = [*ROWS, [3, 1], [2] * 11]
+    many = {out.index: out for out in paradec.generate_many(model, prompts, batch_size=2, **asked)}
+    assert len(many) == len(prompts)
+    for index, prompt in enumerate(prompts):
+        alone = paradec.generate(model, [prompt], **asked)
+        assert many[index].sequences[0, -NEW:].tolist() == answers(alone)[0]
+
+
+def test_copies_and_pickles_of_a_state_go_on_as_it_does() -> None:
+    model, sampler = tiny(2), samplers.create("low_confidence")
+    state = sampler.start(model, ROWS, cache="prefix", suffix=Suffix(9, "gaussian"), **ASKED)
+    for _ in range(6):
+        sampler.commit(state, sampler.step(model, state))
+    others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    for each in (state, *others):
+        while not each.done:
+            sampler.commit(each, sampler.step(model, each))
+    assert all(torch.equal(each.canvas, state.canvas) for each in others)
+
+
+def test_a_step_repeated_is_the_step_and_changes_nothing() -> None:
+    model, sampler = tiny(2), samplers.create("threshold")
+    state = sampler.start(model, ROWS, cache="none", suffix=Suffix(9, "gaussian"), temperature=1.0, **ASKED)
+    while not state.done:
+        there = state.present.copy()
+        first, second = sampler.step(model, state), sampler.step(model, state)
+        assert torch.equal(first.scores, second.scores) and torch.equal(first.values, second.values)
+        assert np.array_equal(there, state.present)
+        sampler.commit(state, second)
+
+
+def test_drafts_are_the_base_with_a_suffix() -> None:
+    model = tiny(2)
+    asked = ASKED | {"suffix": Suffix(9, "gaussian"), "cache": "dual"}
+    plain = paradec.generate(model, ROWS, sampler="low_confidence", **asked)
+    drafted = paradec.generate(model, ROWS, sampler=samplers.create("freedave", base="low_confidence"), **asked)
+    assert answers(plain) == answers(drafted)
+
+
+def test_blocks_that_the_logits_end() -> None:
+    """What exists is chosen where the block opens, and stays when it is cut."""
+    model, blocks = tiny(1), paradec.AdaptiveBlocks(length=4, delimiters=(7, 8, 9), delimiter_threshold=0.01)
+    asked: Any = {"max_new_tokens": NEW, "blocks": blocks, "eos_early_stop": False, "seed": 3}
+    asked |= {"sampler": "low_confidence", "cache": "dual"}
+    out = paradec.generate(model, ROWS, suffix=Suffix(6, "gaussian"), **asked)
+    for row, prompt in enumerate(ROWS):
+        alone = paradec.generate(model, [prompt], suffix=Suffix(6, "gaussian"), **asked)
+        assert answers(alone) == [answers(out)[row]]
+    wide = paradec.generate(model, ROWS, suffix=NEW, **asked)
+    assert answers(wide) == answers(paradec.generate(model, ROWS, **asked))
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_positions_evaluated(cache: str) -> None:
+    """A block's first step takes what stands left of it, the block and the window; the others what the cache says."""
+    prompt, new, window = 3, 40, 6
+    asked = ASKED | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
+    out = paradec.generate(tiny(1), [[1, 2, 3]], **asked)
+    total = 0
+    for start in range(prompt, prompt + new, BLOCK):
+        ahead = min(window, prompt + new - start - BLOCK)
+        inside = {"none": start + BLOCK + ahead, "prefix": BLOCK + ahead, "dual": BLOCK}[cache]
+        total += start + BLOCK + ahead + (BLOCK - 1) * inside
+    assert out.cost.forwarded_tokens == [total]
+
+
+# ---- which masks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prediction", "nearest"), [("same", 0.798), ("shifted", 0.638)])
+def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
+    found = Suffix(256, "gaussian").probabilities(prediction)
+    assert found.shape == (256,) and found[0] == pytest.approx(nearest, abs=1e-3)
+    assert found[-1] == pytest.approx(found[0] * math.exp(-8), rel=1e-9)
+    assert (np.diff(found) < 0).all()
+
+
+def test_masks_are_kept_as_often_as_the_density_says() -> None:
+    suffix, rows = Suffix(16, "gaussian", scale=1.5), 4000
+    keys = torch.as_tensor(rng.row_keys(list(range(rows)), [[1]] * rows))
+    start, end = np.full(rows, 2), np.full(rows, 4)
+    kept = suffix.kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
+    odds = suffix.probabilities("same")
+    assert not kept[:, :4].any() and not kept[:, 20:].any()
+    share = kept[:, 4:20].mean(0)
+    assert (np.abs(share - odds) < 4.5 * np.sqrt(odds * (1 - odds) / rows) + 1e-9).all()
+    even = Suffix(16, "uniform", count=5).kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
+    assert (even.sum(1) == 5).all() and not even[:, 20:].any()
+    assert np.abs(even[:, 4:20].mean(0) - 5 / 16).max() < 0.035
+
+
+# ---- as data, and what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [*SOME, Suffix(256, "gaussian", scale=1.6, k_sigma=3.0)], ids=str)
+def test_saved_and_read_again(suffix: Suffix, tmp_path: Any) -> None:
+    request = paradec.Request(suffix=suffix)
+    request.save(tmp_path / "request.json")
+    assert paradec.Request.load(tmp_path / "request.json").suffix == suffix
+    assert Suffix.of(json.loads(json.dumps(suffix.to_dict()))) == suffix
+
+
+@pytest.mark.parametrize(
+    ("said", "suffix"),
+    [
+        (64, Suffix(64)),
+        ("64", Suffix(64)),
+        ("cut:32", Suffix(32)),
+        ("gaussian:256", Suffix(256, "gaussian")),
+        ("uniform:32:8", Suffix(32, "uniform", count=8)),
+    ],
+)
+def test_short_forms(said: Any, suffix: Suffix) -> None:
+    assert paradec.Request(suffix=said).suffix == suffix
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": -1}, "window=-1 must be an integer"),
+        ({"window": 0, "density": "gaussian"}, "window=0 must be an integer"),
+        ({"window": True}, "window=True"),
+        ({"density": "gauss"}, "density"),
+        ({"scale": 2.0}, "scale=2.0 is a setting of density='gaussian', not of 'cut'"),
+        ({"density": "gaussian", "scale": 0}, "scale=0 must be a number"),
+        ({"density": "gaussian", "count": 3}, "count=3 is a setting of density='uniform'"),
+        ({"density": "uniform"}, "count=None must be an integer from 0 to 64"),
+        ({"density": "uniform", "count": 65}, "count=65 must be an integer from 0 to 64"),
+    ],
+)
+def test_settings_out_of_their_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Suffix(**settings)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "gaussian", "gaussian:", "gaussian:x", "cut:4:4", "uniform:4", "1.5", 1.5, True, {"windows": 3}, [4]]
+)
+def test_other_forms_are_refused_by_name(said: Any) -> None:
+    with pytest.raises(ValueError, match="suffix"):
+        paradec.Request(suffix=said)
+
+
+def refused(model: Any, message: str, rows: Any = None, **asked: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.generate(model, ROWS if rows is None else rows, **{"max_new_tokens": 8, "suffix": 4} | asked)
+
+
+def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
+    model = tiny(1)
+    refused(tiny(1, "block_causal"), "block-causal, and sees nothing behind its block")
+    refused(model, "give block_length")
+    for cache in ("dkv_decode", "dkv_prefill", "dkv_pd"):
+        refused(model, f"cache='{cache}' counts on all of a row", cache=cache, block_length=4)
+    refused(model, "reads everything behind the block", stop=paradec.Prophet(), block_length=4)
+    refused(model, "sampler 'wino' evaluates masks of its own", sampler="wino", block_length=4)
+    refused(model, "attention='sparsed' does not work.*suffix", attention="sparsed", block_length=4)
+    drawn: Any = {"rng": "reference", "suffix": "gaussian:4", "block_length": 4}
+    refused(model, "for one row, and here are 3", rows=[[1], [2], [3]], **drawn)
+    refused(wrapped("Llama causal"), "suffix=.* has no meaning for sampler 'sjd'", sampler="sjd", rows=[[1]])
+    opaque = wrapped("Opaque")
+    refused(opaque, "takes no position ids", suffix="gaussian:4", block_length=4, rows=[[1, 2]])
+    out = paradec.generate(opaque, [[1, 2]], suffix=4, block_length=4, max_new_tokens=12, sampler="low_confidence")
+    assert out.cost.forwarded_tokens == [4 * (10 + 14 + 14)]
+
+
+def test_every_other_cache_is_named() -> None:
+    assert set(caches.names()) - set(WITH) == {
+        *("dkv_decode", "dkv_greedy", "dkv_prefill", "dkv_pd", "block", "hierarchical", "recap")
+    }
+
+
+def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:
+    """The paper's early termination: a row that has ended evaluates none of the slots behind it."""
+    model = tiny(1)
+    asked = ASKED | {"sampler": "low_confidence", "suffix": 4, "eos_early_stop": True, "logits_eos_inf": False}
+    out = paradec.generate(model, ROWS, **asked)
+    stopped = [END in row for row in answers(out)]
+    for row, ended in enumerate(stopped):
+        assert (out.row_nfe[row] < NEW) == ended
