@@ -26,7 +26,7 @@ from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import noting, reference, revising
+from paradec.samplers.masked import noting, pipeline, reference, revising
 from paradec.samplers.masked.queries import owners, part_query, positions_of, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -391,6 +391,8 @@ class MaskedSampler(Sampler):
         memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
         view = self._view(state, proposal, memory, generator)
         picked = self.select(view) & available
+        if view.leading is not None:
+            picked = pipeline.with_progress(picked, view)
         decision = Decision(proposal.values, picked, picked)
         if self.revises:
             decision = revising.revised(self, state, view, picked)
@@ -447,6 +449,7 @@ class MaskedSampler(Sampler):
             draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
             choose=lambda scores, count: self._choose(state, scores, count, generator),
             ends=state.ends,
+            leading=pipeline.leading_blocks(state, proposal.current) if state.pipelined else None,
         )
 
     def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
