@@ -72,9 +72,9 @@ class Request:
         attention: "dense", "sparsed", or `paradec.SparseD(...)` with settings: long sequences attend to a part of
             themselves only (docs/attention.md); None is what the model was loaded with, "dense" as a rule.
             `Output.attention` says what was computed.
-        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive"; the
-            length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for Dream, the model's
-            own blocks for block-causal models.
+        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive",
+            "pipelined"; the length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for
+            Dream, the model's own blocks for block-causal models.
         steps: forwards planned per row, for samplers with a schedule, spread evenly over its blocks; None plans one
             token a step.
         max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold

@@ -1,6 +1,6 @@
 """Delayed block cache: a full block is kept once it has been full for some steps, in which whole rows are evaluated.
 
-"d3LLM", arXiv 2601.07568, and its generation code; the delay is from Fast-dLLM v2's and D2F's block caches.
+"d3LLM", arXiv 2601.07568, and its generation code.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from paradec.checks import check_int
 @dataclass(frozen=True)
 class DelayedCache(RangeCache):
     """Steps evaluate a row from the end of what is kept to its own end. A full block with nothing undecided left of it
-    waits `cache_delay_iter` steps, and whole rows are evaluated while it waits; the step after that evaluates it for the
-    last time. The prompt waits as well: it is evaluated in the first `cache_delay_iter` steps.
+    waits `cache_delay_iter` steps, and whole rows are evaluated while it waits; the step after that evaluates it for
+    the last time. The prompt waits as well: it is evaluated in the first `cache_delay_iter` steps.
 
-    Made for blocks of which several are open (`paradec.PipelinedBlocks`): a block that has just been filled still changes
-    what its neighbours' keys and values should be. Works with all blocks.
+    Made for blocks of which several are open (`paradec.PipelinedBlocks`): the tokens of a block that has just been
+    filled still change its neighbours' keys and values. Works with all blocks.
 
     Args:
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts have 1 and 2.
         refresh_interval: whole rows every so many steps of a row as well, unless a block is kept in that step; 10000,
             the code's default, is never.
 
-    Approximate for bidirectional models: what is kept does not see what is decided later. The code for Dream renews, in
-    a whole step, blocks that still wait and counts them as not kept, so that later calls attend to them twice; here there
-    is one length, as in the code for LLaDA. For models that predict shifted, the position left of the first undecided
+    Approximate for bidirectional models: what is kept does not see what is decided later. The code for Dream stores, in
+    a whole step, blocks that still wait and counts them as not stored, so that later calls attend to them twice; here
+    there is one length, as in the code for LLaDA. For models that predict shifted, the position left of the first undecided
     block is evaluated too; the public code uses the logits of the wrong position there.
     """
 

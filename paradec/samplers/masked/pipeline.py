@@ -1,7 +1,7 @@
 """Several open blocks in one window (`paradec.PipelinedBlocks`): which must make progress, and how the window moves.
 
 The window of a row reaches from the start of its first block with something undecided to the end of the last block that
-was added. Which of these blocks are fully active follows from the canvas alone, so that nothing is kept but the two ends.
+was added. Which of these blocks are fully active follows from the canvas: nothing is kept but the two ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paradec.blocks import PipelinedBlocks
-from paradec.canvas import CanvasState
 from paradec.checks import shown
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 
@@ -40,7 +39,7 @@ def check_pipelined(sampler: Any, policy: Any) -> None:
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
     """[R, W] int64: the blocks that positions stand in, counted from the one that begins at `block_start` [R, 1]."""
-    first = prompt_length if policy.align == "prompt" else 0 * prompt_length
+    first = 0 if policy.align == "absolute" else prompt_length
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
 
@@ -98,7 +97,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def with_progress(selected: Tensor, view: Any) -> Tensor:
-    """The selection [R, W] bool, with the best candidate of every block that must make progress and has none selected."""
+    """The selection [R, W] bool; in blocks that must make progress and have none selected, with the best candidate."""
     leading = view.leading
     block = leading.clamp(min=0)
     there = (selected & (leading >= 0)).long()
@@ -124,7 +123,7 @@ def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
         stays |= ends < NEVER
     start, prompt = state.block_start[rows], state.prompt_length[rows]
     first = positions[np.arange(len(rows)), undecided.argmax(1)]
-    origin = prompt if policy.align == "prompt" else np.zeros_like(prompt)
+    origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
     begins = np.maximum((first - origin) // policy.length * policy.length + origin, start)
     gone = np.where(stays, 0, begins - start)
     # the last block: its start, and what of it was to be decided and is left

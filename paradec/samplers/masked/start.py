@@ -10,7 +10,15 @@ import torch
 
 from paradec import attention as attentions
 from paradec import caches, rng
-from paradec.blocks import LONGEST_BLOCK, POLICIES, AdaptiveBlocks, BlockPolicy, FixedBlocks, PipelinedBlocks, WholeCanvas
+from paradec.blocks import (
+    LONGEST_BLOCK,
+    POLICIES,
+    AdaptiveBlocks,
+    BlockPolicy,
+    FixedBlocks,
+    PipelinedBlocks,
+    WholeCanvas,
+)
 from paradec.caches.base import Cache, StoredCache
 from paradec.caches.kept import plan_reuse
 from paradec.caches.table import REFUSED, verdict
@@ -227,9 +235,7 @@ def _named_policy(
             return own, None
         return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
     if name == "pipelined":
-        own = model.facts.block_length
-        length = block_length or own or model.default_block_length or 32
-        return PipelinedBlocks(length, align="prompt" if own is None else "absolute"), None
+        return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
     if block_length is not None:
         raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
     return WholeCanvas(), None

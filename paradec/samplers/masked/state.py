@@ -90,8 +90,6 @@ class MaskedState(CanvasState, State):
         self.branches = 2 if self.request.guidance_scale != 1.0 else 1
         self.reads_blocks = getattr(self.blocks, "reads_logits", False)
         self.pipelined = isinstance(self.blocks, PipelinedBlocks)
-        """Whether several blocks of a row may be open at once: `block_start` and `block_end` are those of the first and
-        the last one then."""
         self.opening = np.zeros(self.batch, bool)
         """Rows whose block ends where this step's logits will say; until then it is all that the policy reads."""
         self._steps = np.zeros((2, self.batch), np.int64)

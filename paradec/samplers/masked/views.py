@@ -80,8 +80,8 @@ class View:
     -1 elsewhere. None where the window is one block, which must."""
 
     def best(self, scores: Tensor | None = None) -> Tensor:
-        """[R, W] bool: the position to commit whatever its score, the lowest one on ties: the highest of `scores` (None:
-        the view's); with pipelined blocks that of every block that must make progress."""
+        """[R, W] bool: the position to commit whatever its score, the one with the highest of `scores` (None: the
+        view's), the lowest on ties; with pipelined blocks that of every block that must make progress."""
         scores = self.scores if scores is None else scores
         return best_one(scores) if self.leading is None else best_of_blocks(scores, self.leading, self.candidates)
 

@@ -1,15 +1,15 @@
 """Traces of several open blocks, replayed in float64: d3LLM's decoding without and with its delayed cache, and D2F's.
 
 Every forward evaluates and commits what the reference's does. What differs, and is put back here:
-- d3LLM's code for LLaDA also commits the surest position of all open blocks, whatever its score (`SurestOfAll`). A plain
-  loop with that quirk makes the reference's calls, and without it ours.
-- d3LLM stops early by filling what lies behind a decided end of text (`EndsAreFilled`); ours opens no block there, and
+- d3LLM's code for LLaDA also commits the surest position of all open blocks, whatever its score (`SurestOfAll`). A
+  plain loop with that quirk makes the reference's calls, and without it ours.
+- d3LLM stops early by filling what lies behind a decided end of text (`fill_behind_end`); ours opens no block there, and
   leaves what is open as it is, as D2F does. The positions filled are not compared: the reference writes some of them
   several times.
-- Its cached calls for Dream read the first position's logits from the wrong column (`OwnColumn`), and after some whole
+- Its cached calls for Dream read the first position's logits from the wrong column (`own_column`), and after some whole
   calls attend to a region twice ("duplicated_keys", left out).
-- D2F's blocks see earlier blocks only, counted from the prompt's end (`PromptBlocks`). Its cache of full blocks is exact
-  then, and whole rows are evaluated here. Behind the last block that it opened there is nothing to compare.
+- D2F's blocks see earlier blocks only, counted from the prompt's end (`PromptBlocks`). Its cache of full blocks is
+  exact then, and whole rows are evaluated here. Behind the last block that it opened there is nothing to compare.
 
 `rng="reference"` keeps the mask's own probability in the distribution, as these codes do.
 """
