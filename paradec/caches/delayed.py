@@ -30,8 +30,8 @@ class DelayedCache(RangeCache):
 
     Approximate for bidirectional models: what is kept does not see what is decided later. The code for Dream stores, in
     a whole step, blocks that still wait and counts them as not stored, so that later calls attend to them twice; here
-    there is one length, as in the code for LLaDA. For models that predict shifted, the position left of the first undecided
-    block is evaluated too; the public code uses the logits of the wrong position there.
+    there is one length, as in the code for LLaDA. For models that predict shifted, the position left of the first
+    undecided block is evaluated too; the public code uses the logits of the wrong position there.
     """
 
     cache_delay_iter: int = 1
