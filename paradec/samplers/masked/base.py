@@ -390,9 +390,7 @@ class MaskedSampler(Sampler):
         generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
         memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
         view = self._view(state, proposal, memory, generator)
-        picked = self.select(view) & available
-        if view.leading is not None:
-            picked = pipeline.with_progress(picked, view)
+        picked = self.selected(view)
         decision = Decision(proposal.values, picked, picked)
         if self.revises:
             decision = revising.revised(self, state, view, picked)
@@ -424,6 +422,11 @@ class MaskedSampler(Sampler):
         stages.close(self, state, proposal, decided)
         selected, scores = decision.selected, proposal.scores
         return Commit(rows, decision.values, proposal.positions, selected, scores, proposal.kind, said)
+
+    def selected(self, view: View) -> Tensor:
+        """[R, W] bool: the candidates that become final, in several open blocks too."""
+        selected = self.select(view) & view.candidates
+        return selected if view.leading is None else pipeline.with_progress(selected, view)
 
     def _view(
         self,

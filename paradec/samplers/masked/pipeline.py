@@ -22,9 +22,7 @@ def check_pipelined(sampler: Any, policy: Any) -> None:
     if not isinstance(policy, PipelinedBlocks):
         return
     why = None
-    if sampler.drafts:
-        why = "it drafts later steps of one block"
-    elif sampler.revises:
+    if sampler.revises:
         why = "it takes back what it decided in one open block"
     elif sampler.assesses or sampler.shadows:
         why = "it judges one block at a time"

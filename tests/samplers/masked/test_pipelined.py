@@ -246,7 +246,7 @@ def test_holes_guidance_and_stop_rules(model: Model) -> None:
     assert commits(plain) == commits(none) and plain.row_forwards == sum(plain.row_nfe)
     guided = decode(model, blocks=blocks, guidance_scale=1.5)
     assert guided.row_forwards == 2 * sum(guided.row_nfe)
-    ended = decode(model, blocks=blocks, stop=paradec.Prophet(thresholds=((0.0, 0.0),), answer=range(4)))
+    ended = decode(model, blocks=blocks, stop=paradec.Prophet(gaps=(0.0, 0.0, 0.0), answer=range(4)))
     assert ended.nfe == 1 and not (ended.sequences == MASK).any()
 
 

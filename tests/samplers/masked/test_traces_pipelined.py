@@ -4,8 +4,8 @@ Every forward evaluates and commits what the reference's does. What differs, and
 - d3LLM's code for LLaDA also commits the surest position of all open blocks, whatever its score (`SurestOfAll`). A
   plain loop with that quirk makes the reference's calls, and without it ours.
 - d3LLM stops early by filling what lies behind a decided end of text (`fill_behind_end`); ours opens no block there,
-  and leaves what is open as it is, as D2F does. The positions filled are not compared: the reference writes some of them
-  several times.
+  and leaves what is open as it is, as D2F does. The positions filled are not compared: the reference writes some of
+  them several times.
 - Its cached calls for Dream read the first position's logits from the wrong column (`own_column`), and after some whole
   calls attend to a region twice ("duplicated_keys", left out).
 - D2F's blocks see earlier blocks only, counted from the prompt's end (`PromptBlocks`). Its cache of full blocks is
