@@ -21,7 +21,7 @@ from paradec import attention, caches, moved, samplers
 
 if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
-    from paradec.blocks import AdaptiveBlocks, FixedBlocks
+    from paradec.blocks import AdaptiveBlocks, FixedBlocks, PipelinedBlocks
     from paradec.estimation.estimate import estimate
     from paradec.generate import Output, generate, infill
     from paradec.hf import hf_generate
@@ -52,6 +52,7 @@ __all__ = [
     "FixedBlocks",
     "Interrupted",
     "Output",
+    "PipelinedBlocks",
     "Prophet",
     "Request",
     "SparseD",
@@ -82,6 +83,7 @@ LATER = {
     "FixedBlocks": "paradec.blocks",
     "Interrupted": "paradec.protocol",
     "Output": "paradec.generate",
+    "PipelinedBlocks": "paradec.blocks",
     "Prophet": "paradec.samplers.masked.prophet",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",

@@ -338,6 +338,14 @@ class Memory:
                     shape[axis] = size - shape[axis]
                     self.tensors[name] = torch.cat((tensor, tensor.new_full(shape, spec.fill)), axis)
 
+    def shift(self, dim: str, rows: np.ndarray, by: np.ndarray) -> None:
+        """Move what is remembered of `rows` [N] to the front of the dimensions called `dim`, by [N] places each; what
+        comes in behind starts from the fill value."""
+        for name, spec in self.specs.items():
+            for axis, own in enumerate(spec.dims, start=1):
+                if own == dim and len(rows):
+                    self.tensors[name] = _shifted(self.tensors[name], axis, rows, by, spec.fill)
+
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Memory:
         """A copy that has the `rows` [N] alone, with so many positions."""
         other = object.__new__(Memory)
@@ -381,6 +389,18 @@ class Memory:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _shifted(tensor: Tensor, axis: int, rows: np.ndarray, by: np.ndarray, fill: float) -> Tensor:
+    """A copy of `tensor` with `rows` [N] moved down by [N] places along `axis`, filled up with `fill`."""
+    index = torch.as_tensor(rows, device=tensor.device)
+    own = tensor.index_select(0, index).movedim(axis, 1)  # [N, W, ...]
+    source = torch.arange(own.shape[1], device=tensor.device) + torch.as_tensor(by, device=tensor.device).unsqueeze(1)
+    shape = (*source.shape, *(1,) * (own.ndim - 2))
+    there = (source < own.shape[1]).view(shape)
+    source = source.clamp(max=own.shape[1] - 1).view(shape).expand_as(own)
+    moved = torch.where(there, own.gather(1, source), own.new_full((), fill))
+    return tensor.index_copy(0, index, moved.movedim(1, axis))
 
 
 @dataclass

@@ -76,9 +76,9 @@ class Request:
         suffix: which masks behind the open block are evaluated: a `paradec.Suffix`, a window (64: the nearest 64), or a
             text ("gaussian:256"); None evaluates all of them. For bidirectional models and answers of several blocks
             (docs/caches.md).
-        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive"; the
-            length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for Dream, the model's
-            own blocks for block-causal models.
+        blocks, block_length: how the answer is cut: a policy, the name of one ("fixed", "whole", "adaptive",
+            "pipelined"; the length may go with it), or a fixed length; by default 32 for LLaDA, the whole canvas for
+            Dream, the model's own blocks for block-causal models.
         steps: forwards planned per row, for samplers with a schedule, spread evenly over its blocks; None plans one
             token a step.
         max_new_tokens: answer length; by default the checkpoint's generation_config.json, else 128; 0 where ids hold

@@ -8,6 +8,7 @@ from paradec.registry import Registry
 
 if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.caches.block import BlockCache as BlockCache
+    from paradec.caches.delayed import DelayedCache as DelayedCache
     from paradec.caches.dkv_decode import DkvDecode as DkvDecode
     from paradec.caches.dkv_greedy import DkvGreedy as DkvGreedy
     from paradec.caches.dkv_pd import DkvPD as DkvPD
@@ -26,6 +27,7 @@ registry = Registry(
         "prefix": "paradec.caches.prefix:PrefixCache",
         "dual": "paradec.caches.dual:DualCache",
         "vicinity": "paradec.caches.vicinity:VicinityCache",
+        "delayed": "paradec.caches.delayed:DelayedCache",
         "dkv_decode": "paradec.caches.dkv_decode:DkvDecode",
         "dkv_greedy": "paradec.caches.dkv_greedy:DkvGreedy",
         "dkv_prefill": "paradec.caches.dkv_prefill:DkvPrefill",

@@ -29,7 +29,15 @@ Prompt = Annotated[
     list[str] | None,
     typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.'),
 ]
-Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole or adaptive.")]
+Blocks = Annotated[str | None, typer.Option(help="How the text is cut: fixed, whole, adaptive or pipelined.")]
+BlockAdd = Annotated[
+    float | None,
+    typer.Option(help="Of pipelined blocks: the decided share of the last open one from which on the next opens."),
+]
+BlockFull = Annotated[
+    float | None,
+    typer.Option(help="Of pipelined blocks: the decided share from which on the next one must progress too."),
+]
 EosEarlyStop = Annotated[bool, typer.Option(help="Stop when the text before an end token is final.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")]
@@ -65,6 +73,8 @@ def generate(
     attention_set: options.AttentionSet = None,
     blocks: Blocks = None,
     block_length: options.BlockLength = None,
+    block_add: BlockAdd = None,
+    block_full: BlockFull = None,
     steps: options.Steps = None,
     max_new_tokens: options.MaxNewTokens = None,
     temperature: options.Temperature = 0.0,
@@ -95,6 +105,7 @@ def generate(
         raise ValueError(f"--{'resume' if out is None else 'out'} goes with --in FILE: answers are printed otherwise")
     text = "" if asked is not None else options.read_text(one_prompt(prompt, "generate"))
     check_int("--batch", batch, low=1, none=True)
+    policy, length = pipelined(blocks, block_length, block_add, block_full)
     common: dict[str, Any] = {
         "source": model,
         "preset": preset,
@@ -106,8 +117,8 @@ def generate(
         "cache": cache,
         "attention": attention,
         "attention_settings": attention_set,
-        "blocks": blocks,
-        "block_length": block_length,
+        "blocks": policy,
+        "block_length": length,
         "steps": steps,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -126,6 +137,25 @@ def generate(
         asked.answer(prepare("generate", None, **common), batch, as_json=as_json)
     prompts = [line for line in text.splitlines() if line.strip()] if lines and text.strip() else text
     decode("generate", prompts, trace=trace, live=live, as_json=as_json, batch=batch, **common)
+
+
+def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
+    """The values of `blocks` and `block_length` for these options.
+
+    Raises:
+        ValueError: --block-add or --block-full without pipelined blocks of a length, or out of its range.
+    """
+    given = {"add": add, "full": full}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if not settings:
+        return blocks, length
+    if blocks != "pipelined" or length is None:
+        raise ValueError(f"--block-{next(iter(settings))} goes with --blocks pipelined --block-length N")
+    from paradec.blocks import PipelinedBlocks
+
+    # which blocks must make progress makes a difference of `full`
+    forced = "first" if full is None else "active"
+    return PipelinedBlocks(length, forced=forced, **settings), None
 
 
 def file_job(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.masked.klass import KLASS as KLASS
     from paradec.samplers.masked.learn2pd import Learn2PD as Learn2PD
     from paradec.samplers.masked.localleap import LocalLeap as LocalLeap
+    from paradec.samplers.masked.lopa import LoPA as LoPA
     from paradec.samplers.masked.low_confidence import LowConfidence as LowConfidence
     from paradec.samplers.masked.lpd import LPD as LPD
     from paradec.samplers.masked.mar import MAR as MAR
@@ -115,6 +116,7 @@ registry = SamplerRegistry(
         "editing": "paradec.samplers.masked.editing:Editing",
         "saber": "paradec.samplers.masked.saber:Saber",
         "freedave": "paradec.samplers.masked.freedave:FreeDave",
+        "lopa": "paradec.samplers.masked.lopa:LoPA",
         "credit": "paradec.samplers.masked.credit:Credit",
         "ccd": "paradec.samplers.masked.ccd:CCD",
         "ccd_agree": "paradec.samplers.masked.ccd_agree:CCDAgree",

@@ -12,7 +12,6 @@ from torch import Tensor
 from paradec.blocks import LONGEST_BLOCK, AdaptiveBlocks
 from paradec.checks import check_int, check_number
 from paradec.samplers.masked.base import MaskedSampler, View
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -66,4 +65,4 @@ class AdaBlock(MaskedSampler):
         )
 
     def select(self, view: View) -> Tensor:
-        return (view.scores >= self.threshold) | best_one(view.scores)
+        return (view.scores >= self.threshold) | view.best()

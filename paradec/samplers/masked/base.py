@@ -26,7 +26,7 @@ from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
-from paradec.samplers.masked import noting, reference, revising
+from paradec.samplers.masked import noting, pipeline, reference, revising
 from paradec.samplers.masked.queries import owners, part_query, positions_of, undecided_alone
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
@@ -390,7 +390,7 @@ class MaskedSampler(Sampler):
         generator = None if state.generator is None else reference.after(state.generator, proposal.generator_state)
         memory = state.memory.read(rows, available.shape[1]) if state.memory.specs else {}
         view = self._view(state, proposal, memory, generator)
-        picked = self.select(view) & available
+        picked = self.selected(view)
         decision = Decision(proposal.values, picked, picked)
         if self.revises:
             decision = revising.revised(self, state, view, picked)
@@ -423,6 +423,11 @@ class MaskedSampler(Sampler):
         selected, scores = decision.selected, proposal.scores
         return Commit(rows, decision.values, proposal.positions, selected, scores, proposal.kind, said)
 
+    def selected(self, view: View) -> Tensor:
+        """[R, W] bool: the candidates that become final, in several open blocks too."""
+        selected = self.select(view) & view.candidates
+        return selected if view.leading is None else pipeline.with_progress(selected, view)
+
     def _view(
         self,
         state: CanvasState,
@@ -447,6 +452,7 @@ class MaskedSampler(Sampler):
             draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
             choose=lambda scores, count: self._choose(state, scores, count, generator),
             ends=state.ends,
+            leading=pipeline.leading_blocks(state, proposal.current) if state.pipelined else None,
         )
 
     def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:

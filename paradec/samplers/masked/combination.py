@@ -24,7 +24,7 @@ from paradec.checks import shown
 from paradec.protocol import MemorySpec, Sampler
 from paradec.registry import Registry
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Stage, View
-from paradec.samplers.statistics import Raised, best_one, written
+from paradec.samplers.statistics import Raised, written
 
 
 @dataclass(frozen=True)
@@ -224,10 +224,10 @@ class Intersection(Combination):
     def select(self, view: View) -> Tensor:
         agreed = functools.reduce(operator.and_, (rule.select(own) for _, rule, own in self.views(view)))
         agreed = agreed & view.candidates
-        return torch.where(agreed.any(-1, keepdim=True), agreed, best_one(view.scores))
+        return torch.where(agreed.any(-1, keepdim=True), agreed, view.best())
 
     def named(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
-        best = [tuple(place) for place in best_one(view.scores).nonzero().tolist()]
+        best = [tuple(place) for place in view.best().nonzero().tolist()]
         alone = {place: "best one, where rules disagree" for place in best}
         return alone | {place: "all rules" for place, names in chosen.items() if len(names) == len(self.rules)}
 

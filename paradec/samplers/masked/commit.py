@@ -12,6 +12,7 @@ from torch import Tensor
 from paradec.logprobs import StepLogProbs
 from paradec.protocol import Cost, NotFinite
 from paradec.samplers.masked import revising
+from paradec.samplers.masked.pipeline import slide
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import first_end
 from paradec.samplers.masked.views import Decision, MaskedProposal, View
@@ -110,6 +111,8 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
         lingers, standing = revising.standing(sampler, state, rows, decided)
     ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
     moved = proposal.block_end is not None
+    if state.pipelined and proposal.early is None:
+        moved |= slide(state, tokens, ends)
     if "cut" in decided and (decided["cut"] < state.length[rows]).any():
         state.trim(decided["cut"], tokens)
         moved = True

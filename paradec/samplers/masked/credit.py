@@ -14,7 +14,7 @@ from torch import Tensor
 from paradec.checks import check_choice, check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Stage, View
-from paradec.samplers.statistics import Raised, best_one, best_with_probability, raise_words
+from paradec.samplers.statistics import Raised, best_with_probability, raise_words
 
 MOST_SLOTS = 1024
 
@@ -105,4 +105,4 @@ class Credit(MaskedSampler):
         return raised, {"credit": credit, "tokens": tokens}
 
     def select(self, view: View) -> Tensor:
-        return (view.scores >= self.threshold) | best_one(view.scores)
+        return (view.scores >= self.threshold) | view.best()

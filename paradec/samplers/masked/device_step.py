@@ -59,6 +59,8 @@ def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | Non
         return f"{state.facts.name} is not a bidirectional transformers decoder"
     if state.reads_blocks:
         return f"blocks={state.blocks} end where the host reads it from the logits"
+    if state.pipelined:
+        return f"blocks={state.blocks} have several blocks of a row open at once"
     if state.attention_state is not None:
         return "sparse attention keeps its pattern on the host"
     if state.present is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +57,60 @@ class DraftQuery(Query):
     drafts: list[Ahead] = field(default_factory=list)
     tree: bool = False
     """Whether a row's drafts stand in one row of the call, not in rows of their own."""
+
+
+def draft_queries(state: MaskedState, base: Any, drafts: list[Ahead], copies: np.ndarray, tree: bool) -> list[Query]:
+    """One query per part of the cache's plan, two where only some of its rows have drafts beside the first one.
+
+    Args:
+        base: whose `query_part` makes the calls. copies: [R] int64, how many of the drafts each row has.
+        tree: whether a row's drafts stand in one row of the call.
+    """
+    queries: list[Query] = []
+    for part in state.cache.plan(state):
+        several = copies[part.index] > 1
+        # what is evaluated once is written to the store as the base would write it; drafts are not
+        together = state.store is None and not tree and several.any()
+        for chosen in [several | True] if together else [~several, several]:
+            if not chosen.any():
+                continue
+            query = base.query_part(state, rows_of_part(part, chosen))
+            number = copies[query.index]
+            if number.max() == 1:
+                queries.append(query)
+            elif tree:
+                queries.append(tree_query(state, query, drafts, number))
+            else:
+                queries.append(batch_query(state, query, drafts, number))
+    return queries
+
+
+def logits_by_draft(
+    state: MaskedState, base: Any, outputs: list[Tensor], queries: list[Query], count: int
+) -> tuple[Tensor, np.ndarray, np.ndarray]:
+    """All logits [N, W, V], where those of each draft stand in them [K, R] int64, and drafts per row [R] int64.
+
+    A row's drafts that were not evaluated point to its last one that was.
+    """
+    running = len(state.window.rows)
+    found, at, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
+    total = 0
+    for logits, query in zip(outputs, queries, strict=True):
+        logits = base._guided(state, logits, query)
+        number = np.ones(len(query.rows), np.int64) if query.copies is None else query.copies
+        copies[query.index] = number
+        most = number.max()
+        if isinstance(query, DraftQuery) and query.tree:
+            logits = logits.unflatten(1, (most, -1)).flatten(0, 1)  # a row's drafts one after the other
+            place = np.arange(most)[:, None] + most * np.arange(len(number))
+        else:
+            present = np.arange(most)[:, None] < number
+            place = present.cumsum().reshape(present.shape) - 1  # a draft of all rows after the other
+        steps = np.minimum(np.arange(count)[:, None], number - 1)
+        at[:, query.index] = total + np.take_along_axis(place, steps, 0)
+        found.append(logits)
+        total += len(logits)
+    return found[0] if len(found) == 1 else torch.cat(found), at, copies
 
 
 def rows_of_part(part: Part, chosen: np.ndarray) -> Part:

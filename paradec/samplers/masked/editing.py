@@ -17,7 +17,6 @@ from paradec.checks import check_choice, check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
 from paradec.samplers.masked.threshold import at_least
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Editing(MaskedSampler):
 
     def select(self, view: View) -> Tensor:
         sure = view.scores > self.threshold
-        return sure | best_one(view.scores) if self.least == 1 else at_least(view, sure, self.least)
+        return sure | view.best() if self.least == 1 else at_least(view, sure, self.least)
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         sure = view.quantities["confidence"] > self.editing_threshold

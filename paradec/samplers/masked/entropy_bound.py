@@ -49,5 +49,4 @@ class EntropyBound(MaskedSampler):
         before[:, 1:] = -ordered[:, :-1].cumsum(-1)
         # an end token that is to come last, or a position that may not be committed, ends the prefix
         fits = (before <= self.gamma) & (ordered > LAST)
-        fits[:, 0] = True
-        return torch.zeros_like(fits).scatter(-1, order, fits)
+        return torch.zeros_like(fits).scatter(-1, order, fits) | view.best()

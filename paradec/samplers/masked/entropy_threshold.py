@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paradec.checks import check_number
 from paradec.samplers.masked.base import MaskedSampler, View
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -40,4 +39,4 @@ class EntropyThreshold(MaskedSampler):
         check_number("threshold", self.threshold, low=0)
 
     def select(self, view: View) -> Tensor:
-        return (view.scores >= -self.threshold) | best_one(view.scores)
+        return (view.scores >= -self.threshold) | view.best()

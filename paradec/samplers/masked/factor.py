@@ -64,9 +64,10 @@ class Factor(MaskedSampler):
             passes = doubt.cumsum(-1) + doubt < 1 - self.margin
         else:
             passes = ordered >= 1 - self.factor / (rank + 1)
-        passes[:, 0] = True
+        if self.reference_last_rank:
+            passes[:, 0] = True
         prefix = passes.int().cumprod(-1).bool()
         if self.reference_last_rank:
             candidates = view.candidates.sum(-1, keepdim=True)
             prefix = prefix | (prefix.sum(-1, keepdim=True) == candidates - 1) & (rank == candidates)
-        return torch.zeros_like(prefix).scatter(-1, order, prefix)
+        return torch.zeros_like(prefix).scatter(-1, order, prefix) | view.best()

@@ -16,39 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.blocks import BlockPolicy
+from paradec.blocks import BlockPolicy, PipelinedBlocks
 from paradec.caches.base import Cache
 from paradec.checks import check_choice, check_int, shown
 from paradec.logprobs import StepLogProbs
-from paradec.protocol import Commit, Cost, MemorySpec, NotFinite, Query, Sampler
-from paradec.registry import Registry
+from paradec.protocol import Commit, MemorySpec, NotFinite, Query
 from paradec.request import Request, request_for
 from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
 from paradec.samplers.masked.commit import to_host
-from paradec.samplers.masked.draft_layout import Ahead, DraftQuery, batch_query, rows_of_part, tree_query
+from paradec.samplers.masked.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
 from paradec.samplers.masked.stopping import NEVER, first_end
+from paradec.samplers.masked.wrapped import Taken, base_sampler, own_part, picked, take
 from paradec.trace import Notes
 
 CARRIED = "carried_"
 """Before the names of what a forward found and the next drafts are made of, in the memory."""
-
-
-OWN = ("query", "propose", "commit")
-"""What a base must leave to the family."""
-
-
-@dataclass
-class Taken:
-    """One step of the base, taken from one draft. Shapes: `R` rows, `W` positions."""
-
-    proposal: MaskedProposal
-    """What the base would have proposed; its cost is that of all drafts."""
-    written: Tensor
-    """[R, W] int64: the window after it."""
-    memory: Mapping[str, Tensor]
-    """The base's memory after it, each [R, ...]."""
-    cut: Tensor | None = None
-    """[R] int64: where it cuts rows off, as `MaskedSampler.trim` says it."""
 
 
 @dataclass(kw_only=True)
@@ -152,7 +134,7 @@ class FreeDave(MaskedSampler):
         check_int("draft_steps", self.draft_steps, low=1, high=2**10)
         check_choice("draft_mode", self.draft_mode, ("batch", "tree"))
         check_choice("agreement", self.agreement, ("exact", "subset"))
-        base = _sampler(self.base)
+        base = base_sampler(self.base)
         why = None
         if base.drafts:
             why = "it drafts by itself"
@@ -160,8 +142,8 @@ class FreeDave(MaskedSampler):
             why = "it takes back what it decided"
         elif getattr(base.blocks(None), "reads_logits", False):
             why = "the logits say where its blocks end, and drafts are made before"
-        elif own := [part for part in OWN if getattr(type(base), part) is not getattr(MaskedSampler, part)]:
-            why = f"it has a `{own[0]}` of its own, so that `select` does not say what a step does"
+        elif own := own_part(base):
+            why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
         elif self.agreement == "subset" and (base.memory() or base.uses_steps or base.may_wait):
             why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
         if why is not None:
@@ -180,6 +162,11 @@ class FreeDave(MaskedSampler):
         return self.base.blocks(block_length)
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        if isinstance(blocks, PipelinedBlocks):
+            raise ValueError(
+                f"sampler 'freedave' does not work with blocks={shown(blocks)}: it drafts later steps of one block; "
+                "use paradec.FixedBlocks, or sampler='lopa'"
+            )
         self.base.check(facts, blocks, cache, longest)
 
     def start(
@@ -210,23 +197,7 @@ class FreeDave(MaskedSampler):
         """One query per part of the cache's plan, two where only some of its rows have drafts."""
         copies = self._copies(state)
         drafts = self._drafts(state, copies.max())
-        queries = []
-        for part in state.cache.plan(state):
-            several = copies[part.index] > 1
-            # what is evaluated once is written to the store as the base would write it; drafts are not
-            together = state.store is None and self.draft_mode == "batch" and several.any()
-            for chosen in [several | True] if together else [~several, several]:
-                if not chosen.any():
-                    continue
-                query = self.base.query_part(state, rows_of_part(part, chosen))
-                number = copies[query.index]
-                if number.max() == 1:
-                    queries.append(query)
-                elif self.draft_mode == "tree":
-                    queries.append(tree_query(state, query, drafts, number))
-                else:
-                    queries.append(batch_query(state, query, drafts, number))
-        return queries
+        return draft_queries(state, self.base, drafts, copies, tree=self.draft_mode == "tree")
 
     def _copies(self, state: MaskedState) -> np.ndarray:
         """[R] int64: steps to evaluate of each row, as many as its block may still take. All but those of methods that
@@ -251,50 +222,17 @@ class FreeDave(MaskedSampler):
         kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
         for steps in range(1, count):
             updates = {**kept, **found} if self.base.fuses else {}
-            taken = self._take(drafts[-1], tokens, found, updates, kept, [])
+            taken = take(self.base, drafts[-1], tokens, found, updates, kept, [])
             kept = taken.memory
             drafts.append(Ahead(state, steps, taken.written))
         return drafts
-
-    def _take(
-        self,
-        ahead: Any,
-        tokens: Tensor,
-        quantities: Mapping[str, Tensor],
-        updates: Mapping[str, Tensor],
-        memory: Mapping[str, Tensor],
-        queries: list[Query],
-    ) -> Taken:
-        """The base's step from one draft, given what was read from logits."""
-        base, window = self.base, ahead.window
-        proposal = MaskedProposal(
-            rows=window.rows,
-            values=tokens,
-            cost=Cost(queries, ahead.batch),
-            positions=window.positions,
-            scores=base._ranked(ahead, tokens, quantities),
-            available=ahead.candidates,
-            current=ahead.tokens,
-            quantities=dict(quantities),
-            updates=dict(updates),
-            made_at=ahead.commits,
-            kind="+".join(dict.fromkeys(query.kind for query in queries)),
-        )
-        if base.assesses:
-            proposal.quantities.update(base.assess(ahead, proposal))
-        view = base._view(ahead, proposal, memory, None)
-        selected = base.select(view) & ahead.candidates
-        after = {**memory, **{name: updates[name] for name in updates if name in memory}}
-        after |= base.remember(view, selected)
-        cut = base.trim(view, selected) if ahead.request.eos_early_stop else None
-        return Taken(proposal, torch.where(selected, tokens, ahead.tokens), after, cut)
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> DraftProposal:
         """The base's step from every draft. outputs: logits [R, W, V], one per query."""
         window, base = state.window, self.base
         drafted = [query for query in queries if isinstance(query, DraftQuery)]
         drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
-        logits, at, copies = self._by_draft(state, outputs, queries, len(drafts))
+        logits, at, copies = logits_by_draft(state, base, outputs, queries, len(drafts))
         kept = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
         every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
@@ -311,38 +249,11 @@ class FreeDave(MaskedSampler):
             if base.fuses:
                 here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory, ahead.tokens))
             tokens, quantities = base._read(ahead, here, every_row, None)
-            taken.append(self._take(ahead, tokens, quantities, updates, memory, queries))
+            taken.append(take(base, ahead, tokens, quantities, updates, memory, queries))
             if state.logprobs is not None:
                 taken[-1].proposal.logprobs = StepLogProbs.of_logits(plain, tokens, state.logprobs.count)
             memory = taken[-1].memory
         return DraftProposal(**vars(taken[0].proposal), drafts=drafts, taken=taken, copies=copies)
-
-    def _by_draft(
-        self, state: MaskedState, outputs: list[Tensor], queries: list[Query], count: int
-    ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        """All logits [N, W, V], where those of each draft stand in them [K, R] int64, and drafts per row [R] int64.
-
-        A row's drafts that were not evaluated point to its last one that was.
-        """
-        running = len(state.window.rows)
-        found, at, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
-        total = 0
-        for logits, query in zip(outputs, queries, strict=True):
-            logits = self.base._guided(state, logits, query)
-            number = np.ones(len(query.rows), np.int64) if query.copies is None else query.copies
-            copies[query.index] = number
-            most = number.max()
-            if isinstance(query, DraftQuery) and query.tree:
-                logits = logits.unflatten(1, (most, -1)).flatten(0, 1)  # a row's drafts one after the other
-                place = np.arange(most)[:, None] + most * np.arange(len(number))
-            else:
-                present = np.arange(most)[:, None] < number
-                place = present.cumsum().reshape(present.shape) - 1  # a draft of all rows after the other
-            steps = np.minimum(np.arange(count)[:, None], number - 1)
-            at[:, query.index] = total + np.take_along_axis(place, steps, 0)
-            found.append(logits)
-            total += len(logits)
-        return found[0] if len(found) == 1 else torch.cat(found), at, copies
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
         """As for all; and what the drafts of later steps fill in."""
@@ -396,7 +307,7 @@ class FreeDave(MaskedSampler):
         final = windows[taken - 1, index]
         last = torch.as_tensor(taken - 1, device=window.positions.device)
         for name in self.base.memory():
-            state.memory.write(name, rows, _pick([step.memory[name] for step in steps], last))
+            state.memory.write(name, rows, picked([step.memory[name] for step in steps], last))
         if self.draft_steps > 1:
             self._carry(state, rows, steps, last)
         state.count(proposal.cost)
@@ -487,7 +398,7 @@ class FreeDave(MaskedSampler):
             for kept, step in zip(found, steps, strict=True):
                 kept.update({name: value for name, value in step.proposal.updates.items() if name not in own})
         for name in found[0]:
-            value = _pick([kept[name] for kept in found], last)
+            value = picked([kept[name] for kept in found], last)
             if CARRIED + name not in memory:  # what a logits stage finds is known once it has run
                 shape = list(value.shape[1:])
                 wide = shape[:1] == [steps[0].written.shape[1]]
@@ -496,25 +407,3 @@ class FreeDave(MaskedSampler):
                     shape[0] = memory[CARRIED + "tokens"].shape[1]
                 memory[CARRIED + name] = value.new_zeros((state.batch, *shape))
             memory.write(CARRIED + name, rows, value)
-
-
-def _sampler(base: Any) -> MaskedSampler:
-    """The sampler that a setting stands for."""
-    made = base
-    try:
-        if isinstance(base, str):
-            made = Registry.by_kind["sampler"].create(base)
-        elif isinstance(base, Mapping):
-            made = Sampler.from_dict(base)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"base={shown(base)}: {error}") from error
-    if not isinstance(made, MaskedSampler):
-        raise ValueError(f"base={shown(base)} must be a masked sampler: a name, one made with settings, or its to_dict")
-    return made
-
-
-def _pick(tensors: list[Tensor], which: Tensor) -> Tensor:
-    """Of tensors [R, ...], for each row that of number `which` [R]."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.stack(tensors)[which, torch.arange(len(which), device=which.device)]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from paradec.checks import check_number
 from paradec.samplers.masked.base import LAST, MaskedSampler, View
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -54,4 +53,4 @@ class Hierarchy(MaskedSampler):
         chosen = (scores == peaks.gather(-1, run)) & (scores > low)
         if self.threshold is not None:
             chosen = chosen | (scores > self.threshold)
-        return chosen | best_one(scores)
+        return chosen | view.best(scores)

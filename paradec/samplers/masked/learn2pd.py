@@ -28,7 +28,6 @@ from paradec.samplers.masked.learn2pd_filter import (
     read_facts,
     register_filter,
 )
-from paradec.samplers.statistics import best_one
 
 __all__ = ["Learn2PD", "register_filter"]
 
@@ -122,7 +121,7 @@ class Learn2PD(MaskedSampler):
 
     def select(self, view: View) -> Tensor:
         accepted = (view.quantities["acceptance"] > self.filter_threshold) & (view.scores > LAST)
-        return accepted | best_one(view.scores)
+        return accepted | view.best()
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
         if self.eot == "none":

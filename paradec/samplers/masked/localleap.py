@@ -12,7 +12,6 @@ from torch.nn.functional import max_pool1d
 
 from paradec.checks import check_int, check_number
 from paradec.samplers.masked.base import MaskedSampler, View
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -54,4 +53,4 @@ class LocalLeap(MaskedSampler):
         anchors = scores >= self.anchor_threshold
         reach = min(self.radius, scores.shape[-1] - 1)
         near = max_pool1d(anchors.float().unsqueeze(1), 2 * reach + 1, stride=1, padding=reach).squeeze(1) > 0
-        return anchors | near & (scores >= self.relaxed_threshold) | best_one(scores)
+        return anchors | near & (scores >= self.relaxed_threshold) | view.best(scores)

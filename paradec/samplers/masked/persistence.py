@@ -17,7 +17,6 @@ from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import LAST, View
 from paradec.samplers.masked.low_confidence import LowConfidence
-from paradec.samplers.statistics import best_one
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Persistence(LowConfidence):
         scores = view.scores.masked_fill(early_end, LAST)
         scheduled = view.top(scores, view.quota)
         lasting = (scores >= self.threshold) & (self.run(view) >= self.persist)
-        return (scheduled | lasting) & (scores > LAST) | best_one(scores)
+        return (scheduled | lasting) & (scores > LAST) | view.best(scores)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         best = torch.where(view.candidates, view.quantities["best_token"], view.memory["best"])

@@ -10,7 +10,15 @@ import torch
 
 from paradec import attention as attentions
 from paradec import caches, rng
-from paradec.blocks import LONGEST_BLOCK, POLICIES, AdaptiveBlocks, BlockPolicy, FixedBlocks, WholeCanvas
+from paradec.blocks import (
+    LONGEST_BLOCK,
+    POLICIES,
+    AdaptiveBlocks,
+    BlockPolicy,
+    FixedBlocks,
+    PipelinedBlocks,
+    WholeCanvas,
+)
 from paradec.caches.base import Cache, StoredCache
 from paradec.caches.kept import plan_reuse
 from paradec.caches.table import REFUSED, verdict
@@ -20,6 +28,7 @@ from paradec.models.facts import ModelFacts
 from paradec.prompts import encode
 from paradec.protocol import Memory
 from paradec.request import Request, randomness, stop_texts
+from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState, block_counts
 from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
 from paradec.suffix import Suffix
@@ -40,6 +49,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     holes = any(mask in row for row in rows)
     new = _new_tokens(model, rows, request.max_new_tokens, holes)
     policy = block_policy(sampler, model, request.blocks, request.block_length, holes)
+    check_pipelined(sampler, policy)
     # where decoding starts, and where text begins that nothing given follows
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
     answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != mask), 0) for r in rows], np.int64)
@@ -227,6 +237,8 @@ def _named_policy(
         if isinstance(own, AdaptiveBlocks):
             return own, None
         return AdaptiveBlocks() if block_length is None else AdaptiveBlocks(length=block_length), None
+    if name == "pipelined":
+        return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
     if block_length is not None:
         raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
     return WholeCanvas(), None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec import rows as of_rows
-from paradec.blocks import BlockPolicy, Opening
+from paradec.blocks import BlockPolicy, Opening, PipelinedBlocks
 from paradec.caches.base import Cache, StoredCache, outward
 from paradec.caches.cost import advice
 from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
@@ -93,6 +93,7 @@ class MaskedState(CanvasState, State):
         self.mask_id = self.facts.mask_id
         self.branches = 2 if self.request.guidance_scale != 1.0 else 1
         self.reads_blocks = getattr(self.blocks, "reads_logits", False)
+        self.pipelined = isinstance(self.blocks, PipelinedBlocks)
         self.opening = np.zeros(self.batch, bool)
         """Rows whose block ends where this step's logits will say; until then it is all that the policy reads."""
         self._steps = np.zeros((2, self.batch), np.int64)

@@ -73,7 +73,7 @@ class Threshold(MaskedSampler):
     def select(self, view: View) -> Tensor:
         if self.quota_per_step == "least":
             return at_least(view, view.scores >= self.threshold, view.quota)
-        sure = (view.scores >= self.threshold).scatter_(-1, view.scores.argmax(-1, keepdim=True), True)
+        sure = (view.scores >= self.threshold) | view.best()
         if view.quota is None:
             return sure
         return sure & view.top(view.scores, self.granted(view))

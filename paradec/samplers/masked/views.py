@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from paradec.protocol import Proposal
+from paradec.samplers.masked.pipeline import best_of_blocks
+from paradec.samplers.statistics import best_one
 
 LAST = torch.finfo(torch.float64).min
 """Score of a candidate that is to be committed after all others."""
@@ -73,6 +75,15 @@ class View:
     [R, W] bool."""
     ends: Tensor
     """[E] int64: ids that end an answer."""
+    leading: Tensor | None = None
+    """[R, W] int64, with pipelined blocks (`paradec.PipelinedBlocks`): in blocks that must make progress, their number;
+    -1 elsewhere. None where the window is one block, which must."""
+
+    def best(self, scores: Tensor | None = None) -> Tensor:
+        """[R, W] bool: the position to commit whatever its score, the one with the highest of `scores` (None: the
+        view's), the lowest on ties; with pipelined blocks that of every block that must make progress."""
+        scores = self.scores if scores is None else scores
+        return best_one(scores) if self.leading is None else best_of_blocks(scores, self.leading, self.candidates)
 
 
 @dataclass

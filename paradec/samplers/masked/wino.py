@@ -21,7 +21,7 @@ from paradec.checks import check_int, check_number
 from paradec.protocol import MemorySpec, Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
 from paradec.samplers.masked.queries import per_branch
-from paradec.samplers.statistics import best_one, token_statistics
+from paradec.samplers.statistics import token_statistics
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Wino(MaskedSampler):
 
     def select(self, view: View) -> Tensor:
         cap = (view.candidates.sum(1) * self.cap_share).long().clamp(self.cap_low, self.cap_high)
-        return view.top(view.scores, cap) & (view.scores > self.threshold) | best_one(view.scores)
+        return view.top(view.scores, cap) & (view.scores > self.threshold) | view.best()
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         shadow = view.updates["shadow_confidence"]

@@ -12,11 +12,12 @@ import torch
 from tiny_models import MASK, everything, tiny
 
 import paradec
-from paradec import caches, samplers
+from paradec import PipelinedBlocks, caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.models.adapter import Model
 from paradec.models.facts import ModelFacts
 from paradec.protocol import Proposal, Sampler
+from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -32,12 +33,22 @@ def pairs() -> list[tuple[str, str, str]]:
         model = [model for model in models if works(sampler, "none", models[model])][-(index % 2)]
         fitting = [name for name in BIDIRECTIONAL[1:] if works(sampler, name, models[model])]
         found.append((sampler, fitting[index // 2 % len(fitting)], model))
-    return [*found, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64")]
+    delayed = [(name, "delayed", model) for name, model in zip(("credit", "threshold"), models, strict=True)]
+    return [*found, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64"), *delayed]
 
 
 def works(sampler: str, cache: str, prediction: str) -> bool:
     facts = ModelFacts(vocab_size=2, prediction=prediction)
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
+
+
+def pipelines(name: str) -> bool:
+    """Whether a sampler works in several open blocks at once."""
+    try:
+        check_pipelined(samplers.create(name), PipelinedBlocks(3))
+    except ValueError:
+        return False
+    return True
 
 
 PAIRS = pairs()
@@ -46,8 +57,9 @@ NEW = 8
 
 
 def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict]]:
-    """(prompts, request) of a pair: greedy and drawn, one of them with guidance; all else differs from pair to pair. No
-    prompt stands there twice, since copies of one draw different numbers."""
+    """(prompts, request) of a pair: greedy and drawn, one of them with guidance, and where the sampler works there with
+    pipelined blocks; all else differs from pair to pair. No prompt stands there twice, since copies of one draw
+    different numbers."""
     draw = random.Random(f"{name} {cache} {model}")
     found = []
     guided = draw.choice((0.0, 0.8))
@@ -64,6 +76,12 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
             "eos_early_stop": draw.random() < 0.5,
         }
         found.append((rows, request))
+    if pipelines(name) and (cache, model) != ("none", "dream64"):
+        rows, request = found[draw.randrange(2)]
+        policy = PipelinedBlocks(
+            draw.choice((2, 3)), add=draw.choice((0, 0.3, 0.6)), full=0.5, forced=draw.choice(("first", "active"))
+        )
+        found.append((rows, request | {"blocks": policy, "block_length": None}))
     return found
 
 

@@ -1,0 +1,73 @@
+"""Delayed block cache: a full block is kept once it has been full for some steps, in which whole rows are evaluated.
+
+"d3LLM", arXiv 2601.07568, and its generation code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paradec.caches.base import RangeCache, outward
+from paradec.canvas import CanvasState
+from paradec.checks import check_int
+
+
+@dataclass(frozen=True)
+class DelayedCache(RangeCache):
+    """Steps evaluate a row from the end of what is kept to its own end. A full block with nothing undecided left of it
+    waits `cache_delay_iter` steps, and whole rows are evaluated while it waits; the step after that evaluates it for
+    the last time. The prompt waits as well: it is evaluated in the first `cache_delay_iter` steps.
+
+    Made for blocks of which several are open (`paradec.PipelinedBlocks`): the tokens of a block that has just been
+    filled still change its neighbours' keys and values. Works with all blocks.
+
+    Args:
+        cache_delay_iter: steps that a full block waits, at least 1; the published scripts have 1 and 2.
+        refresh_interval: whole rows every so many steps of a row as well, unless a block is kept in that step; 10000,
+            the code's default, is never.
+
+    Approximate for bidirectional models: what is kept does not see what is decided later. The code for Dream stores, in
+    a whole step, blocks that still wait and counts them as not stored, so that later calls attend to them twice; here
+    there is one length, as in the code for LLaDA. For models that predict shifted, the position left of the first
+    undecided block is evaluated too; the public code uses the logits of the wrong position there.
+    """
+
+    cache_delay_iter: int = 1
+    refresh_interval: int = 10000
+
+    name = "delayed"
+    paper = "d3LLM"
+    arxiv = "2601.07568"
+    summary = "keeps full blocks after some whole steps; evaluates the rest of the row"
+    exact_on = ("block_causal",)
+    exact_when = "the model has one layer"
+    steady = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("cache_delay_iter", self.cache_delay_iter, low=1, high=2**10)
+        check_int("refresh_interval", self.refresh_interval, low=1, high=2**31 - 1)
+
+    def begin(self, state: CanvasState) -> np.ndarray:
+        """[B, 1 + delay] int64: how much is kept; then where what was full ended before the last step, the one before
+        that, ..."""
+        return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
+
+    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+        rows, kept = state.window.rows, state.cache_state
+        kept[rows, 0] = np.maximum(kept[rows, 0], np.where(self.refreshes(state, rows), 0, kept[rows, -1]))
+        kept[rows, 2:] = kept[rows, 1:-1]
+        kept[rows, 1] = state.block_start[rows]
+
+    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        steps, kept = state.row_step[rows], state.cache_state[rows]
+        keeps = kept[:, -1] > kept[:, 0]  # a block has waited long enough
+        waits = state.block_start[rows] > kept[:, -1]
+        due = (steps + 1) % self.refresh_interval == 0
+        fresh: np.ndarray = (steps < self.cache_delay_iter) | ~keeps & (waits | due)
+        return fresh
+
+    def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return outward(state, state.cache_state[rows, 0], state.length[rows])

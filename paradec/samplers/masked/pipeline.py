@@ -1,0 +1,160 @@
+"""Several open blocks in one window (`paradec.PipelinedBlocks`): which must make progress, and how the window moves.
+
+The window of a row reaches from the start of its first block with something undecided to the end of the last block that
+was added. Which of these blocks are fully active follows from the canvas: nothing is kept but the two ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.blocks import PipelinedBlocks
+from paradec.checks import shown
+from paradec.samplers.masked.stopping import NEVER, EndOfText
+
+
+def check_pipelined(sampler: Any, policy: Any) -> None:
+    """Raise ValueError where a sampler cannot work in several blocks at once."""
+    if not isinstance(policy, PipelinedBlocks):
+        return
+    why = None
+    if sampler.revises:
+        why = "it takes back what it decided in one open block"
+    elif sampler.assesses or sampler.shadows:
+        why = "it judges one block at a time"
+    elif sampler.uses_steps:
+        why = "its schedule is of one block after the other"
+    if why is not None:
+        raise ValueError(
+            f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: {why}; use paradec.FixedBlocks, or a "
+            "rule without a schedule, e.g. sampler='threshold'"
+        )
+
+
+def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
+    """[R, W] int64: the blocks that positions stand in, counted from the one that begins at `block_start` [R, 1]."""
+    first = 0 if policy.align == "absolute" else prompt_length
+    return (positions - first) // policy.length - (block_start - first) // policy.length
+
+
+def leading_blocks(state: Any, current: Tensor) -> Tensor:
+    """[R, W] int64: for positions in blocks that must make progress, the number of the block; -1 for others.
+
+    Args:
+        current: [R, W] int64: what the state's window holds.
+    """
+    numbers, totals = state.while_blocks_stand("pipeline", lambda: _numbers(state))
+    if state.blocks.forced == "first":
+        return torch.where(numbers == 0, 0, -1)
+    undecided = (current == state.mask_id) & (numbers >= 0)
+    left = torch.zeros_like(totals).scatter_add_(1, numbers.clamp(min=0), undecided.long())
+    # of a block in which nothing was to be decided, all is
+    share = (totals - left) / totals.clamp(min=1) + (totals == 0)
+    active = torch.ones_like(left, dtype=torch.bool)
+    active[:, 1:] = share[:, :-1] >= state.blocks.full
+    return torch.where((numbers >= 0) & active.gather(1, numbers.clamp(min=0)), numbers, -1)
+
+
+def _numbers(state: Any) -> tuple[Tensor, Tensor]:
+    """[R, W] int64, each position's block, -1 outside the open ones; and [R, K] int64, how many positions of each block
+    were to be decided."""
+    window, policy = state.window, state.blocks
+    rows, positions = window.rows, window.host_positions
+    start, end = state.block_start[rows, None], state.block_end[rows, None]
+    numbers = block_numbers(policy, positions, start, state.prompt_length[rows, None])
+    inside = (positions >= start) & (positions < end)
+    if window.host_valid is not None:
+        inside &= window.host_valid
+    numbers = np.where(inside, numbers, -1)
+    totals = np.zeros((len(rows), int(numbers.max()) + 1), np.int64)
+    row, column = inside.nonzero()
+    at = positions[row, column]
+    began = state._masks_before[rows[row]]
+    masks = np.take_along_axis(began, at[:, None] + 1, 1) - np.take_along_axis(began, at[:, None], 1)
+    np.add.at(totals, (row, numbers[row, column]), masks[:, 0])
+    device = state.canvas.device
+    return torch.as_tensor(numbers, device=device), torch.as_tensor(totals, device=device)
+
+
+def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
+    """[R, W] bool: the candidate with the highest score of each block that `leading` [R, W] numbers (-1: of none), the
+    lowest position on ties."""
+    within = candidates & (leading >= 0)
+    count = scores.shape[1]
+    block = leading.clamp(min=0)
+    own = scores.masked_fill(~within, -torch.inf)
+    highest = torch.full_like(own, -torch.inf).scatter_reduce(1, block, own, "amax")
+    best = within & (own == highest.gather(1, block))
+    column = torch.arange(count, device=scores.device).expand_as(block)
+    first = torch.full_like(block, count).scatter_reduce(1, block, torch.where(best, column, count), "amin")
+    return best & (column == first.gather(1, block))
+
+
+def with_progress(selected: Tensor, view: Any) -> Tensor:
+    """The selection [R, W] bool; in blocks that must make progress and have none selected, with the best candidate."""
+    leading = view.leading
+    block = leading.clamp(min=0)
+    there = (selected & (leading >= 0)).long()
+    has = torch.zeros_like(block).scatter_add_(1, block, there).gather(1, block) > 0
+    return selected | best_of_blocks(view.scores, torch.where(has, -1, leading), view.candidates)
+
+
+def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
+    """Move the windows [R, W], which hold `tokens` now: full blocks in front leave, and the next block is added where
+    the last one is decided far enough. Returns whether any window is another one.
+
+    Args:
+        ends: where stop rules end rows, as `StopRule` says it: these stay.
+    """
+    window, policy = state.window, state.blocks
+    rows, positions = window.rows, window.host_positions
+    end = state.block_end[rows]
+    undecided = (tokens == state.facts.mask_id) & (positions < end[:, None])
+    if window.host_valid is not None:
+        undecided &= window.host_valid
+    stays = ~undecided.any(1)  # the whole window is full: the next block opens as any does
+    if ends is not None:
+        stays |= ends < NEVER
+    start, prompt = state.block_start[rows], state.prompt_length[rows]
+    first = positions[np.arange(len(rows)), undecided.argmax(1)]
+    origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
+    begins = np.maximum((first - origin) // policy.length * policy.length + origin, start)
+    gone = np.where(stays, 0, begins - start)
+    # the last block: its start, and what of it was to be decided and is left
+    last = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
+    total = state._masks_before[rows, end] - state._masks_before[rows, last]
+    left = (undecided & (positions >= last[:, None])).sum(1)
+    adds = ~stays & (total - left >= policy.add * total) & (end < state.length[rows]) & ~_ended(state, tokens)
+    moved = (gone > 0) | adds
+    if not moved.any():
+        return False
+    state.memory.shift("window", rows[gone > 0], gone[gone > 0])
+    state.block_start[rows] += gone
+    state.block_step[rows[gone > 0]] = 0
+    adding = rows[adds]
+    while len(adding):  # what was given whole is passed over
+        before = state.block_end[adding]
+        state.block_end[adding] = policy.open(before, state.prompt_length[adding], state.length[adding])
+        masks = state._masks_before[adding, state.block_end[adding]] - state._masks_before[adding, before]
+        state.remaining[adding] += masks
+        adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
+    began = state._masks_before[rows, state.block_end[rows]] - state._masks_before[rows, state.block_start[rows]]
+    state.masks_at_open[rows] = np.where(moved, began, state.masks_at_open[rows])
+    return True
+
+
+def _ended(state: Any, tokens: np.ndarray) -> np.ndarray:
+    """[R] bool: rows whose window [R, W] holds an end of the text. What stands behind it will not be read."""
+    window = state.window
+    rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)
+    if rule is None:
+        return np.zeros(len(tokens), bool)
+    found = np.isin(tokens, list(rule.ids)) & (window.host_positions >= state.answer_start[window.rows, None])
+    if window.host_valid is not None:
+        found &= window.host_valid
+    ended: np.ndarray = found.any(1)
+    return ended

@@ -1,0 +1,334 @@
+"""Several open blocks: against plain loops and `FixedBlocks`, and where they meet the rest of a request. What holds for
+every sampler and cache is in `test_masked_properties`, the traces of the public codes in `test_traces_pipelined`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import MASK, VOCAB, tiny
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import paradec
+from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
+from paradec.models.adapter import Model
+from paradec.protocol import MemorySpec
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
+
+ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2)
+
+
+def commits(out: Any) -> list[list[tuple]]:
+    return [sorted(entry[:3] for entry in step.commits) for step in out.trace.steps]
+
+
+def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
+    asked = {"max_new_tokens": 12, "eos_early_stop": False, "trace": True, "seed": 3}
+    return paradec.generate(model, rows, **asked | request)
+
+
+# ---- which blocks are open ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forced", ["first", "active"])
+@pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
+@pytest.mark.parametrize("sampler", ["threshold", "credit", "factor"])
+def test_full_blocks_alone_are_fixed_blocks(sampler: str, cache: str, forced: str, model: Model) -> None:
+    """Step by step, with an end of text too."""
+    for request in ({"temperature": 0.7}, {"eos_early_stop": True}):
+        ours, theirs = (
+            decode(model, sampler=sampler, cache=cache, blocks=blocks, **request)
+            for blocks in (PipelinedBlocks(4, add=1, full=1, forced=forced), FixedBlocks(4))
+        )
+        assert commits(ours) == commits(theirs)
+        assert ours.row_nfe == theirs.row_nfe and torch.equal(ours.sequences, theirs.sequences)
+        assert [step.blocks for step in ours.trace.steps] == [step.blocks for step in theirs.trace.steps]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
+    """Where the window begins and ends before every step, with holes, and which blocks must make progress."""
+    draw = random.Random(seed)
+    model = tiny(1, seed=seed)
+    policy = PipelinedBlocks(
+        draw.choice((2, 3, 4)),
+        align=draw.choice(("prompt", "absolute")),
+        add=draw.choice((0, 0.3, 0.5, 1)),
+        full=draw.choice((0, 0.5, 1)),
+        forced=draw.choice(("first", "active")),
+    )
+    rows = [[draw.choice((MASK, 5)) if i > 2 else 7 for i in range(draw.randint(3, 12))] for _ in range(3)]
+    sampler = samplers.create("threshold", threshold=0.3)
+    state = sampler.start(model, rows, max_new_tokens=9, blocks=policy, eos_early_stop=False)
+    began = state.canvas.clone()
+    last: dict[int, int] = {}
+    several = False
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(model, state)
+            view = sampler._view(state, proposal, {}, None)
+            for at, row in enumerate(state.window.rows.tolist()):
+                first, length = int(state.prompt_length[row]), int(state.length[row])
+                origin = first if policy.align == "prompt" else 0
+                cells: dict[int, list[int]] = {}
+                for position in range(first, length):
+                    cells.setdefault((position - origin) // policy.length, []).append(position)
+                masks = {b: [p for p in own if state.canvas[row, p] == MASK] for b, own in cells.items()}
+                total = {b: sum(began[row, p].item() == MASK for p in own) for b, own in cells.items()}
+                opened = last.get(row, -1)
+                full = all(not masks[b] for b in cells if b <= opened)
+                added = {p for b in cells if b <= opened for p in cells[b]}
+                if full or len(masks[opened]) <= (1 - policy.add) * total[opened]:
+                    opened = next((b for b in cells if b > opened and total[b]), max(cells))
+                last[row] = opened
+                start = next(b for b in cells if masks[b])
+                assert state.block_start[row] == cells[start][0]
+                assert state.block_end[row] == cells[opened][-1] + 1
+                several |= opened > start and bool(added)
+                leading = {start}
+                if policy.forced == "active":
+                    share = {b: 1 - len(masks[b]) / total[b] if total[b] else 1.0 for b in cells}
+                    leading |= {b for b in cells if start < b <= opened and share[b - 1] >= policy.full}
+                found = {int(p) for p in state.window.positions[at][view.leading[at] >= 0]}
+                assert found == {p for b in leading for p in cells[b]}
+            sampler.commit(state, proposal)
+    assert several == (policy.add < 1)
+
+
+def test_the_best_of_blocks_by_hand() -> None:
+    """Equal scores go to the lower position; blocks that are not to move, and positions that are no candidates, get
+    nothing; blocks that have something selected no more."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        scores = torch.randint(3, (2, 9), generator=generator).double() / 2
+        candidates = torch.rand((2, 9), generator=generator) < 0.6
+        leading = torch.arange(9).div(3, rounding_mode="floor").repeat(2, 1)
+        leading[torch.rand((2, 3), generator=generator).repeat_interleave(3, 1) < 0.4] = -1
+        selected = candidates & (torch.rand((2, 9), generator=generator) < 0.2)
+        best, moved = set(), {tuple(place) for place in selected.nonzero().tolist()}
+        for row in range(2):
+            for block in range(3):
+                own = [c for c in range(3 * block, 3 * block + 3) if candidates[row, c] and leading[row, c] >= 0]
+                if own:
+                    top = max(own, key=lambda c, row=row: (float(scores[row, c]), -c))
+                    best.add((row, top))
+                    if not any(selected[row, c] for c in own):
+                        moved.add((row, top))
+        view = SimpleNamespace(scores=scores, leading=leading, candidates=candidates)
+        assert {tuple(place) for place in best_of_blocks(scores, leading, candidates).nonzero().tolist()} == best
+        assert {tuple(place) for place in with_progress(selected, view).nonzero().tolist()} == moved
+
+
+def test_nothing_opens_behind_an_end() -> None:
+    """Once an end of the text is decided no block is added, and the row ends when nothing before it is undecided."""
+    often = tuple(range(0, 40, 4))
+    always = tiny(1, ends=often)
+    ended = 0
+    sampler = samplers.create("threshold", threshold=0.9)
+    rows = [[i, i + 1] for i in range(12)]
+    state = sampler.start(always, rows, max_new_tokens=24, blocks=PipelinedBlocks(4, add=0.2))
+    with torch.inference_mode():
+        while not state.done:
+            before, running = state.block_end.copy(), state.running.copy()
+            sampler.commit(state, sampler.step(always, state))
+            for row in np.flatnonzero(running & state.running):
+                answer = state.canvas[row, state.prompt_length[row] : before[row]]
+                if any(int(token) in often for token in answer):
+                    ended += 1
+                    assert state.block_end[row] == before[row]
+    assert ended > 5 and state.stopped.all()
+
+
+class Flat(nn.Module):
+    """All words alike everywhere, or as surer the later a position stands."""
+
+    def __init__(self, slope: float):
+        super().__init__()
+        self.slope = slope
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = torch.zeros(*input_ids.shape, VOCAB, dtype=torch.float64)
+        logits[..., 7] = self.slope * torch.arange(1, input_ids.shape[1] + 1)
+        return logits
+
+
+def test_ties_and_the_order_of_blocks() -> None:
+    """All alike: the lowest position of the first open block. Surer to the right: still one of the first block, though
+    all later ones are surer."""
+    for slope, order in ((0.0, [1, 2, 3, 4, 5, 6, 7, 8]), (0.01, [4, 3, 2, 1, 8, 7, 6, 5])):
+        flat = paradec.wrap(Flat(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
+        out = decode(flat, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
+        assert [position for step in out.trace.steps for _, position, *_ in step.commits] == order
+
+
+# ---- memory that moves along ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Witness(MaskedSampler):
+    """Remembers of every place of the window which position it was, and in how many steps it has been a candidate."""
+
+    threshold: float = 0.25
+
+    name = "witness"
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {
+            "at": MemorySpec(("window",), torch.int64, fill=-1),
+            "seen": MemorySpec(("window", 2), torch.int64),
+        }
+
+    def select(self, view: View) -> Tensor:
+        known = view.memory["at"] >= 0
+        assert (view.memory["at"] == view.positions)[known & view.candidates].all()
+        assert (view.memory["seen"][..., 1][~known] == 0).all()
+        return (view.scores >= self.threshold) | view.best()
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        seen = view.memory["seen"] + view.candidates.long().unsqueeze(-1)
+        return {"at": torch.where(view.candidates, view.positions, view.memory["at"]), "seen": seen}
+
+
+def test_what_is_remembered_stays_with_its_position(model: Model) -> None:
+    sampler = Witness()
+    state = sampler.start(model, ROWS, max_new_tokens=16, blocks=PipelinedBlocks(3, add=0.3), eos_early_stop=False)
+    moved = 0
+    with torch.inference_mode():
+        while not state.done:
+            start = state.block_start.copy()
+            proposal = sampler.step(model, state)
+            sampler.commit(state, proposal)
+            moved += int((state.block_start > start)[state.running].sum())
+    assert moved > 2
+
+
+# ---- the rest of a request ------------------------------------------------------------------------------------------
+
+
+def test_caches_that_are_exact_on_block_causal_models() -> None:
+    for length in (2, 4, 8):
+        model, blocks = tiny(2, "block_causal"), PipelinedBlocks(length, add=0.3)
+        plain, *others = (
+            decode(model, cache=cache, blocks=blocks, sampler=samplers.create("threshold", threshold=0.3))
+            for cache in ("none", "block", "dual", "prefix", "delayed")
+        )
+        assert any(len({entry[1] // length for entry in step.commits}) > 1 for step in plain.trace.steps)
+        for out in others:
+            assert commits(out) == commits(plain)
+
+
+def test_holes_guidance_and_stop_rules(model: Model) -> None:
+    """What was given stays, all holes are filled; guidance of 1 is none; texts that stop and Prophet end rows."""
+    blocks = PipelinedBlocks(3, add=0.3)
+    row = [1, 2, MASK, MASK, 5, 5, 5, 5, 5, 5, 5, MASK, 6, MASK]
+    out = decode(model, [row, [3, MASK]], blocks=blocks, max_new_tokens=4)
+    filled = out.sequences[0].tolist()
+    assert MASK not in filled and all(old in (new, MASK) for old, new in zip(row, filled, strict=False))
+    plain, none = (decode(model, blocks=blocks, guidance_scale=scale) for scale in (1.0, 1))
+    assert commits(plain) == commits(none) and plain.row_forwards == sum(plain.row_nfe)
+    guided = decode(model, blocks=blocks, guidance_scale=1.5)
+    assert guided.row_forwards == 2 * sum(guided.row_nfe)
+    ended = decode(model, blocks=blocks, stop=paradec.Prophet(gaps=(0.0, 0.0, 0.0), answer=range(4)))
+    assert ended.nfe == 1 and not (ended.sequences == MASK).any()
+
+
+def test_streamed_ids_are_in_order_and_final(model: Model) -> None:
+    """Tokens become final out of order; what is put is the text from its beginning, and does not change."""
+    put: list[int] = []
+    streamer = SimpleNamespace(put=lambda ids: put.extend(ids.flatten().tolist()), end=lambda: None)
+    out = decode(model, [[1, 2, 3]], blocks=PipelinedBlocks(3, add=0.3), streamer=streamer)
+    assert put == out.sequences[0].tolist()
+    written = [position for step in out.trace.steps for _, position, *_ in step.commits]
+    assert written != sorted(written)
+
+
+def test_rows_that_are_refilled_are_those_of_generate(model: Model) -> None:
+    request = {"blocks": PipelinedBlocks(3, add=0.3), "max_new_tokens": 10, "seed": 4, "sampler": "credit"}
+    rows = [[i + 1, *[2] * (i % 3)] for i in range(7)]
+    for cache in ("none", "delayed"):
+        whole = paradec.generate(model, rows, cache=cache, **request)
+        many = list(paradec.generate_many(model, rows, batch_size=2, cache=cache, **request))
+        assert [out.new_tokens[0].tolist() for out in many] == [ids.tolist() for ids in whole.new_tokens]
+        assert [out.nfe for out in many] == whole.row_nfe
+
+
+def test_states_and_settings_can_be_copied(model: Model) -> None:
+    blocks = PipelinedBlocks(3, add=0.3, full=0.5, forced="active")
+    for kind in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        assert kind(blocks) == blocks
+    sampler = samplers.create("credit")
+    state = sampler.start(model, ROWS, max_new_tokens=12, blocks=blocks, cache="delayed", eos_early_stop=False)
+    with torch.inference_mode():
+        for _ in range(3):
+            sampler.commit(state, sampler.step(model, state))
+        others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+        for each in (state, *others):
+            while not each.done:
+                sampler.commit(each, sampler.step(model, each))
+    assert all(torch.equal(state.canvas, other.canvas) for other in others)
+
+
+def test_requests_are_saved_and_read(tmp_path: Any) -> None:
+    request = paradec.Request(blocks=PipelinedBlocks(8, add=0.5, full=0.9, forced="active"))
+    request.save(tmp_path / "request.preset")
+    assert paradec.Request.load(tmp_path / "request.preset") == request
+    assert paradec.Request(**paradec.Request.from_dict(json.loads(json.dumps(request.to_dict())))) == request
+
+
+def test_the_command_line() -> None:
+    asked = ["generate", "Sort: pear fig apple", "--blocks", "pipelined", "--block-length", "4", "--json"]
+    for more in ([], ["--block-add", "0.5", "--block-full", "0.9"]):
+        done = CliRunner().invoke(cli.app, asked + more)
+        assert done.exit_code == 0 and "apple fig pear" in done.stdout
+    bad = CliRunner().invoke(cli.app, ["generate", "Sort: pear fig apple", "--block-add", "0.5"])
+    assert bad.exit_code != 0 and "--block-add goes with --blocks pipelined --block-length N" in bad.output
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        ("low_confidence", "its schedule is of one block after the other"),
+        ("klass", "its schedule is of one block after the other"),
+        ("freedave", "it drafts later steps of one block"),
+        ("editing", "it takes back what it decided in one open block"),
+        ("saber", "it takes back what it decided in one open block"),
+        ("wino", "it takes back what it decided in one open block"),
+        ("learn2pd", "it judges one block at a time"),
+    ],
+)
+def test_samplers_that_cannot_are_refused(sampler: str, why: str, model: Model) -> None:
+    with pytest.raises(ValueError, match=f"sampler '{sampler}' does not work with blocks=PipelinedBlocks.*: {why}"):
+        decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"length": 0}, "length=0 must be an integer from 1"),
+        ({"length": 4, "add": 1.5}, r"add=1.5 must be a number in \[0, 1\]"),
+        ({"length": 4, "full": -1}, r"full=-1 must be a number in \[0, 1\]"),
+        ({"length": 4, "forced": "all"}, "unknown forced: 'all'; allowed: active, first"),
+        ({"length": 4, "align": "left"}, "unknown align: 'left'"),
+    ],
+)
+def test_settings_out_of_range(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelinedBlocks(**settings)

@@ -1,0 +1,294 @@
+"""Traces of several open blocks, replayed in float64: d3LLM's decoding without and with its delayed cache, and D2F's.
+
+Every forward evaluates and commits what the reference's does. What differs, and is put back here:
+- d3LLM's code for LLaDA also commits the surest position of all open blocks, whatever its score (`SurestOfAll`). A
+  plain loop with that quirk makes the reference's calls, and without it ours.
+- d3LLM stops early by filling what lies behind a decided end of text (`fill_behind_end`); ours opens no block there,
+  and leaves what is open as it is, as D2F does. The positions filled are not compared: the reference writes some of
+  them several times.
+- Its cached calls for Dream read the first position's logits from the wrong column (`own_column`), and after some whole
+  calls attend to a region twice ("duplicated_keys", left out).
+- D2F's blocks see earlier blocks only, counted from the prompt's end (`PromptBlocks`). Its cache of full blocks is
+  exact then, and whole rows are evaluated here. Behind the last block that it opened there is nothing to compare.
+
+`rng="reference"` keeps the mask's own probability in the distribution, as these codes do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from replay import load_trace, trace_names
+from torch import Tensor, nn
+
+import paradec
+from paradec import PipelinedBlocks, samplers
+from paradec.caches.base import Part, spans
+from paradec.caches.delayed import DelayedCache
+from paradec.models.adapter import Model
+from paradec.protocol import Commit, Query
+from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
+from paradec.samplers.masked.entropy_threshold import EntropyThreshold
+from paradec.samplers.masked.queries import part_query
+from paradec.samplers.masked.threshold import Threshold
+from paradec.samplers.statistics import best_one
+
+D3LLM = trace_names("d3llm")
+D2F = trace_names("d2f")
+NUMBERS = [pytest.param((2,), id="one"), pytest.param(tuple(range(8)), id="all", marks=pytest.mark.full)]
+"""Which cases of a file; `-m full` replays all."""
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+
+LOOPED = [name for name in D3LLM if "/mb_" in name and "_stop" not in name]
+
+
+def test_all_traces_are_there() -> None:
+    assert len(D3LLM) == 20 and len(D2F) == 20
+
+
+def model_of(request: pytest.FixtureRequest, trace: dict) -> Model:
+    return request.getfixturevalue(trace["model"].removesuffix("-tiny") + "64")
+
+
+# ---- what the references do and ours does not -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SurestOfAll(EntropyThreshold):
+    """The lowest entropy of all open blocks too."""
+
+    name = "surest_of_all"
+
+    def select(self, view: View) -> Tensor:
+        return super().select(view) | best_one(view.scores)
+
+
+def own_column(state: MaskedState, part: Part) -> Query:
+    """The call of a part whose first position has no neighbour to the left: it reads its own column's logits."""
+    return part_query(state, part).but(available=None)
+
+
+class WithoutLeft(DelayedCache):
+    """Nothing left of what is kept is evaluated."""
+
+    def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> list[Part]:
+        start, stop = self.range(state, state.window.rows[chosen])
+        return spans(state, chosen, start, stop, "window", most)
+
+
+def fill_behind_end(state: MaskedState) -> None:
+    """Behind the first decided end of the text, all is end. One row."""
+    (end,), canvas = state.facts.eos_token_ids, state.canvas[0]
+    first = int(state.prompt_length[0])
+    found = (canvas[first:] == end).nonzero()
+    if not len(found) or state.done:
+        return
+    behind = torch.arange(len(canvas)) > first + int(found[0])
+    canvas[behind] = end
+    left = int((canvas == state.mask_id).sum())
+    state.decided[0] += int(state.total[0]) - int(state.decided[0]) - left
+    state.remaining[0] = left
+    if not left:
+        state.block_end[0] = state.length[0]
+        state.close(state.window.rows, None)
+
+
+def d3llm_sampler(trace: dict) -> EntropyThreshold:
+    """The rule with the quirks of its file."""
+    llada, stops = trace["model"] == "llada-tiny", trace["settings"].get("early_stop")
+
+    class Quirky(SurestOfAll if llada else EntropyThreshold):  # type: ignore[misc]
+        def query_part(self, state: MaskedState, part: Part) -> Query:
+            return super().query_part(state, part) if llada or state.store is None else own_column(state, part)
+
+        def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
+            done = super().commit(state, proposal)
+            if stops:
+                fill_behind_end(state)
+            return done
+
+    return Quirky(threshold=trace["settings"]["threshold"])
+
+
+def cache_of(trace: dict) -> Any:
+    settings = trace["settings"]
+    if "cache_delay_iter" not in settings:
+        return "none"
+    kind = DelayedCache if trace["model"] == "llada-tiny" else WithoutLeft
+    return kind(settings["cache_delay_iter"], settings["refresh_interval"])
+
+
+def blocks_of(trace: dict, forced: str = "first") -> Any:
+    settings = trace["settings"]
+    if "block_add_threshold" not in settings:
+        return paradec.FixedBlocks(settings["block_size"])
+    add, full = settings["block_add_threshold"], settings["decoded_token_threshold"]
+    return PipelinedBlocks(settings["block_size"], add=add, full=full, forced=forced)
+
+
+class PromptBlocks(nn.Module):
+    """A model whose blocks see themselves and earlier ones, counted from the end of a prompt of so many tokens."""
+
+    def __init__(self, inner: nn.Module, prompt: int, block: int):
+        super().__init__()
+        self.inner, self.prompt, self.block = inner, prompt, block
+        self.config = SimpleNamespace(vocab_size=inner.config.vocab_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        size = input_ids.shape[1]
+        block = ((torch.arange(size) - self.prompt) // self.block).clamp(min=-1)
+        visible = (block[:, None] >= block)[None, None].expand(len(input_ids), 1, size, size)
+        return self.inner(input_ids=input_ids, attention_mask=visible, use_cache=False).logits
+
+
+@dataclass(frozen=True)
+class D2FRule(Threshold):
+    """What passes by its probability; where something must, the best by the sampling strategy."""
+
+    strategy: str = "confidence"
+
+    name = "d2f_rule"
+    reads = ("confidence", "margin")
+
+    def select(self, view: View) -> Tensor:
+        return (view.scores >= self.threshold) | view.best(view.quantities[self.strategy])
+
+
+# ---- replays --------------------------------------------------------------------------------------------------------
+
+
+def calls_of(out: Any) -> list[tuple[int, list[tuple[int, int]]]]:
+    """What each of our calls evaluated, and its (position, token)."""
+    return [(step.forwarded[0], sorted(entry[1:3] for entry in step.commits)) for step in out.trace.steps]
+
+
+def their_calls(case: dict) -> list[tuple[int, list[tuple[int, int]]]]:
+    return [(step["input_shape"][1], sorted(tuple(entry[1:]) for entry in step["commit"])) for step in case["steps"]]
+
+
+def decode(model: Model, case: dict, **request: Any) -> Any:
+    (prompt,) = case["prompt_ids"]
+    new = len(case["final_ids"][0]) - len(prompt)
+    asked: dict[str, Any] = {"rng": "reference", "trace": True, "eos_early_stop": False} | request
+    return paradec.generate(model, [prompt], max_new_tokens=new, **asked)
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", D3LLM)
+def test_d3llm(name: str, numbers: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    model, sampler = model_of(request, trace), d3llm_sampler(trace)
+    cases = [trace["cases"][number] for number in numbers]
+    cases = [case for case in cases if not case["extra"].get("duplicated_keys")]
+    if trace["model"] == "llada-tiny":
+        assert len(cases) == len(numbers)
+    for case in cases:
+        assert case["fp64_same"]
+        out = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace))
+        ours, theirs = calls_of(out), their_calls(case)
+        if trace["settings"].get("early_stop"):
+            final, ends = case["final_ids"][0], trace["eos_id"]
+            first = len(case["prompt_ids"][0])
+            end = final.index(ends, first) if ends in final[first:] else len(final)
+            ours, theirs = (
+                [(size, [entry for entry in commits if entry[0] <= end]) for size, commits in calls]
+                for calls in (ours, theirs)
+            )
+        assert ours == theirs
+        assert out.sequences[0].tolist() == case["final_ids"][0]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("name", D2F)
+def test_d2f(name: str, numbers: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    trace = load_trace(name)
+    settings, inner = trace["settings"], model_of(request, trace)
+    strategy = {"margin_confidence": "margin"}.get(settings.get("sampling_strategy"), "confidence")
+    for case in (trace["cases"][number] for number in numbers):
+        assert case["fp64_same"]
+        blocks = PromptBlocks(inner.module, len(case["prompt_ids"][0]), settings["block_size"])
+        model = paradec.wrap(
+            blocks,
+            mask_token_id=trace["mask_id"],
+            eos_token_id=trace["eos_id"],
+            prediction=inner.facts.prediction,
+            topology="bidirectional",
+        )
+        out = decode(
+            model,
+            case,
+            sampler=D2FRule(settings["skip_threshold"], strategy=strategy),
+            blocks=blocks_of(trace, forced="active"),
+            eos_early_stop=not settings.get("ignore_eos", False),
+        )
+        opened = case["extra"]["returned_length"]
+        theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
+        assert [commits for _, commits in calls_of(out)] == theirs
+        assert out.sequences[0].tolist() == case["final_ids"][0]
+
+
+# ---- a plain loop ---------------------------------------------------------------------------------------------------
+
+
+def pipelined_loop(model: Model, case: dict, settings: dict, surest_of_all: bool) -> list[list[tuple[int, int]]]:
+    """One row of d3LLM's decoding without a cache, in plain Python: what each call commits."""
+    (prompt,), mask = case["prompt_ids"], model.facts.mask_id
+    size, new = settings["block_size"], settings["gen_length"]
+    ids = [*prompt, *[mask] * new]
+    blocks = [range(at, at + size) for at in range(len(prompt), len(ids), size)]
+    opened, calls = 1, []
+
+    def share(block: range) -> float:
+        return sum(ids[i] != mask for i in block) / size
+
+    while mask in ids:
+        active = [b == 0 or share(blocks[b - 1]) >= settings["decoded_token_threshold"] for b in range(opened)]
+        if opened < len(blocks) and share(blocks[opened - 1]) >= settings["block_add_threshold"] and calls:
+            active.append(share(blocks[opened - 1]) >= settings["decoded_token_threshold"])
+            opened += 1
+        with torch.no_grad():
+            logits = model.module(input_ids=torch.tensor([ids]), attention_mask=EVERYTHING, use_cache=False).logits[0]
+        if model.facts.shift:
+            logits = torch.cat((logits[:1], logits[:-1]))
+        p = logits.softmax(-1)
+        entropy = (-p * (p + 1e-12).log()).sum(-1).tolist()
+        logits[:, mask] = -torch.inf
+        masks = [i for block in blocks[:opened] for i in block if ids[i] == mask]
+        chosen = {i for i in masks if entropy[i] <= settings["threshold"]}
+        if surest_of_all:
+            chosen.add(min(masks, key=lambda i: entropy[i]))
+        first = next(b for b in range(opened) if active[b] and share(blocks[b]) < 1)
+        own = [i for i in blocks[first] if ids[i] == mask]
+        if not chosen & set(own):
+            chosen.add(min(own, key=lambda i: entropy[i]))
+        calls.append([(i, int(logits[i].argmax())) for i in sorted(chosen)])
+        for i, token in calls[-1]:
+            ids[i] = token
+    return calls
+
+
+EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("names", [LOOPED[1:2], pytest.param(LOOPED, marks=pytest.mark.full)], ids=["one", "all"])
+def test_one_quirk_is_all_that_differs(names: list[str], llada64: Model, dream64: Model) -> None:
+    """The plain loop makes the reference's calls with the surest of all blocks (code for LLaDA), and ours without."""
+    differs = 0
+    for name in names:
+        trace = load_trace(name)
+        settings, llada = trace["settings"], trace["model"] == "llada-tiny"
+        model = llada64 if llada else dream64
+        for case in trace["cases"]:
+            theirs = [commits for _, commits in their_calls(case)]
+            assert pipelined_loop(model, case, settings, surest_of_all=llada) == theirs
+            mended = pipelined_loop(model, case, settings, surest_of_all=False)
+            rule = samplers.create("entropy_threshold", threshold=settings["threshold"])
+            out = decode(model, case, sampler=rule, blocks=blocks_of(trace))
+            assert [commits for _, commits in calls_of(out)] == mended
+            differs += mended != theirs
+    assert differs == 3
