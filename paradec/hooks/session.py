@@ -16,6 +16,7 @@ from paradec.hooks.clock import Clock, Run
 from paradec.hooks.guard import Guard
 from paradec.hooks.report import CallRecord, Report
 from paradec.hooks.transformer import Transformer
+from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
@@ -29,7 +30,7 @@ class Session:
         if not isinstance(sampler, TaylorSeer):
             raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
         if sampler.target is None:
-            sampler = replace(sampler, target="module")
+            sampler = replace(sampler, target="stack" if isinstance(sampler.refresh, Probe) else "module")
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         self.clock = Clock(None, self._finished)
