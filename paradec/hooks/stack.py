@@ -97,6 +97,8 @@ class Walk:
     """Positions of the present segment's first and latest blocks; -1: none is open."""
     returned: dict[str, Tensor] = field(default_factory=dict)
     """What the latest evaluated block returned."""
+    residual: Tensor | None = None
+    """What the latest segment that was evaluated added to the stream that probes read."""
 
 
 class Stack:
@@ -151,9 +153,12 @@ class Stack:
         self.position, self.walk, self.walked = -1, None, ""
 
     def finish(self) -> None:
-        """It ends, and its last segment with it."""
-        if self.walk is not None:
-            self._close(self.walk)
+        """It ends, or goes on to the next stack."""
+        if self.walk is None:
+            return
+        self._close(self.walk)
+        if self.walk.residual is not None and self.rule is not None:
+            self.rule.evaluated(self.walk.kept.probed, self.walk.residual)
         self.walk = None
 
     def call(self, tap: StackTap, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -191,8 +196,7 @@ class Stack:
         """The walk that this block is part of."""
         name = self.lists[position]
         if self.walk is None or name != self.walked:
-            if self.walk is not None:
-                self._close(self.walk)
+            self.finish()
             kept = self.owner.histories.setdefault(f"stack {name}", Kept())
             self.walk, self.walked = Walk(kept, streams), name
         return self.walk
@@ -259,10 +263,12 @@ class Stack:
         if walk.full:
             kept.ends[walk.begin] = walk.end
             before = kept.histories.get(walk.end, {})
+            added = {name: leaf.detach() - walk.start[name].detach() for name, leaf in walk.returned.items()}
             kept.histories[walk.end] = {
-                name: owner.basis.update(before.get(name), leaf.detach() - walk.start[name].detach(), owner.course.index)
-                for name, leaf in walk.returned.items()
+                name: owner.basis.update(before.get(name), residual, owner.course.index)
+                for name, residual in added.items()
             }
+            walk.residual = added.get(_main(walk.start))
         walk.begin, walk.end, walk.returned = -1, -1, {}
 
     def _forecast(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> Any:

@@ -73,6 +73,9 @@ class Probe:
         """
         raise NotImplementedError
 
+    def evaluated(self, state: ProbeState, residual: Tensor) -> None:
+        """Take note of what the blocks behind the probe have added to the hidden states [B, ...] in this call."""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `rules.refresh_from`."""
         return {"refresh": self.name} | asdict(self)
