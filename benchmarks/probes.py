@@ -2,10 +2,10 @@
 
     python benchmarks/probes.py [--models digits FLUX ...] [--seeds 16] [--steps 28]
 
-The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of eight
-blocks with random weights (Euler steps) denoise noise of many seeds and prompts. For every way of deciding there are several settings
-(intervals, thresholds). On one half of the seeds, of those that evaluate no more steps than a budget, the setting with the
-smallest error is chosen; what is reported is that setting on the other half.
+The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of five
+blocks with random weights (Euler steps) denoise noise of many seeds and prompts. For every way of deciding there are
+several settings (intervals, thresholds). On one half of the seeds, of those that evaluate no more steps than a budget,
+the setting with the smallest error is chosen; what is reported is that setting on the other half.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
 - evaluated: steps of a run at which all blocks are evaluated (a probe's own blocks are not counted here).
@@ -30,8 +30,8 @@ from typing import Any
 import diffusers
 import torch
 from provenance import write_result
-from taylorseer import denoise, inputs
 from taylorseer import build as smaller
+from taylorseer import denoise, inputs
 from torch import Tensor, nn
 
 import paradec
@@ -52,30 +52,30 @@ def even(steps: int, count: int) -> list[int]:
 
 
 def build(name: str) -> nn.Module:
-    """The packaged transformer, or one of eight blocks with random weights, all of them in use."""
+    """The packaged transformer, or one of five blocks with random weights, all of them in use."""
     if name == "digits":
         return smaller(name, 48)
     torch.manual_seed(0)
     made: Any
     if name == "FLUX":
         made = diffusers.FluxTransformer2DModel(
-            patch_size=1, in_channels=16, num_layers=3, num_single_layers=5, attention_head_dim=24,
+            patch_size=1, in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=24,
             num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(8, 8, 8),
         )  # fmt: skip
     elif name == "Wan":
         made = diffusers.WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=24, num_layers=8, ffn_dim=192, text_dim=32, freq_dim=64,
+            num_attention_heads=2, attention_head_dim=24, num_layers=5, ffn_dim=192, text_dim=32, freq_dim=64,
             rope_max_seq_len=32, cross_attn_norm=True, in_channels=8, out_channels=8,
         )  # fmt: skip
     elif name == "SD3":
         made = diffusers.SD3Transformer2DModel(
-            sample_size=16, patch_size=2, in_channels=4, num_layers=8, attention_head_dim=24, num_attention_heads=2,
+            sample_size=16, patch_size=2, in_channels=4, num_layers=5, attention_head_dim=24, num_attention_heads=2,
             joint_attention_dim=32, caption_projection_dim=48, pooled_projection_dim=32, out_channels=4,
             pos_embed_max_size=16,
         )  # fmt: skip
     else:
         made = diffusers.PixArtTransformer2DModel(
-            sample_size=16, num_layers=8, patch_size=2, attention_head_dim=24, num_attention_heads=2,
+            sample_size=16, num_layers=5, patch_size=2, attention_head_dim=24, num_attention_heads=2,
             caption_channels=32, in_channels=4, cross_attention_dim=48, out_channels=4, num_embeds_ada_norm=1000,
             use_additional_conditions=False,
         )  # fmt: skip
@@ -112,9 +112,9 @@ def ways(steps: int, ratios: Any) -> dict[str, list[Settings]]:
     spread = [{"full_steps": even(steps, count)} for count in BUDGETS]
     intervals = (3, 4, 5)
     masks = [{"full_steps": mask(name, steps)} for name in ("ultra", "fast")]
-    levels = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
+    levels = (0.08, 0.13, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5)
     first = [{"refresh": FirstBlock(level), "first_enhance": 1} for level in levels]
-    double = [{"refresh": DBCache(2, 0, level, 4), "first_enhance": 1} for level in levels[1:-1]]
+    double = [{"refresh": DBCache(1, 0, level, 4), "first_enhance": 1} for level in levels[:-2] + (0.99,)]
     magnitude = [
         {"refresh": MagCache(ratios, level, most), "first_enhance": 1} for level in (0.03, 0.12, 0.5) for most in (3, 5)
     ]

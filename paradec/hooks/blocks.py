@@ -24,7 +24,8 @@ class Place:
     Args:
         name: within the transformer; "" is the transformer.
         kind: "forecast" (its output is forecast), "residual" (what it adds to its input is), "stack" (as that,
-            for all blocks as one), "skip" (it is left out: what it feeds is forecast), or "output" (as "forecast", for the whole transformer).
+            for all blocks as one), "skip" (it is left out: what it feeds is forecast), or "output" (as "forecast", for
+            the whole transformer).
         block: the name of the block that it is in.
         sink: of a skipped module, the name of the one whose forecast replaces what it feeds; None if unknown.
         narrow: whether an output of width 0 does as its stand-in.

@@ -1,4 +1,4 @@
-"""MagCache's calibration: plain runs of a pipeline, and how the residual's magnitude changes from step to step in them."""
+"""MagCache's calibration: how the magnitude of a model's residual changes from step to step of a plain run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """All blocks of a transformer as one stack, whose residual is forecast as a whole.
 
-The first blocks (the rule's probe) and the last ones may be evaluated at every step. Of those between, all are evaluated
-or none is: at a forecast step they hand on what they were given, and the last of them adds the forecast. Where the
-streams change their shapes in between (text and image are joined, say), each segment has a residual of its own.
+The first blocks (the rule's probe) and the last ones may be evaluated at every step. Of those between, all are
+evaluated or none is: at a forecast step they hand on what they were given, and the last of them adds the forecast.
+Where the streams change their shapes in between (text and image are joined, say), each segment has a residual of its
+own.
 
 A residual is taken from what the stack's first block is given to what its last one returns. So what a pipeline adds
 between blocks (a control network's features) is part of it, and forecast with it.
@@ -11,7 +12,6 @@ between blocks (a control network's features) is part of it, and forecast with i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

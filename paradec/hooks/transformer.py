@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from paradec.hooks.blocks import Place, hooked
 from paradec.hooks.clock import Clock, Run, timestep_of
-from paradec.hooks.memory import fitting, megabytes
+from paradec.hooks.memory import Size, fitting, megabytes
 from paradec.hooks.report import CallRecord, Stopwatch
 from paradec.hooks.spared import Idle, Once, embeddings, feeders
 from paradec.hooks.stack import Kept as KeptStack
@@ -84,7 +84,7 @@ class Transformer:
     def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock):
         self.name, self.module, self.asked, self.clock = name, module, settings, clock
         self.notes: dict[str, str] = {}
-        self.sizes: dict[str, dict[str | None, int]] = {}
+        self.sizes: dict[str, dict[str | None, Size]] = {}
         """What `fitting` measured, by signature and target."""
         self.said: set[str] = set()
         self.lock = threading.RLock()

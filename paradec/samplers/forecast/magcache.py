@@ -45,8 +45,9 @@ class MagRatios:
             return self.values
         if steps == 1:
             return self.values[-1:]
-        scale = (len(self.values) - 1) / (steps - 1)
-        return tuple(self.values[round(step * scale)] for step in range(steps))
+        # in float32, as there: it decides what is half-way
+        nearest = np.arange(steps, dtype=np.float32) * np.float32((len(self.values) - 1) / (steps - 1))
+        return tuple(self.values[int(step)] for step in nearest.round())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as in the file."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from paradec.checks import shown
 from paradec.registry import unknown
-from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.dicache import DiCache
+from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.magcache import MagCache
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification

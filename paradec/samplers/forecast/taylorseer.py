@@ -36,8 +36,10 @@ class TaylorSeer(ForecastSampler):
     """Evaluate every `interval`-th solver step, forecast the others from finite differences of what was evaluated.
 
     Attached to a diffusers pipeline (`paradec.accelerate`), it forecasts inside the transformer. In paradec's own loop
-    it forecasts the whole output, under guidance the guided one. The defaults are the public code's for FLUX.1-dev;
-    the presets have those of the other models ("lite_*" are set for the whole output).
+    it forecasts the whole output, under guidance the guided one. By default evaluations are spread evenly, as the
+    public code has it for Wan and HunyuanVideo: that came nearest to the full run at equally many evaluations wherever
+    it was measured (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for FLUX.1-dev; other
+    presets have those of other models ("lite_*" are set for the whole output).
 
     Args:
         interval: N: one full evaluation, then N - 1 forecasts; 1 evaluates always.
@@ -68,9 +70,9 @@ class TaylorSeer(ForecastSampler):
             that needs less, is taken where the asked-for one does not fit, and the session says so.
     """
 
-    interval: int = 6
+    interval: int = 5
     order: int = 1
-    first_enhance: int = 3
+    first_enhance: int = 1
     style: str = "reference"
     full_after: int | None = None
     full_steps: tuple[int, ...] | None = None
@@ -90,6 +92,7 @@ class TaylorSeer(ForecastSampler):
     arxiv = "2503.06923"
     summary = "most solver steps skip the transformer; its output is forecast by a Taylor expansion"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"interval": 6, "order": 1, "first_enhance": 3},
         "flux": {"interval": 6, "order": 1, "first_enhance": 3},
         "dit": {"interval": 4, "order": 4, "first_enhance": 2},
         "hunyuan_video": {"interval": 5, "order": 1, "first_enhance": 1},
