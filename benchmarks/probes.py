@@ -131,26 +131,17 @@ def ways(steps: int, ratios: Any) -> dict[str, list[Settings]]:
         return [entry | more for entry in settings]
 
     return {
-        "interval, module taylor 1": [{"interval": n, "first_enhance": 1} for n in intervals],
-        "paper's schedule, module taylor 1": [{"interval": n, "first_enhance": 3} for n in intervals],
-        "diffusers' schedule, module taylor 1": [
-            {"interval": n, "first_enhance": 3, "style": "diffusers"} for n in intervals
-        ],
-        "even, module taylor 1": spread,
-        "even, module reuse": each(spread, {"basis": "reuse"}),
-        "even, stack taylor 1": each(spread, taylor),
-        "even, stack reuse": each(spread, reuse),
-        "even, output taylor 1": each(spread, {"target": "output"}),
-        "mask, module taylor 1": masks,
-        "mask, stack taylor 1": each(masks, taylor),
-        "mask, stack reuse": each(masks, reuse),
-        "FirstBlock, reuse": each(first, reuse),
-        "FirstBlock, taylor 1": each(first, taylor),
-        "DBCache, reuse": each(double, reuse),
-        "DBCache, taylor 1": each(double, taylor),
-        "MagCache, reuse": each(magnitude, reuse),
-        "MagCache, taylor 1": each(magnitude, taylor),
+        "interval, module, taylor 1": [{"interval": n, "first_enhance": 1} for n in intervals],
+        "the paper's schedule, module, taylor 1": [{"interval": n, "first_enhance": 3} for n in intervals],
+        "even, module, taylor 1": spread,
+        "even, stack, reuse": each(spread, reuse),
+        "FirstBlock": each(first, reuse),
+        "MagCache": each(magnitude, reuse),
         "DiCache": probed,
+        "DBCache": each(double, reuse),
+        "DBCache, taylor 1": each(double, taylor),
+        "step mask, stack, reuse": each(masks, reuse),
+        "step mask, module, taylor 1": masks,
     }
 
 
@@ -199,8 +190,9 @@ def interval(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "half": half}
 
 
-def ranked(name: str, steps: int, seeds: int) -> dict[str, Any]:
-    """Every way at every budget: the setting chosen on even seeds, and what it gives on odd ones."""
+def rank(name: str, facts: dict[str, Any], results: dict[str, Any], out: Path) -> None:
+    """Every way at every budget: the setting chosen on even seeds, and what it gives on odd ones. Written as it comes."""
+    steps, seeds = facts["steps"], facts["seeds"]
     module = build(name)
     choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
     plain, seconds = {}, {}
@@ -234,8 +226,9 @@ def ranked(name: str, steps: int, seeds: int) -> dict[str, Any]:
             f"{row['error']['mean']:.4f}+-{row['error']['half']:.4f} ({row['evaluated']:.1f}, cpu {row['cpu']:.2f})"
             for row in rows.values()
         ]
+        write_result(out, {"facts": facts, "results": results | {name: found}})
         print(f"{name:<7} {way:<38} {'  '.join(cells)}", flush=True)
-    return found
+    results[name] = found
 
 
 def main() -> None:
@@ -254,7 +247,9 @@ def main() -> None:
         "diffusers": diffusers.__version__,
         "machine": platform.machine(),
     }
-    write_result(args.out, {"facts": facts, "results": {n: ranked(n, args.steps, args.seeds) for n in args.models}})
+    results: dict[str, Any] = {}
+    for name in args.models:
+        rank(name, facts, results, args.out)
 
 
 if __name__ == "__main__":
