@@ -14,7 +14,7 @@ from torch import nn
 
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
-Kind = Literal["forecast", "residual", "skip", "output"]
+Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Place:
 
     Args:
         name: within the transformer; "" is the transformer.
-        kind: "forecast" (its output is forecast), "residual" (what it adds to its input is), "skip" (it is left out:
-            what it feeds is forecast), or "output" (as "forecast", for the whole transformer).
+        kind: "forecast" (its output is forecast), "residual" (what it adds to its input is), "stack" (as that,
+            for all blocks as one), "skip" (it is left out: what it feeds is forecast), or "output" (as "forecast", for
+            the whole transformer).
         block: the name of the block that it is in.
         sink: of a skipped module, the name of the one whose forecast replaces what it feeds; None if unknown.
         narrow: whether an output of width 0 does as its stand-in.
@@ -128,8 +129,8 @@ def places(transformer: nn.Module, target: str) -> list[Place]:
             f"target={target!r}: {kind} has no list of blocks with attention or feed-forward modules; it has "
             f"{', '.join(name for name, _ in transformer.named_children())}. Use target='output', or name modules=[...]"
         )
-    if target == "block":
-        return [Place(name, "residual", name) for name in blocks]
+    if target in ("block", "stack"):
+        return [Place(name, "residual" if target == "block" else "stack", name) for name in blocks]
     found = []
     for name, block in blocks.items():
         kinds = branches(block, f"{name}.")

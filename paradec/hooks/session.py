@@ -16,6 +16,8 @@ from paradec.hooks.clock import Clock, Run
 from paradec.hooks.guard import Guard
 from paradec.hooks.report import CallRecord, Report
 from paradec.hooks.transformer import Transformer
+from paradec.samplers.forecast.probes import Probe
+from paradec.samplers.forecast.rules import Rule
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
@@ -29,7 +31,7 @@ class Session:
         if not isinstance(sampler, TaylorSeer):
             raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
         if sampler.target is None:
-            sampler = replace(sampler, target="module")
+            sampler = replace(sampler, target="stack" if isinstance(sampler.refresh, Probe) else "module")
         found = transformers_of(pipe)
         watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         self.clock = Clock(None, self._finished)
@@ -105,7 +107,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
     Args:
         pipe: a diffusers pipeline with a `transformer` (`transformer_2` and `unet` too, where there), or a transformer
             alone: then steps are told by its argument `timestep`, and a run begins when timesteps turn around.
-        sampler: `TaylorSeer`, by default with its own defaults; or `paradec.samplers.create("recap", ...)`, for
+        sampler: `TaylorSeer`, by default with its own defaults; or a rule by itself (`FirstBlock()`), which is
+            `TaylorSeer(refresh=rule)`; or `paradec.samplers.create("recap", ...)`, for
             AmusedPipeline (`paradec.hooks.recap.RecapSession`); or the name of one, "taylorseer" or "recap".
         cache: "block", for LLaDA2Pipeline (`paradec.hooks.block_cache.BlockCache`), without a sampler.
 
@@ -127,6 +130,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
 
         return BlockCache(pipe)
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    if isinstance(sampler, Rule):
+        sampler = TaylorSeer(refresh=sampler)
     if getattr(sampler, "name", None) == "recap":
         from paradec.hooks.recap import RecapSession
 

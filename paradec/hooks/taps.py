@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,17 +173,9 @@ class Tap:
         """The inputs that the outputs continue: what a residual is added to. None where an output stands alone."""
         if self.place.kind != "residual":
             return [None] * len(leaves)
-        shapes = [_shape(tensor) for tensor in tensors]
-        given = dict(zip(self.parameters, args)) | kwargs
-        names = [name for name in given if isinstance(given[name], Tensor)]
-        streams = [name for name in names if name in ("hidden_states", "encoder_hidden_states")] or names[:1]
-        declared = RETURNS.get(type(self.module).__name__, tuple(streams))
-        found: list[Tensor | None] = []
-        for i, shape in enumerate(shapes):
-            fits = [name for name in streams if shape is not None and tuple(given[name].shape) == shape]
-            name = declared[i] if i < len(declared) and declared[i] in fits else fits[0] if len(fits) == 1 else None
-            found.append(given[name] if name else None)
-        return found
+        streams = streams_of(self.parameters, args, kwargs)
+        names = continued(self.module, streams, [_shape(tensor) for tensor in tensors])
+        return [streams[name] if name else None for name in names]
 
     def stand_in(self, kept: Kept) -> Any:
         """What a skipped module returns: nothing at all where that does, else NaN, which would be noticed."""
@@ -221,6 +213,27 @@ class _Shape:
 def parameters_of(module: nn.Module) -> list[str]:
     """Names of a module's arguments, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def streams_of(parameters: list[str], args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The inputs of a block that its outputs may continue, by their argument's name."""
+    given = dict(zip(parameters, args)) | kwargs
+    names = [name for name in given if isinstance(given[name], Tensor)]
+    streams = [name for name in names if name in ("hidden_states", "encoder_hidden_states")] or names[:1]
+    return {name: given[name] for name in streams}
+
+
+def continued(
+    module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
+) -> list[str | None]:
+    """The input that each output of a block continues, by name; None where an output stands alone."""
+    declared = RETURNS.get(type(module).__name__, tuple(streams))
+    found: list[str | None] = []
+    for i, shape in enumerate(shapes):
+        fits = [name for name in streams if shape is not None and tuple(streams[name].shape) == shape]
+        name = declared[i] if i < len(declared) and declared[i] in fits else fits[0] if len(fits) == 1 else None
+        found.append(name)
+    return found
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

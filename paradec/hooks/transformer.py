@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from paradec.hooks.blocks import Place, hooked
 from paradec.hooks.clock import Clock, Run, timestep_of
-from paradec.hooks.memory import fitting, megabytes
+from paradec.hooks.memory import Size, fitting, megabytes
 from paradec.hooks.report import CallRecord, Stopwatch
 from paradec.hooks.spared import Idle, Once, embeddings, feeders
+from paradec.hooks.stack import Kept as KeptStack
+from paradec.hooks.stack import Stack, StackTap
 from paradec.hooks.stand_in import StandIn
 from paradec.hooks.taps import Kept, Patch, Tap, parameters_of
 from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification
@@ -46,7 +48,7 @@ class RunState:
     """Whether this step evaluates; None until its first module was called."""
     watched: Tensor | None = None
     """What `TaylorSeer.watch` compares the next step's input with."""
-    branches: dict[str, dict[str, Kept]] = field(default_factory=dict)
+    branches: dict[str, dict[str, Kept | KeptStack]] = field(default_factory=dict)
     signatures: dict[str, list[Any]] = field(default_factory=dict)
     counts: dict[str | None, int] = field(default_factory=dict)
     """Calls in this step, by the pipeline's name for them."""
@@ -82,7 +84,7 @@ class Transformer:
     def __init__(self, name: str, module: nn.Module, settings: TaylorSeer, clock: Clock):
         self.name, self.module, self.asked, self.clock = name, module, settings, clock
         self.notes: dict[str, str] = {}
-        self.sizes: dict[str, dict[str | None, int]] = {}
+        self.sizes: dict[str, dict[str | None, Size]] = {}
         """What `fitting` measured, by signature and target."""
         self.said: set[str] = set()
         self.lock = threading.RLock()
@@ -91,13 +93,15 @@ class Transformer:
         self.course = Course()
         self.state = RunState(settings, self.course)
         """Of the run that was served last."""
-        self.histories: dict[str, Kept] = {}
+        self.histories: dict[str, Any] = {}
         """Of the branch that is being called."""
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
         self.called: dict[str, int] = {}
         self.computed: dict[Any, tuple[Any, Any]] = {}
-        self.taps: list[Tap] = []
+        self.taps: list[Tap | StackTap] = []
+        self.stack: Stack | None = None
+        """Of target "stack"."""
         self.spared: list[Idle | Once] = []
         self.set_aside: list[tuple[nn.Module, Any]] = []
         """Compiled blocks that run eagerly while modules inside them are hooked."""
@@ -142,19 +146,25 @@ class Transformer:
                 side = "does not have" if odd[0] in schedule else "has, but the schedule does not"
                 raise ValueError(f"schedule: {type(self.base).__name__} {side} {', '.join(odd[:6])}")
         verifies = isinstance(settings.refresh, Verification)
-        if verifies and found[0].kind == "output":
+        if verifies and found[0].kind in ("output", "stack"):
             raise ValueError(
-                "refresh=Verification(...) evaluates the last block to measure the error, and target='output' leaves "
-                "it out; use target='module' or 'block'"
+                f"refresh=Verification(...) evaluates the last block to measure the error, and "
+                f"target={found[0].kind!r} leaves it out; use target='module' or 'block'"
             )
         last = next((place.block for place in reversed(found)), "")
         modules = dict(self.base.named_modules(remove_duplicate=False))
         first = {id(module): name for name, module in reversed(modules.items())}
-        found = [place for place in found if first[id(modules[place.name])] == place.name]  # shared ones once
         self.settings, self.basis, self.schedule = settings, settings.forecaster, schedule
+        self.stack = Stack(self, found, modules) if found[0].kind == "stack" else None
+        if self.stack is not None:
+            found = self.stack.forecasts
+        found = [place for place in found if first[id(modules[place.name])] == place.name]  # shared ones once
         self._set_aside(found, modules)
-        for place in found:
-            self.taps.append(Tap(self, place, modules[place.name], verifies and place.block == last))
+        if self.stack is not None:
+            self.taps += self.stack.taps
+        else:
+            for place in found:
+                self.taps.append(Tap(self, place, modules[place.name], verifies and place.block == last))
         self.measures = isinstance(settings.refresh, AccumulatedChange)
         self._spare(found, modules, last if verifies else None)
         self.names = [place.name for place in found]
@@ -165,7 +175,7 @@ class Transformer:
 
     def _set_aside(self, found: list[Place], modules: dict[str, nn.Module]) -> None:
         """Let what holds a hooked module run eagerly: a compiled graph would hold the taps."""
-        inner = [place for place in found if place.kind not in ("residual", "output")]
+        inner = [place for place in found if place.kind not in ("residual", "stack", "output")]
         holders = {place.name[:i] for place in inner for i, letter in enumerate(place.name) if letter == "."}
         self.holders = [modules[name] for name in sorted(holders)]
         for holder in self.holders:
@@ -195,7 +205,7 @@ class Transformer:
             tap.remove()
         for spared in self.spared:
             spared.patch.remove()
-        self.taps, self.spared = [], []
+        self.taps, self.spared, self.stack = [], [], None
         for module, compiled in self.set_aside:
             module._compiled_call_impl = compiled
         self.set_aside = []
@@ -246,12 +256,16 @@ class Transformer:
         branch = self._branch(leaves, args, kwargs)
         self.histories = state.branches.setdefault(branch, {})
         self.evaluated, self.forecast, self.called = [], [], {}
+        if self.stack is not None:
+            self.stack.begin()
         stopwatch, self.inside = Stopwatch(leaves), threading.get_ident()
         try:
             if self.settings.target == "output":
                 output = self.taps[0].answer(self.patch.inner, args, kwargs)
             else:
                 output = self.patch.inner(*args, **kwargs)
+            if self.stack is not None:
+                self.stack.finish()
         except BaseException:
             self.clock.end(run)  # what was remembered belongs to a run that did not end
             raise
@@ -332,6 +346,10 @@ class Transformer:
             state.decision = self.settings.evaluates(self.course)
         return state.decision
 
+    def decided(self, full: bool) -> None:
+        """What a rule has said inside a call; the step is evaluated if any of its calls is."""
+        self.state.decision = full or bool(self.state.decision)
+
     def _probe(self, output: Any, run: Run) -> None:
         """Once per attachment: what the skipped modules feed must have been replaced by a forecast."""
         if not self.unprobed or not any(
@@ -351,7 +369,7 @@ class Transformer:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     @property
-    def branches(self) -> dict[str, dict[str, Kept]]:
+    def branches(self) -> dict[str, dict[str, Kept | KeptStack]]:
         """Histories of the run that was served last, by branch."""
         return self.state.branches
 

@@ -36,6 +36,7 @@ from paradec.hooks.blocks import places
 from paradec.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.protocol import decode
+from paradec.samplers import create
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 
@@ -102,8 +103,13 @@ SETTINGS = {
     "dit_ref_N4_O2": {"interval": 4, "order": 2, "first_enhance": 2},
     "dit_ref_N5_O4": {"interval": 5, "order": 4, "first_enhance": 2},
     "flux_baseline": {"interval": 1},
-    "flux_hook_default": {"interval": 5, "style": "diffusers", "modules": "(single_)?transformer_blocks.*attn"},
-    "flux_hook_lite_O2": {"interval": 4, "order": 2, "style": "diffusers", "target": "output"},
+    "flux_hook_default": {
+        "interval": 5,
+        "first_enhance": 3,
+        "style": "diffusers",
+        "modules": "(single_)?transformer_blocks.*attn",
+    },
+    "flux_hook_lite_O2": {"interval": 4, "order": 2, "first_enhance": 3, "style": "diffusers", "target": "output"},
 }
 
 
@@ -325,7 +331,7 @@ def test_blocks_that_share_their_weights() -> None:
     times = [torch.full((2,), step) for step in range(9)]
     expected = [module(latent, time) for time in times]
     for target, hooked in (("module", 4), ("block", 2)):
-        with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
+        with accelerate(module, TaylorSeer(interval=3, first_enhance=3, target=target)) as session:
             for step, time in enumerate(times):
                 torch.testing.assert_close(module(latent, time), expected[step], rtol=1e-10, atol=1e-10)
         assert len(session.report().modules["Drift"]) == hooked
@@ -866,7 +872,11 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
 
 
 def test_report(flux: Any) -> None:
-    with accelerate(flux) as session:  # the paper's defaults
+    with accelerate(flux) as session:  # spread evenly
+        run_flux(flux)
+        report = session.report()
+    assert report.full_steps == [0, 5, 10, 15]
+    with accelerate(flux, create("taylorseer", preset="paper")) as session:
         run_flux(flux)
         report = session.report()
     assert report.full_steps == [0, 1, 2, 8, 14] and report.runs == 1 and len(report.calls) == 16

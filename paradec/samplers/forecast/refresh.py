@@ -1,19 +1,17 @@
 """Where a run stands, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
 
-Fixed schedules are `TaylorSeer`'s own. Independent of how features are forecast (`bases`): every rule goes with every
-basis.
+Fixed schedules are `TaylorSeer`'s own; `rules` has all rules by name. Independent of how features are forecast
+(`bases`): every rule goes with every basis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from paradec.checks import check_int, check_number, shown
-from paradec.registry import unknown
 
 
 @dataclass
@@ -84,7 +82,7 @@ class Verification:
         return course.error > max(self.base_threshold * self.decay_rate**done, 0.1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `refresh_from`."""
+        """Plain data, for `rules.refresh_from`."""
         return {"refresh": self.name} | asdict(self)
 
 
@@ -135,34 +133,8 @@ class AccumulatedChange:
         return course.change >= self.threshold
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `refresh_from`."""
+        """Plain data, for `rules.refresh_from`."""
         return {"refresh": self.name} | asdict(self) | {"coefficients": list(self.coefficients)}
-
-
-RULES: Mapping[str, Any] = {rule.name: rule for rule in (Verification, AccumulatedChange)}
-
-
-def refresh_from(value: Any) -> Verification | AccumulatedChange | None:
-    """A rule from itself, its name, or its `to_dict`; None is none.
-
-    Raises:
-        ValueError: something else, or a setting that the rule has not.
-    """
-    if value is None or isinstance(value, (Verification, AccumulatedChange)):
-        return value
-    given = {"refresh": value} if isinstance(value, str) else value
-    if not isinstance(given, Mapping) or "refresh" not in given:
-        raise ValueError(
-            f"refresh={shown(value)} must be Verification(...), AccumulatedChange(...), or one of their names"
-        )
-    if given["refresh"] not in RULES:
-        raise ValueError(unknown("refresh", given["refresh"], RULES))
-    rule = RULES[given["refresh"]]
-    settings = {key: entry for key, entry in given.items() if key != "refresh"}
-    for key in settings:
-        if key not in rule.__dataclass_fields__:
-            raise ValueError(unknown(f"setting of refresh {rule.name!r}", key, rule.__dataclass_fields__))
-    return rule(**settings)
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:

@@ -22,10 +22,12 @@ from paradec.protocol import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
-from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, refresh_from, relative_change
+from paradec.samplers.forecast.probes import Probe
+from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, relative_change
+from paradec.samplers.forecast.rules import Rule, refresh_from
 
 STYLES = ("reference", "diffusers")
-TARGETS = ("module", "block", "output")
+TARGETS = ("module", "block", "stack", "output")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -34,8 +36,10 @@ class TaylorSeer(ForecastSampler):
     """Evaluate every `interval`-th solver step, forecast the others from finite differences of what was evaluated.
 
     Attached to a diffusers pipeline (`paradec.accelerate`), it forecasts inside the transformer. In paradec's own loop
-    it forecasts the whole output, under guidance the guided one. The defaults are the public code's for FLUX.1-dev;
-    the presets have those of the other models ("lite_*" are set for the whole output).
+    it forecasts the whole output, under guidance the guided one. By default evaluations are spread evenly, as the
+    public code has it for Wan and HunyuanVideo: that came nearest to the full run at equally many evaluations wherever
+    it was measured (docs/diffusion.md). Preset "paper" (or "flux") is the public code's schedule for FLUX.1-dev; other
+    presets have those of other models ("lite_*" are set for the whole output).
 
     Args:
         interval: N: one full evaluation, then N - 1 forecasts; 1 evaluates always.
@@ -45,16 +49,19 @@ class TaylorSeer(ForecastSampler):
             step after the first ones is evaluated too, and differences are taken from the first steps on.
         full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
         full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule.
-        refresh: a rule that measures when to evaluate, instead of a schedule: `Verification` or `AccumulatedChange`
-            (also by name). `first_enhance` holds with both.
+        refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
+            `AccumulatedChange`, or one that decides inside a call, over `target="stack"`: `FirstBlock`, `DBCache`,
+            `MagCache`. `first_enhance` holds with all of them.
         schedule: steps of every module by itself, as `paradec.hooks.bac.calibrate` finds them: a `BlockSchedule` or
             its file.
-        basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`.
+        basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
+            is taylor, or what `refresh` was published with (reuse, for rules that decide inside a call).
         sigma: of `hermite`, and of `dmd` while it has too few snapshots.
         window: snapshots that `dmd` keeps.
         target: what is forecast in a pipeline: "module" (the paper's: attention and feed-forward outputs before their
-            gates), "block" (each block's residual), or "output" (the transformer is skipped as a whole; least memory).
-            None is "module" there; paradec's own loop knows the output only.
+            gates), "block" (each block's residual), "stack" (what all blocks add, as one), or "output" (the transformer
+            is skipped as a whole; least memory). None is "module" there, or what `refresh` needs; paradec's own loop
+            knows the output only.
         modules: patterns (`re.fullmatch` on names within the transformer) of what is forecast, instead of `target`.
         skip: patterns of modules that are left out at forecast steps, since a forecast behind them replaces what they
             feed; goes with `modules`.
@@ -63,15 +70,15 @@ class TaylorSeer(ForecastSampler):
             that needs less, is taken where the asked-for one does not fit, and the session says so.
     """
 
-    interval: int = 6
+    interval: int = 5
     order: int = 1
-    first_enhance: int = 3
+    first_enhance: int = 1
     style: str = "reference"
     full_after: int | None = None
     full_steps: tuple[int, ...] | None = None
-    refresh: Verification | AccumulatedChange | None = None
+    refresh: Rule | None = None
     schedule: BlockSchedule | None = None
-    basis: str = "taylor"
+    basis: str | None = None
     sigma: float = 0.5
     window: int = 6
     target: str | None = None
@@ -85,6 +92,7 @@ class TaylorSeer(ForecastSampler):
     arxiv = "2503.06923"
     summary = "most solver steps skip the transformer; its output is forecast by a Taylor expansion"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"interval": 6, "order": 1, "first_enhance": 3},
         "flux": {"interval": 6, "order": 1, "first_enhance": 3},
         "dit": {"interval": 4, "order": 4, "first_enhance": 2},
         "hunyuan_video": {"interval": 5, "order": 1, "first_enhance": 1},
@@ -102,7 +110,8 @@ class TaylorSeer(ForecastSampler):
         check_int("first_enhance", self.first_enhance, low=1)
         check_choice("style", self.style, STYLES)
         check_int("full_after", self.full_after, low=1, none=True)
-        check_choice("basis", self.basis, BASES)
+        if self.basis is not None:
+            check_choice("basis", self.basis, BASES)
         check_number("sigma", self.sigma, low=0, open_low=True)
         check_int("window", self.window, low=4)
         if self.target is not None:
@@ -125,6 +134,13 @@ class TaylorSeer(ForecastSampler):
         chosen = [key for key in ("full_steps", "refresh", "schedule") if getattr(self, key) is not None]
         if len(chosen) > 1:
             raise ValueError(f"{chosen[0]} and {chosen[1]} both say when to evaluate; give one of them")
+        if isinstance(self.refresh, Probe):
+            for setting, fits in (("target", (None, "stack")), ("modules", (None,)), ("skip", (None,))):
+                if getattr(self, setting) not in fits:
+                    raise ValueError(
+                        f"refresh={self.refresh.name!r} forecasts what all blocks add; leave {setting}="
+                        f"{shown(getattr(self, setting))} out"
+                    )
         for setting in ("modules", "schedule"):
             if getattr(self, setting) is not None and self.target not in (None, "module"):
                 raise ValueError(
@@ -150,6 +166,7 @@ class TaylorSeer(ForecastSampler):
         if course.last_full < 0:
             return True
         if self.refresh is not None:
+            assert not isinstance(self.refresh, Probe)  # asked inside the call (`paradec.hooks.stack`)
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index)
 
@@ -167,9 +184,10 @@ class TaylorSeer(ForecastSampler):
             settings["dtype"] = getattr(torch, self.derivative_dtype)
         if self.style == "reference":
             settings["guard"] = self.first_enhance - 2
-        fields = BASES[self.basis].__dataclass_fields__
+        basis = self.basis or (self.refresh.basis if isinstance(self.refresh, Probe) else "taylor")
+        fields = BASES[basis].__dataclass_fields__
         settings |= {name: getattr(self, name) for name in ("sigma", "window") if name in fields}
-        return BASES[self.basis](**settings)
+        return BASES[basis](**settings)
 
     # ---- paradec's own loop -----------------------------------------------------------------------------------------
 
@@ -178,7 +196,7 @@ class TaylorSeer(ForecastSampler):
         inside: dict[str, Any] = {"schedule": self.schedule, "modules": self.modules, "max_memory": self.max_memory}
         if self.target not in (None, "output"):
             inside["target"] = self.target
-        if isinstance(self.refresh, Verification):
+        if isinstance(self.refresh, (Verification, Probe)):
             inside["refresh"] = self.refresh
         for setting, value in inside.items():
             if value is not None:

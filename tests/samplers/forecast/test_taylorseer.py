@@ -475,7 +475,7 @@ def test_order_zero_is_reuse_and_explicit_steps_are_taken() -> None:
 def test_the_loop_refreshes_by_accumulated_change() -> None:
     model, latent = DiffusionModel(tiny_dit()), noise(2)
     ends = [
-        decoded(TaylorSeer(refresh=AccumulatedChange(threshold)), model, latent, class_labels=[1, 2])
+        decoded(TaylorSeer(refresh=AccumulatedChange(threshold), first_enhance=3), model, latent, class_labels=[1, 2])
         for threshold in (1e-6, 0.05, 1e6)
     ]
     assert ends[0].nfe.tolist() == [20, 20] and ends[2].nfe.tolist() == [3, 3]
@@ -499,7 +499,7 @@ def test_a_linear_output_is_forecast_exactly() -> None:
         def __call__(self, query: object) -> Tensor:
             return torch.full_like(query.latent, 2.0 + 0.25 * float(query.timestep))
 
-    sampler = {n: TaylorSeer(interval=n, order=1) for n in (1, 4)}
+    sampler = {n: TaylorSeer(interval=n, order=1, first_enhance=3) for n in (1, 4)}
     ends = [
         decoded(sampler[n], Linear(), noise(2, torch.float64), scheduler=FlowMatchEulerDiscreteScheduler()).latent
         for n in (1, 4)

@@ -1,0 +1,110 @@
+"""Rules that compare what the first blocks add with what they added at the latest evaluation: FBCache and DBCache.
+
+FBCache is ParaAttention's First Block Cache, as in diffusers (`FirstBlockCacheConfig`); DBCache is cache-dit's, with
+its names. Both come from code; neither has a paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paradec.checks import check_int, check_number
+from paradec.samplers.forecast.probes import Probe, ProbeState
+from paradec.samplers.forecast.refresh import relative_change
+
+
+@dataclass(frozen=True)
+class FirstBlock(Probe):
+    """Evaluate the blocks behind the first one when its residual has changed: FBCache.
+
+    The relative L1 change is taken since the latest evaluation, over the whole call (all its rows together), in the
+    model's own type. The names and the default are diffusers'; pipelines of few steps (8 or less) hardly ever skip.
+
+    Args:
+        threshold: a larger change asks for an evaluation; 0 always evaluates.
+    """
+
+    threshold: float = 0.05
+
+    name = "first_block"
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0)
+
+    @property
+    def head(self) -> int:
+        return 1
+
+    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert probe is not None
+        residual = (probe - first).detach()
+        full = forced or self.threshold == 0 or relative_change(residual, state.tensors["residual"]) > self.threshold
+        if full:
+            state.tensors["residual"] = residual
+        return full
+
+
+@dataclass(frozen=True)
+class DBCache(Probe):
+    """FBCache with more blocks before and behind what is skipped, and bounds on skipping: cache-dit's DBCache.
+
+    As there, each list of blocks (FLUX has two) has a probe of its own and decides for itself.
+
+    Args:
+        Fn_compute_blocks: first blocks of each list, evaluated at every step.
+        Bn_compute_blocks: last blocks of each list, evaluated at every step.
+        residual_diff_threshold: relative L1 change at which a list is evaluated; 0 always evaluates, from 1 on there
+            is no such change.
+        max_warmup_steps: steps at the start that are all evaluated.
+        max_cached_steps: skipped steps of a run; -1 sets no bound.
+        max_continuous_cached_steps: skipped steps in a row; -1 sets no bound.
+    """
+
+    Fn_compute_blocks: int = 8
+    Bn_compute_blocks: int = 0
+    residual_diff_threshold: float = 0.08
+    max_warmup_steps: int = 8
+    max_cached_steps: int = -1
+    max_continuous_cached_steps: int = -1
+
+    name = "dbcache"
+    apart = True
+
+    def __post_init__(self) -> None:
+        check_int("Fn_compute_blocks", self.Fn_compute_blocks, low=1)
+        check_int("Bn_compute_blocks", self.Bn_compute_blocks, low=0)
+        check_number("residual_diff_threshold", self.residual_diff_threshold, low=0)
+        check_int("max_warmup_steps", self.max_warmup_steps, low=0)
+        check_int("max_cached_steps", self.max_cached_steps, low=-1)
+        check_int("max_continuous_cached_steps", self.max_continuous_cached_steps, low=-1)
+
+    @property
+    def head(self) -> int:
+        return self.Fn_compute_blocks
+
+    @property
+    def tail(self) -> int:
+        return self.Bn_compute_blocks
+
+    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert probe is not None
+        residual = (probe - first).detach()
+        full = forced or self._bound(state) or not self._alike(residual, state.tensors["residual"])
+        if full:
+            state.tensors["residual"] = residual
+        return full
+
+    def _bound(self, state: ProbeState) -> bool:
+        """Whether a bound asks for an evaluation."""
+        return (
+            state.index < self.max_warmup_steps
+            or 0 <= self.max_cached_steps <= state.skips
+            or 0 <= self.max_continuous_cached_steps <= state.skipped
+        )
+
+    def _alike(self, residual: Tensor, before: Tensor) -> bool:
+        if self.residual_diff_threshold == 0 or self.residual_diff_threshold >= 1:
+            return self.residual_diff_threshold >= 1
+        return relative_change(residual, before) < self.residual_diff_threshold

@@ -1,0 +1,148 @@
+"""MagCache: which steps may be skipped is read off how much the residual's magnitude changed in a run before.
+
+Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", arXiv 2506.09045, with the names and defaults
+of diffusers (`MagCacheConfig`). `paradec.hooks.magcache.calibrate` measures the ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from paradec.checks import check_int, check_number, shown
+from paradec.samplers.forecast.probes import Probe, ProbeState
+
+
+@dataclass(frozen=True)
+class MagRatios:
+    """Magnitude ratios of one model and solver, one for each step of the run in which they were measured.
+
+    Args:
+        values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1.
+
+    Raises:
+        ValueError: none, or something else than positive numbers.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("mag_ratios=() must hold a ratio for each step")
+        for value in self.values:
+            check_number("mag_ratios", value, low=0, open_low=True)
+
+    def at(self, steps: int) -> tuple[float, ...]:
+        """Ratios for a run of another length: those of the nearest steps, as diffusers takes them."""
+        if steps == len(self.values):
+            return self.values
+        if steps == 1:
+            return self.values[-1:]
+        # in float32, as there: it decides what is half-way
+        nearest = np.arange(steps, dtype=np.float32) * np.float32((len(self.values) - 1) / (steps - 1))
+        return tuple(self.values[int(step)] for step in nearest.round())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as in the file."""
+        return {"mag_ratios": list(self.values)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the ratios as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> MagRatios:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or not of this form.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"mag_ratios={str(path)!r} is no file of ratios: {error}") from None
+        return cls.of(data)
+
+    @classmethod
+    def of(cls, value: Any) -> MagRatios:
+        """Ratios from themselves, a sequence or tensor [steps], plain data, or a file.
+
+        Raises:
+            ValueError: something else.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            return cls.load(Path(value))
+        if isinstance(value, Mapping) and set(value) == {"mag_ratios"}:
+            value = value["mag_ratios"]
+        if isinstance(value, (Tensor, np.ndarray)):
+            value = value.tolist()
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+            raise ValueError(f"mag_ratios={shown(value)} must be a ratio for each step, or a file of them")
+        return cls(tuple(value))
+
+
+@dataclass(frozen=True)
+class MagCache(Probe):
+    """Skip while the error that a table of magnitude ratios foresees stays small. Nothing is measured in the run.
+
+    The ratios since the latest evaluation are multiplied; how far each product is from 1 is summed, and the step is
+    evaluated when the sum exceeds `threshold`. As in diffusers, all calls of a step use the same table.
+
+    Args:
+        mag_ratios: measured by `paradec.hooks.magcache.calibrate` for this model: a `MagRatios`, its file, or the
+            numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest.
+        threshold: of the summed error.
+        max_skip_steps: K: skipped steps in a row.
+        retention_ratio: share of the steps at the start that are all evaluated.
+        num_inference_steps: solver steps, where no scheduler tells them (a transformer by itself).
+
+    Raises:
+        ValueError: a setting out of its range, or no ratios.
+    """
+
+    mag_ratios: MagRatios | None = None
+    threshold: float = 0.06
+    max_skip_steps: int = 3
+    retention_ratio: float = 0.2
+    num_inference_steps: int | None = None
+
+    name = "magcache"
+
+    def __post_init__(self) -> None:
+        if self.mag_ratios is None:
+            raise ValueError(
+                "mag_ratios=None: MagCache needs the ratios of this model; paradec.hooks.magcache.calibrate(pipe, run) "
+                "measures them"
+            )
+        object.__setattr__(self, "mag_ratios", MagRatios.of(self.mag_ratios))
+        check_number("threshold", self.threshold, low=0)
+        check_int("max_skip_steps", self.max_skip_steps, low=0)
+        check_number("retention_ratio", self.retention_ratio, low=0, high=1)
+        check_int("num_inference_steps", self.num_inference_steps, low=1, none=True)
+
+    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        assert self.mag_ratios is not None
+        total = self.num_inference_steps or state.total or len(self.mag_ratios.values)
+        full = True
+        if state.index >= int(self.retention_ratio * total + 0.5):
+            ratios = self.mag_ratios.at(total)
+            state.product *= ratios[state.index] if state.index < total else 1.0
+            state.error += abs(1.0 - state.product)
+            full = forced or state.error > self.threshold or state.skipped >= self.max_skip_steps
+        if full:
+            state.product, state.error = 1.0, 0.0
+        return full
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `rules.refresh_from`."""
+        assert self.mag_ratios is not None
+        return super().to_dict() | {"mag_ratios": list(self.mag_ratios.values)}

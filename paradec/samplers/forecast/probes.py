@@ -1,0 +1,81 @@
+"""What rules have in common that decide inside a call whether the rest of a transformer's blocks is evaluated.
+
+Such a rule reads what the first blocks (the probe) or a table of earlier runs say of this step. All blocks between the
+probe and the last ones are evaluated or forecast together, as one residual (`target="stack"`). Every call of a step
+(guidance in two calls) decides for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class ProbeState:
+    """What a rule knows of one call of a step. Steps are counted from 0."""
+
+    index: int = 0
+    """The step that is being called."""
+    total: int | None = None
+    """Solver steps of the run, where they are known."""
+    skipped: int = 0
+    """Forecasts since the latest evaluation."""
+    skips: int = 0
+    """Forecasts of the run."""
+    error: float = 0.0
+    """What a rule has summed since the latest evaluation."""
+    product: float = 1.0
+    """What a rule has multiplied since then."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Features of earlier calls."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def finished(self, full: bool) -> None:
+        """The step is decided."""
+        self.skipped = 0 if full else self.skipped + 1
+        self.skips += not full
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Base of the rules. A subclass implements `is_full`."""
+
+    name: ClassVar[str] = ""
+    basis: ClassVar[str] = "reuse"
+    """How the residual is forecast unless the sampler says: as published."""
+    apart: ClassVar[bool] = False
+    """Whether each list of blocks decides for itself, with a probe of its own; else all blocks are one stack."""
+
+    @property
+    def head(self) -> int:
+        """Blocks that are evaluated at every step, before the decision."""
+        return 0
+
+    @property
+    def tail(self) -> int:
+        """Blocks that are evaluated at every step, behind what is forecast."""
+        return 0
+
+    def is_full(self, state: ProbeState, first: Tensor, probe: Tensor | None, forced: bool) -> bool:
+        """Whether the blocks behind the probe are evaluated in this call. Keeps in `state` what later calls need.
+
+        Args:
+            first: [B, ...] hidden states before the first block.
+            probe: [B, ...] hidden states behind the probe; None without one.
+            forced: the answer is yes, whatever is measured: nothing is kept yet, say.
+        """
+        raise NotImplementedError
+
+    def evaluated(self, state: ProbeState, residual: Tensor) -> None:
+        """Take note of what the blocks behind the probe have added to the hidden states [B, ...] in this call."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `rules.refresh_from`."""
+        return {"refresh": self.name} | asdict(self)

@@ -1,0 +1,42 @@
+"""The rules that measure when to evaluate instead of forecast, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paradec.checks import shown
+from paradec.registry import unknown
+from paradec.samplers.forecast.dicache import DiCache
+from paradec.samplers.forecast.first_block import DBCache, FirstBlock
+from paradec.samplers.forecast.magcache import MagCache
+from paradec.samplers.forecast.probes import Probe
+from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+
+Rule = Verification | AccumulatedChange | Probe
+RULES: Mapping[str, Any] = {
+    rule.name: rule for rule in (Verification, AccumulatedChange, FirstBlock, DBCache, MagCache, DiCache)
+}
+
+
+def refresh_from(value: Any) -> Rule | None:
+    """A rule from itself, its name, or its `to_dict`; None is none.
+
+    Raises:
+        ValueError: something else, or a setting that the rule has not.
+    """
+    if value is None or isinstance(value, (Verification, AccumulatedChange, Probe)):
+        return value
+    given = {"refresh": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping) or "refresh" not in given:
+        classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
+        raise ValueError(f"refresh={shown(value)} must be one of {classes}, or one of their names")
+    if given["refresh"] not in RULES:
+        raise ValueError(unknown("refresh", given["refresh"], RULES))
+    rule = RULES[given["refresh"]]
+    settings = {key: entry for key, entry in given.items() if key != "refresh"}
+    for key in settings:
+        if key not in rule.__dataclass_fields__:
+            raise ValueError(unknown(f"setting of refresh {rule.name!r}", key, rule.__dataclass_fields__))
+    found: Rule = rule(**settings)
+    return found

@@ -1,0 +1,453 @@
+"""Rules that decide inside a call, over all blocks as one stack: FBCache, DBCache, MagCache."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, MagCacheConfig
+from diffusers.hooks.mag_cache import nearest_interp
+from test_accelerate import attributes
+from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model, run_flux, run_wan, wan_pipeline
+from torch import Tensor, nn
+
+from paradec import TaylorSeer, accelerate
+from paradec.hooks import magcache
+from paradec.hooks.memory import estimate
+from paradec.samplers.forecast.magcache import MagRatios
+from paradec.samplers.forecast.rules import DBCache, FirstBlock, MagCache, refresh_from
+
+RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
+PIPELINES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
+    "flux": (flux_pipeline, run_flux),
+    "wan": (wan_pipeline, run_wan),
+}
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return flux_pipeline()
+
+
+@pytest.fixture(scope="module")
+def wan() -> Any:
+    return wan_pipeline()
+
+
+def kinds(session: Any) -> str:
+    """The latest run's calls: "F" where the stack was evaluated, "." where it was forecast."""
+    return "".join(".F"[call.evaluated > 0] for call in session.report().calls)
+
+
+# ---- beside diffusers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_first_block_equals_diffusers(name: str, threshold: float, request: Any) -> None:
+    """Bit for bit, with guidance in two calls (Wan) and two kinds of blocks (FLUX)."""
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    theirs = run(pipe)
+    pipe.transformer.disable_cache()
+    with accelerate(pipe, FirstBlock(threshold)) as session:
+        assert torch.equal(run(pipe), theirs)
+    assert ("." in kinds(session)) == (threshold > 0), kinds(session)
+    if threshold == 0:
+        assert torch.equal(run(pipe), theirs)
+
+
+@pytest.mark.parametrize(("most", "kept"), [(3, 0.2), (2, 0.0)])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_magcache_equals_diffusers(name: str, most: int, kept: float, request: Any) -> None:
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    settings = {"threshold": 0.2, "max_skip_steps": most, "retention_ratio": kept}
+    pipe.transformer.enable_cache(MagCacheConfig(mag_ratios=list(RATIOS), num_inference_steps=8, **settings))
+    theirs = run(pipe, 8)
+    pipe.transformer.disable_cache()
+    with accelerate(pipe, MagCache(RATIOS, **settings)) as session:
+        assert torch.equal(run(pipe, 8), theirs)
+    assert "." in kinds(session)
+
+
+def test_calibration_equals_diffusers(flux: Any, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """What diffusers prints, ours returns; the pipeline stays as it was."""
+    before = attributes(flux.transformer)
+    found = magcache.calibrate(flux, lambda: run_flux(flux, 6))
+    assert attributes(flux.transformer) == before
+    flux.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=6))
+    run_flux(flux, 6)
+    flux.transformer.disable_cache()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
+    assert found.values == pytest.approx(json.loads(said[0]), rel=1e-5)
+    assert found.values[0] == 1 and len(set(found.values)) > 3
+    found.save(tmp_path / "ratios.json")
+    assert MagRatios.load(tmp_path / "ratios.json") == found
+    assert MagCache(tmp_path / "ratios.json") == MagCache(found) == MagCache(torch.tensor(found.values).double())
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 10, 28])
+def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
+    source = torch.linspace(1, 2, length, dtype=torch.float64)
+    for steps in range(1, 60):
+        assert MagRatios(tuple(source.tolist())).at(steps) == tuple(nearest_interp(source, steps).tolist())
+
+
+# ---- every class of transformer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name: str) -> None:
+    """Threshold 0 is the plain model; what blocks add by themselves is what the stack adds; nothing is left behind."""
+    module, inputs = model(name)
+    before, plain = attributes(module), denoise(module, inputs, 5)
+    with accelerate(module, FirstBlock(0)):
+        assert torch.equal(denoise(module, inputs, 5), plain)
+    ends, took = {}, {}
+    for target in ("block", "stack"):
+        with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
+            ends[target] = denoise(module, inputs, 6)
+        took[target] = session.report().bytes
+        assert kinds(session) == "F..F.."
+    # the same sum, added in another order, and fewer histories
+    torch.testing.assert_close(ends["stack"], ends["block"], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
+    # what was said about the memory beforehand is what it took: with a probe's residual, and at order 1
+    time = torch.full((len(inputs["hidden_states"]),), 500)
+    for refresh in (None, FirstBlock(0)):
+        sampler = TaylorSeer(interval=1, refresh=refresh, basis="taylor", target="stack")
+        with accelerate(module, sampler) as session:
+            denoise(module, inputs, 2)
+        assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes
+    assert attributes(module) == before
+
+
+# ---- a plain loop as the oracle -------------------------------------------------------------------------------------
+
+
+class Toy(nn.Module):
+    """Residual blocks whose outputs change with the step; `control` is added behind each of them."""
+
+    def __init__(self, blocks: int = 5, control: bool = False):
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.blocks = nn.ModuleList([ToyBlock(draw) for _ in range(blocks)])
+        self.control = control
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        step = timestep.flatten()[0].to(hidden_states.dtype)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, step)
+            if self.control:
+                hidden_states = hidden_states + 0.1 * step
+        return hidden_states
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, draw: torch.Generator):
+        super().__init__()
+        self.attn = nn.Linear(4, 4, dtype=torch.float64)
+        self.attn.weight.data = torch.randn(4, 4, generator=draw, dtype=torch.float64)
+
+    def forward(self, hidden_states: Tensor, step: Tensor) -> Tensor:
+        return hidden_states + 0.3 * torch.tanh(self.attn(hidden_states) + step)
+
+
+def toy(blocks: int = 5, **options: Any) -> tuple[Toy, Tensor]:
+    module = Toy(blocks, **options).eval().requires_grad_(False)
+    return module, torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+TIMES = [step**2 / 40 for step in range(10)]
+
+
+def toy_run(module: Toy, latent: Tensor, times: list[float] = TIMES) -> list[Tensor]:
+    """The outputs of a run, each the next call's input."""
+    outputs = []
+    for time in times:
+        latent = module(latent, torch.full((2,), time, dtype=latent.dtype))
+        outputs.append(latent)
+    return outputs
+
+
+def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]) -> tuple[list[Tensor], str]:
+    """First blocks, a decision, the blocks between or their last residual, last blocks."""
+    outputs, made, probe_before, residual = [], "", None, None
+    last = len(module.blocks) - tail
+    for step, time in enumerate(TIMES):
+        x, time = latent, torch.tensor(time, dtype=latent.dtype)
+        for block in module.blocks[:head]:
+            x = block(x, time)
+        probe, middle = x - latent, x
+        change = (
+            None if probe_before is None else float((probe - probe_before).abs().mean() / probe_before.abs().mean())
+        )
+        if residual is not None and skips(step, change, made):
+            x, made = middle + residual, made + "."
+        else:
+            for block in module.blocks[head:last]:
+                x = block(x, time)
+            residual, probe_before, made = x - middle, probe, made + "F"
+        for block in module.blocks[last:]:
+            x = block(x, time)
+        latent = x
+        outputs.append(x)
+    return outputs, made
+
+
+CASES: dict[str, tuple[Any, int, int, Callable[..., bool]]] = {
+    "FirstBlock": (FirstBlock(0.3), 1, 0, lambda step, change, made: change <= 0.3),
+    "DBCache": (DBCache(2, 1, 0.3, 3), 2, 1, lambda step, change, made: step >= 3 and change < 0.3),
+    "DBCache, in a row": (
+        DBCache(1, 0, 1.0, 2, -1, 2),
+        1,
+        0,
+        lambda step, change, made: step >= 2 and not made.endswith(".."),
+    ),
+    "DBCache, in a run": (DBCache(1, 2, 1.0, 1, 3), 1, 2, lambda step, change, made: made.count(".") < 3),
+    "DBCache, off": (DBCache(1, 0, 0.0, 0), 1, 0, lambda step, change, made: False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_plain_loop(case: str) -> None:
+    rule, head, tail, skips = CASES[case]
+    module, latent = toy()
+    expected, made = by_hand(module, latent, head, tail, skips)
+    assert ("." in made) == (case != "DBCache, off") and made.count("F") > 1
+    with accelerate(module, rule) as session:
+        for _ in range(2):  # runs begin without what the one before kept
+            for output, aim in zip(toy_run(module, latent), expected, strict=True):
+                torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+            assert kinds(session) == made
+            session.reset()
+    names = session.report().modules["Toy"]
+    assert names == [f"blocks.{i}" for i in range(head, 5 - tail)]
+
+
+def test_a_residual_is_forecast_by_any_basis() -> None:
+    """With a basis that is named, the middle's residual is expanded instead of reused."""
+    module, latent = toy()
+    sampler = TaylorSeer(refresh=DBCache(1, 0, 1.0, 2), basis="taylor")
+    with accelerate(module, sampler):
+        outputs = toy_run(module, latent)
+    residuals: list[Tensor] = []
+    for step, time in enumerate(TIMES[:5]):
+        x = middle = module.blocks[0](latent, torch.tensor(time, dtype=latent.dtype))
+        if step < 2:
+            for block in module.blocks[1:]:
+                x = block(x, torch.tensor(time, dtype=latent.dtype))
+            residuals.append(x - middle)
+            latent = x
+        else:
+            latent = middle + residuals[1] + (step - 1) * (residuals[1] - residuals[0])
+        torch.testing.assert_close(outputs[step], latent, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_added_between_blocks_is_added_once() -> None:
+    """A control network's features are part of the residual; behind the last block they are the pipeline's."""
+    module, latent = toy(control=True)
+    with accelerate(module, MagCache([1.0] * 10, retention_ratio=0, max_skip_steps=1)) as session:
+        outputs = toy_run(module, latent, TIMES[:2])
+    assert kinds(session) == "F."
+    entry = outputs[0]
+    residual = outputs[0] - 0.1 * TIMES[0] - latent
+    torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_step_decide_for_themselves() -> None:
+    """Guidance in two calls: one branch changes at every step, the other never."""
+    module, latent = toy()
+    with accelerate(module, FirstBlock(0.05)) as session, torch.no_grad():
+        for step, time in enumerate((0.0, 0.5, 1.0)):
+            stamp = torch.full((2,), time, dtype=latent.dtype)
+            module(latent * (step + 1) ** 3, stamp)
+            module(latent * 0 + 40.0, stamp)  # far out, where tanh is flat
+        calls = session.report().calls
+    assert {call.branch for call in calls} == {"call 0", "call 1"}
+    assert [call.kind for call in calls if call.branch == "call 0"] == ["full"] * 3
+    assert [call.kind for call in calls if call.branch == "call 1"] == ["full", "forecast", "forecast"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS)], ids=lambda rule: rule.name)
+def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
+    plain = run_flux(flux, steps)
+    with accelerate(flux, rule) as session:
+        found = run_flux(flux, steps)
+    assert torch.equal(found, plain) == (kinds(session) == "F" * steps)
+    assert kinds(session)[0] == "F" and (rule.name != "first_block" or kinds(session) == "F."[:steps])
+
+
+def test_a_run_that_fails_leaves_nothing(flux: Any) -> None:
+    with accelerate(flux, FirstBlock(0.4)) as session:
+        expected = run_flux(flux)
+        made = kinds(session)
+
+        def stop(pipe: Any, step: int, *rest: Any) -> Any:
+            if step == 5:
+                raise KeyboardInterrupt
+            return {}
+
+        with pytest.raises(KeyboardInterrupt):
+            run_flux(flux, callback_on_step_end=stop)
+        assert session.transformers[0].nbytes == 0
+        assert torch.equal(run_flux(flux), expected) and kinds(session) == made
+        small = run_flux(flux, height=8, width=8)
+        assert kinds(session)[0] == "F" and small.shape != expected.shape
+        assert torch.equal(run_flux(flux), expected)
+
+
+def test_pipelines_side_by_side_and_copies(flux: Any) -> None:
+    """Two sessions take turns step by step; copies are plain, and take sessions of their own."""
+    pairs = [loop_pipeline("FLUX"), loop_pipeline("Wan")]
+    rules = [FirstBlock(0.5), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
+    expected = []
+    for (pipe, inputs), rule in zip(pairs, rules, strict=True):
+        with accelerate(pipe, rule) as session:
+            expected.append(pipe(inputs))
+            assert "." in kinds(session)
+    with accelerate(pairs[0][0], rules[0]) as outer, accelerate(pairs[1][0], rules[1]):
+        inner: list[Tensor] = []
+
+        def other(pipe: Any, step: int, *rest: Any) -> None:
+            if step == 2:
+                inner.append(pairs[1][0](pairs[1][1]))
+
+        assert torch.equal(pairs[0][0](pairs[0][1], callback_on_step_end=other), expected[0])
+        assert torch.equal(inner[0], expected[1])
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(pairs[0][0].transformer)))
+        with pytest.raises(ValueError, match="accelerated already"):
+            accelerate(pairs[0][0], FirstBlock())
+        assert outer.report().runs == 1
+    assert attributes(twin).keys() == attributes(pairs[0][0].transformer).keys()
+    assert not any("_paradec" in key for child in attributes(twin).values() for key in child)
+
+
+def test_compiled_blocks_stay_compiled() -> None:
+    module, inputs = model("Wan")
+    with accelerate(module, FirstBlock(9.0)):
+        expected = denoise(module, inputs, 3)
+    module.compile_repeated_blocks(backend="eager")
+    with accelerate(module, FirstBlock(9.0)) as session:
+        assert torch.equal(denoise(module, inputs, 3), expected)
+        assert all(block._compiled_call_impl is not None for block in module.blocks)
+    assert kinds(session) == "F.."
+    module.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled as a whole"):
+        accelerate(module, FirstBlock())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    module, inputs = model("FLUX")
+    module = module.to(dtype)
+    inputs = {key: value.to(dtype) for key, value in inputs.items()}
+    with accelerate(module, FirstBlock(9.0)) as session:
+        for context in (torch.inference_mode(), torch.no_grad()):
+            with context:
+                assert denoise(module, inputs, 4).dtype == dtype
+    assert kinds(session) == "F..."
+
+
+def test_memory_is_kept_to_a_budget(flux: Any) -> None:
+    with accelerate(flux, TaylorSeer(refresh=FirstBlock(0.4), basis="taylor", max_memory="1MB")) as session:
+        run_flux(flux)
+        needed = session.report().bytes
+    tight = TaylorSeer(refresh=FirstBlock(0.4), basis="taylor", order=2, max_memory=needed)
+    with accelerate(flux, tight) as session:
+        run_flux(flux)
+    assert session.report().settings["transformer"].order == 1 and session.report().bytes == needed
+    with accelerate(flux, TaylorSeer(refresh=FirstBlock(0.4), max_memory=100)):
+        with pytest.raises(ValueError, match="max_memory=100: nothing fits; stack"):
+            run_flux(flux)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """Calls its blocks from the last to the first, or one that returns something of another shape."""
+
+    def __init__(self, wide: bool):
+        super().__init__()
+        self.blocks, self.wide = nn.ModuleList([ToyBlock(torch.Generator()) for _ in range(3)]), wide
+        if wide:
+            self.blocks[1].forward = lambda hidden_states, step: hidden_states.repeat(1, 2, 1)
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        for block in self.blocks if self.wide else reversed(self.blocks):
+            hidden_states = block(hidden_states, timestep[0])
+        return hidden_states
+
+
+def test_what_is_no_stack() -> None:
+    latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
+    for wide, said in ((False, "another order"), (True, "continues none of its inputs")):
+        module = Other(wide)
+        with accelerate(module, FirstBlock()), pytest.raises(RuntimeError, match=said):
+            module(latent, time)
+    single, _ = toy(1)
+    for rule in (FirstBlock(), DBCache()):
+        with pytest.raises(ValueError, match=f"refresh='{rule.name}' always evaluates .* lists of 1"):
+            accelerate(single, rule)
+    with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
+        toy_run(single, latent)
+    assert kinds(session) == "F...F...F."
+
+
+def test_settings_are_checked() -> None:
+    for rule, settings in (
+        (FirstBlock, {"threshold": -0.1}),
+        (FirstBlock, {"threshold": "0.1"}),
+        (DBCache, {"Fn_compute_blocks": 0}),
+        (DBCache, {"Bn_compute_blocks": -1}),
+        (DBCache, {"residual_diff_threshold": float("nan")}),
+        (DBCache, {"max_warmup_steps": 1.5}),
+        (DBCache, {"max_cached_steps": -2}),
+        (DBCache, {"max_continuous_cached_steps": -2}),
+        (MagCache, {"mag_ratios": None}),
+        (MagCache, {"mag_ratios": ()}),
+        (MagCache, {"mag_ratios": (1.0, 0.0)}),
+        (MagCache, {"mag_ratios": "nowhere.json"}),
+        (MagCache, {"mag_ratios": 3}),
+        (MagCache, {"mag_ratios": RATIOS, "threshold": -1}),
+        (MagCache, {"mag_ratios": RATIOS, "max_skip_steps": -1}),
+        (MagCache, {"mag_ratios": RATIOS, "retention_ratio": 1.5}),
+        (MagCache, {"mag_ratios": RATIOS, "num_inference_steps": 0}),
+    ):
+        with pytest.raises(ValueError, match=list(settings)[-1]):
+            rule(**settings)
+    for setting, value in {"target": "module", "modules": "a", "target ": "output"}.items():
+        with pytest.raises(ValueError, match=f"refresh='first_block' .* leave {setting.strip()}="):
+            TaylorSeer(refresh=FirstBlock(), **{setting.strip(): value})
+    module, inputs = model("DiT")
+    with pytest.raises(ValueError, match="target='stack' leaves it out"):
+        accelerate(module, TaylorSeer(target="stack", refresh="verification"))
+    with pytest.raises(ValueError, match="runs"):
+        magcache.calibrate(module, lambda: None, runs=0)
+    with pytest.raises(ValueError, match="not called at every step"):
+        magcache.calibrate(module, lambda: None)
+    lengths = iter((3, 4))
+    with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
+        magcache.calibrate(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
+
+
+def test_rules_survive_plain_data() -> None:
+    for rule in (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), "first_block"):
+        sampler = TaylorSeer(refresh=rule)
+        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+        assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler
+        assert sampler.forecaster.name == "reuse" and TaylorSeer(refresh=rule, order=2, basis="newton").order == 2
+    assert refresh_from({"refresh": "dbcache", "Fn_compute_blocks": 1}) == DBCache(1)
+    with pytest.raises(ValueError, match="threshold"):
+        refresh_from({"refresh": "first_block", "treshold": 1})
