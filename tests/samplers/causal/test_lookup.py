@@ -69,7 +69,8 @@ def test_tokens_and_forwards_are_those_of_transformers() -> None:
     for prompt in PROMPTS:
         calls.clear()
         settings = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2, "do_sample": False}
-        expected = base.module.generate(torch.tensor([prompt]), max_new_tokens=20, pad_token_id=0, **settings)
+        ids = torch.tensor([prompt])
+        expected = base.module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **settings)
         count = len(calls)
         out = paradec.generate(base, [prompt], sampler=sampler(), max_new_tokens=20, temperature=0)
         assert out.new_tokens[0].tolist() == expected[0, len(prompt) :].tolist() and out.nfe == count
