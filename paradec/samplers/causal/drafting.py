@@ -22,6 +22,7 @@ from paradec.checks import check_model, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
+from paradec.samplers.causal.block_drafts import draft_block
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting
@@ -223,6 +224,8 @@ class DraftingSampler(ChainSampler):
         rows = rows[going]
         if self._looks_up:
             self.drafter.draft(state, rows)
+        elif self._own_slots is not None and features is not None:
+            _checked(_drafting(state), rows, draft_block(state, _drafting(state), rows, features))
         elif isinstance(self.tree, DynamicTree):
             self._grow_tree(state, rows, self.tree, features)
         elif self.tree is not None:
@@ -402,7 +405,9 @@ class DraftingSampler(ChainSampler):
             queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
         else:
             queries = super().query(state)
-        return [query.but(keep_hidden=True) for query in queries] if self._reads_features else queries
+        if not self._reads_features:
+            return queries
+        return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def _tree_query(self, state: CausalState) -> Query:
         rows, held = state.rows, _drafting(state).held[state.rows]

@@ -34,7 +34,8 @@ ALL_SLOTS = np.iinfo(np.int64).max - 1
 
 
 class DraftModel(Protocol):
-    """A model that drafts: `paradec.models.adapter.Model`, or an EAGLE drafter, which reads hidden states too."""
+    """A model that drafts: `paradec.models.adapter.Model`, or a drafter that reads hidden states too
+    (`paradec.models.drafter`)."""
 
     facts: ModelFacts
 
