@@ -212,7 +212,7 @@ def load_dflash(
         made = config_class(**own, block_size=settings.block_size, mask_token_id=settings.mask_token_id)
         made.target_layer_ids = list(settings.target_layer_ids)
         made._attn_implementation = "sdpa"
-        options = {"key_mapping": dict(KEY_MAPPING)} if published else {}
+        options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
         module = read_module(model_class, source, revision, config=made, dtype=dtype or base.dtype, **options)
     except CheckpointError:
         raise

@@ -8,6 +8,8 @@ verified as any other: every draft carries its own q.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,13 +29,14 @@ def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: T
     Returns:
         [R, W - 1, V]: the drafts' distributions.
     """
-    query, fresh = block_query(state, own, rows)
-    width = query.tokens.shape[1] - own.model.slots
+    drafter: Any = own.model
+    query, fresh = block_query(state, own.fed[rows], rows, drafter.slots, drafter.mask_token_id)
+    width = query.tokens.shape[1] - drafter.slots
     # right-aligned, as the query's columns
     column = np.maximum(np.arange(width) - (width - fresh)[:, None], 0)
     context = features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
     with torch.no_grad():
-        logits = own.model(query, context, own.store)
+        logits = drafter(query, context, own.store)
     own.nfe += Cost([query], state.batch).nfe
     own.fed[rows] = state.committed[rows] - 1
     positions = state.positions(rows)[:, :-1]
@@ -47,15 +50,18 @@ def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: T
     return q
 
 
-def block_query(state: CausalState, own: Drafting, rows: np.ndarray) -> tuple[Query, np.ndarray]:
+def block_query(
+    state: CausalState, fed: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
+) -> tuple[Query, np.ndarray]:
     """Final tokens that the drafter has not read, right-aligned, then the last final one and masks.
 
+    Args:
+        fed: [R] int64: final tokens that it has read. size: columns of the block.
+
     Returns:
-        The query, whose last `own.model.slots` columns are the block, and how many columns before them each row of the
-        call has, [branches * R] int64.
+        The query, and how many columns before the block each row of the call has, [branches * R] int64.
     """
-    device, fed, size = state.context.device, own.fed[rows], own.model.slots
-    shift = state.shift[:, rows]
+    device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(fed > 0, fed + shift, 0).reshape(-1)
     last = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token
     fresh = last - begin
@@ -66,7 +72,7 @@ def block_query(state: CausalState, own: Drafting, rows: np.ndarray) -> tuple[Qu
     at = torch.as_tensor(store_rows, device=device)
     positions = torch.as_tensor(np.maximum(position, 0), device=device)
     known = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)
-    masks = torch.full((len(last), size - 1), own.model.mask_token_id, device=device)
+    masks = torch.full((len(last), size - 1), mask_token_id, device=device)
     valid = torch.as_tensor(read | (position >= last[:, None]), device=device)
     query = Query(
         rows=rows,
