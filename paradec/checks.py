@@ -21,7 +21,7 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "distilled image": ("a distilled student", "paradec.generate_images"),
     "scale image": ("a VAR model", "paradec.generate_images"),
     "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
-    "drafts": ("an EAGLE drafter", "the setting drafter of a sampler"),
+    "drafts": ("a drafter (paradec.load_drafter)", "the setting drafter of a sampler"),
 }
 """What a model's `makes` may be: in words, and where such a model goes. A model of one's own that does not say it is a
 language model, if it can be called and has `facts`."""

@@ -96,8 +96,11 @@ class Query:
     """What the attention of this call does, row by row (`paradec.attention`); None attends to everything visible."""
     keep_hidden: bool = False
     """Whether the model shall leave its last hidden states in `hidden`."""
+    keep_layers: tuple[int, ...] | None = None
+    """Layers, from 0, whose outputs the model shall leave in `hidden` in the place of its last hidden states."""
     hidden: Tensor | None = None
-    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it."""
+    """[R, Q, D]: what the output matrix reads, of all columns of the call; where `keep_hidden` asked for it. With
+    `keep_layers` [R, Q, layers * D]: theirs, side by side."""
 
     def but(self, **changes: Any) -> Query:
         """A copy with other fields (`dataclasses.replace`, without its cost at every step)."""

@@ -488,7 +488,7 @@ def _as_data(name: str, value: Any) -> Any:
     if name in LIVE:
         raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
     for other in ("drafter", "draft", "teacher") if name == "sampler" else ():
-        if (model := getattr(value, other, None)) is not None:
+        if (model := getattr(value, other, None)) is not None and not hasattr(model, "to_dict"):  # no network
             raise ValueError(
                 f"sampler={value.name!r} has a {other}, {shown(model)}, which cannot be saved: leave it out"
             )

@@ -24,6 +24,7 @@ import paradec.models
 from paradec import samplers
 from paradec.checks import MODELS
 from paradec.models.adapter import Encoder, Model, Opaque
+from paradec.models.drafter import FeatureDrafter
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.text_to_image import TextToImageModel
 from paradec.protocol import Query
@@ -105,9 +106,10 @@ def test_every_adapter_says_what_it_is(given: dict[str, Any]) -> None:
     for info in pkgutil.iter_modules(paradec.models.__path__):
         module = importlib.import_module(f"paradec.models.{info.name}")
         found |= {each for each in vars(module).values() if isinstance(each, type) and hasattr(each, "makes")}
-    found -= {Model, Encoder, Opaque, ImageModel, TextToImageModel}
+    found -= {Model, Encoder, Opaque, ImageModel, TextToImageModel, FeatureDrafter}
     assert found - {type(given[name]) for name in OURS} == {
-        importlib.import_module("paradec.models.eagle").EagleDrafter
+        importlib.import_module("paradec.models.eagle").EagleDrafter,
+        importlib.import_module("paradec.models.dflash").DFlashDrafter,
     }
 
 

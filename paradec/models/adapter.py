@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paradec.models.calls import Call, Calling, Wrap, take_columns
 from paradec.models.compiled import answered
 from paradec.models.facts import ModelFacts
+from paradec.models.layers import answer_with_layers
 from paradec.models.saving import Published, save
 from paradec.models.tensor_parallel import Ranks, of_module, whole
 from paradec.protocol import Query
@@ -265,6 +266,8 @@ class Model(Adapter):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(query, store)
+        if query.keep_layers is not None:
+            return answer_with_layers(self, query, store)
         if self.compiled is not None and (found := answered(self, query, store)) is not None:
             return found
         call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)

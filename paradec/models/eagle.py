@@ -15,11 +15,10 @@ with embed_tokens.weight, fc.weight, sometimes fc.bias, and layers.0: a Llama's 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,11 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-from paradec.checks import check_model, shown
+from paradec.checks import shown
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
+from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
+from paradec.models.drafter import FeatureDrafter, check_base
 from paradec.models.images.llamagen import LlamaGenModel, angles
 from paradec.models.weights import read_weights
 from paradec.protocol import Query
@@ -89,7 +90,7 @@ class EagleHead(nn.Module):
         return self.layers[0](x, attention_mask=mask, past_key_values=cache, position_embeddings=rotation)
 
 
-class EagleDrafter:
+class EagleDrafter(FeatureDrafter):
     """An EAGLE head over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
 
     Exactness does not depend on it: a bad head costs acceptance, nothing else. Two conventions of the public code for
@@ -105,11 +106,6 @@ class EagleDrafter:
         TypeError: a base of another kind. ValueError: one that gives no hidden states, names no output matrix, runs
             over no store or is not causal, or other sizes than the base's.
     """
-
-    makes: ClassVar[str] = "drafts"
-    reads_features: ClassVar[bool] = True
-    """Whether drafts go on from the model's hidden states (`Query.keep_hidden`)."""
-    pads = supports_store = supports_visibility = True
 
     def __init__(self, module: EagleHead, base: Model, name: str = "EAGLE"):
         check_base(base)
@@ -128,35 +124,6 @@ class EagleDrafter:
         if isinstance(base, LlamaGenModel):
             heads = {"n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads}
             self.raster = dataclasses.replace(base.module.config, **heads)
-
-    def __repr__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"EagleDrafter({self.facts.name!r}: drafts for {self.base.facts.name!r}, {kind} on {self.device})"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-        return self.module.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' dtype."""
-        return self.module.fc.weight.dtype
-
-    def bound(self, model: Model) -> EagleDrafter:
-        """The drafter over what `base` became for one request (image models know its rows in a copy).
-
-        Raises:
-            ValueError: another model.
-        """
-        if getattr(model, "module", None) is not self.base.module:
-            raise ValueError(
-                f"drafter {self.facts.name} was loaded for {self.base.facts.name}, whose features it reads, and cannot "
-                f"draft for {model.facts.name}: load it again with base= this model"
-            )
-        bound = copy.copy(self)
-        bound.base = model
-        return bound
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
         """An empty store of the layer's keys and values. A token's slot is its position; slot 0 stays empty.
@@ -196,24 +163,6 @@ class EagleDrafter:
         return cos, sin
 
 
-def check_base(base: Any) -> None:
-    """Raise TypeError for a model of another kind, ValueError unless EAGLE can draft for it."""
-    facts = getattr(base, "facts", None)
-    if facts is None:
-        raise ValueError(f"base={shown(base)} must be a model from paradec.load or paradec.wrap")
-    check_model("load_drafter(base=...)", base, ("text", "image"))
-    if (facts.topology, facts.prediction) != ("causal", "shifted"):
-        raise ValueError(f"base {facts.name} must be causal and predict the next token; it is {facts.topology!r}")
-    if getattr(base, "hidden_size", None) is None:
-        raise ValueError(f"base {facts.name} gives no hidden states, which an EAGLE drafter reads")
-    if not getattr(base, "has_head", True):
-        raise ValueError(f"base {facts.name} names no output matrix, which makes an EAGLE drafter's logits")
-    if not (base.supports_store and base.supports_visibility):
-        raise ValueError(f"base {facts.name} does not run over a key/value store, which an EAGLE drafter needs")
-    if getattr(base, "ranks", None) is not None:
-        raise ValueError(f"base {facts.name} is spread over processes, and an EAGLE drafter needs a whole one")
-
-
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,8 +172,9 @@ def load_drafter(
     base: Model,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-) -> EagleDrafter:
-    """Read an EAGLE drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN.
+) -> EagleDrafter | DFlashDrafter:
+    """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, or of DFlash
+    (z-lab's format, with `dflash_config`, or transformers'; safetensors, and transformers 5.23 or newer).
 
     `.bin` files are read with `weights_only=True`. The network goes to the base's device.
 
@@ -237,14 +187,17 @@ def load_drafter(
 
     Raises:
         CheckpointError (a ValueError): missing or corrupt files, weights that are missing, unexpected or of another
-            shape (named), another hidden size or vocabulary than the base's, EAGLE-3's format.
-        TypeError, ValueError: a base that EAGLE cannot draft for.
+            shape (named), another hidden size or vocabulary than the base's, EAGLE-3's or DFlash 2's format.
+        TypeError, ValueError: a base that the drafter cannot draft for.
     """
     check_base(base)
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         raise ValueError(f"source={shown(source)} must be a folder or a hub repository id")
     source = os.fspath(source)
-    config = _config(source, read_json(source, "config.json", revision, required=True), base)
+    stated = read_json(source, "config.json", revision, required=True)
+    if is_dflash(stated):
+        return load_dflash(source, stated, base, dtype, revision)
+    config = _config(source, stated, base)
     path = next((found for name in FILES if (found := fetch(source, name, revision)) is not None), None)
     if path is None:
         raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")

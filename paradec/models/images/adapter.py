@@ -22,6 +22,7 @@ from paradec.models.calls import Evaluation, take_columns
 from paradec.models.facts import ModelFacts
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
+from paradec.models.layers import answer_with_layers
 from paradec.protocol import Query
 
 
@@ -104,6 +105,8 @@ class ImageModel(PictureModel, Decoder):
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         """Evaluate one query: logits [R, W, V] of the wanted columns ([R, Q, V] when none are named)."""
+        if query.keep_layers is not None:
+            return answer_with_layers(self, query, store)
         with torch.no_grad(), Evaluation(self.module):
             cache = None if store is None else store.bind(query)
             mask = self._visible(query) if store is None else self._over_store(query, store)

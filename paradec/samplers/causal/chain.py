@@ -102,7 +102,7 @@ class ChainSampler(CausalSampler):
 
     def _evaluated(self, state: CausalState) -> np.ndarray:
         """[R] int64: slots of each running row's window that this step evaluates."""
-        return state.slots(state.rows)
+        return np.minimum(state.slots(state.rows), 1 + state.drafted[state.rows])
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
         """The target distribution of every slot and a token drawn from it. outputs: logits [branches * R, W, V], one

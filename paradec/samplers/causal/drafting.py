@@ -22,7 +22,9 @@ from paradec.checks import check_model, shown
 from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
+from paradec.samplers.causal.block_drafts import draft_block
 from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting
 from paradec.samplers.causal.trees import RULES, DynamicTree, Layout, Naive, Rule, Tree, tree_of, walk
 from paradec.samplers.causal.verification import Verified, Window, draw, probability
@@ -47,7 +49,8 @@ class DraftingSampler(ChainSampler):
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
             of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
-            `paradec.load_drafter`. `to_dict` names it only.
+            `paradec.load_drafter`. `to_dict` names it only. For methods that say so (`window_drafters`) also one that
+            fills a window by itself: "prompt_lookup" or a `paradec.samplers.causal.lookup.PromptLookup`.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, the name of one
             (`paradec.samplers.causal.trees.TREES`), or a `DynamicTree`; None is a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
@@ -58,11 +61,14 @@ class DraftingSampler(ChainSampler):
 
     needs_drafter: ClassVar[bool] = False
     """Whether nothing is drafted without one; else the sampler drafts for itself."""
+    window_drafters: ClassVar[bool] = False
+    """Whether drafters are taken that fill a window of their own size (`slots`) at once."""
     hits: ClassVar[bool] = True
     """Whether a drawn token that equals a node leads on to it: see `paradec.samplers.causal.trees.walk`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "drafter", PromptLookup.of(self.drafter))
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
             raise ValueError(f"tree={shown(self.tree)} needs a drafter")
         if isinstance(self.tree, Mapping):  # as `to_dict` writes a dynamic one
@@ -74,22 +80,50 @@ class DraftingSampler(ChainSampler):
                 object.__setattr__(self, "tree", entries)
         if isinstance(self.drafter, nn.Module) and not hasattr(self.drafter, "facts"):
             object.__setattr__(self, "drafter", _wrapped(self.drafter))
-        if self.drafter is not None:
+        if self._own_slots is not None:
+            self._check_window_drafter()
+        if self.drafter is not None and not self._looks_up:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
-                    f"drafter={shown(self.drafter)} must be a causal model, from paradec.load or paradec.wrap say, or "
-                    "an EAGLE drafter from paradec.load_drafter"
+                    f"drafter={shown(self.drafter)} must be a causal model, from paradec.load or paradec.wrap say, "
+                    "'prompt_lookup', or a drafter from paradec.load_drafter"
                 )
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
+
+    def _check_window_drafter(self) -> None:
+        """Raise ValueError for a drafter that fills a window by itself, where that is not taken or another setting says
+        how much is drafted."""
+        name = self.drafter.name if self._looks_up else self.drafter.facts.name
+        if not self.window_drafters:
+            raise ValueError(f"drafter={name!r} is not for {self.name!r}; give a causal model or an EAGLE drafter")
+        if self.tree is not None:
+            raise ValueError(f"tree={shown(self.tree)} has no meaning with drafter={name!r}, which drafts a chain")
+        default = next(field.default for field in dataclasses.fields(self) if field.name == "window")
+        if self.window != default:
+            raise ValueError(
+                f"window={self.window} has no meaning with drafter={name!r}, which evaluates {self._own_slots} slots: "
+                "leave it out"
+            )
+
+    @property
+    def _own_slots(self) -> int | None:
+        """Slots of the window that the drafter fills at once; None for those that draft token by token."""
+        return getattr(self.drafter, "slots", None)
+
+    @property
+    def _looks_up(self) -> bool:
+        return isinstance(self.drafter, PromptLookup)
 
     def node_rule(self, state: CausalState) -> Rule:
         """How the nodes of a tree are drawn and verified."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The sampler as plain data; the drafter is named only, and must be given again."""
+        """The sampler as plain data; a drafter with a network is named only, and must be given again."""
         found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "drafter"}
+        if self._looks_up:
+            return found | {"drafter": self.drafter.to_dict()}
         return found | {"drafter": None if self.drafter is None else self.drafter.facts.name}
 
     @property
@@ -111,7 +145,7 @@ class DraftingSampler(ChainSampler):
             raise ValueError(
                 f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
             )
-        if self.drafter is not None:
+        if self.drafter is not None and not self._looks_up:
             self.check_model(model)
             own, small = model.facts, self.drafter.facts
             if small.vocab_size != own.vocab_size:
@@ -132,11 +166,13 @@ class DraftingSampler(ChainSampler):
 
     def _width(self, new: int) -> int:
         if self.tree is None:
-            return super()._width(new)
+            return super()._width(new) if self._own_slots is None else min(self._own_slots, new)
         return self.tree.size if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
 
     def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
         specs = super()._memory(dtype)
+        if self._looks_up:  # whose q are one-hot
+            specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
         return specs if self.tree is None else {name: specs[name] for name in ("drafts", "draft_distribution")}
 
     def _layout(self, state: CausalState) -> Layout:
@@ -153,6 +189,9 @@ class DraftingSampler(ChainSampler):
     def _first_drafts(self, state: CausalState, model: Any) -> None:
         if self.drafter is None:
             super()._first_drafts(state, model)
+            return
+        if self._looks_up:
+            self._draft_next(state, state.rows, None)
             return
         limit = self.drafter.facts.max_length
         if limit is not None and limit < state.context.shape[1]:
@@ -183,7 +222,11 @@ class DraftingSampler(ChainSampler):
             every = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
             features = features[(every + torch.as_tensor(going, device=features.device)).flatten()]
         rows = rows[going]
-        if isinstance(self.tree, DynamicTree):
+        if self._looks_up:
+            self.drafter.draft(state, rows)
+        elif self._own_slots is not None and features is not None:
+            _checked(_drafting(state), rows, draft_block(state, _drafting(state), rows, features))
+        elif isinstance(self.tree, DynamicTree):
             self._grow_tree(state, rows, self.tree, features)
         elif self.tree is not None:
             self._draft_tree(state, rows, tree_of(self.tree), self.node_rule(state), features)
@@ -362,7 +405,9 @@ class DraftingSampler(ChainSampler):
             queries = state.calls(state.store, state.pads, rows, drafts, begin, committed, committed - 1, state.width)
         else:
             queries = super().query(state)
-        return [query.but(keep_hidden=True) for query in queries] if self._reads_features else queries
+        if not self._reads_features:
+            return queries
+        return [query.but(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def _tree_query(self, state: CausalState) -> Query:
         rows, held = state.rows, _drafting(state).held[state.rows]

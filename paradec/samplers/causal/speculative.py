@@ -2,7 +2,8 @@
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192; Chen et al., arXiv
 2302.01318. With trees of drafts: SpecInfer, arXiv 2305.09781, and the rules of `paradec.samplers.causal.trees`. With a
-drafter that goes on from the model's own hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858.
+drafter that goes on from the model's own hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858. Without
+a network: `paradec.samplers.causal.lookup`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class Speculative(DraftingSampler):
     Args:
         drafter: a causal model with the same vocabulary, from `paradec.load` or `paradec.wrap`, a causal language model
             of transformers as it is, or one of the same image family; or an EAGLE drafter of this very model, from
-            `paradec.load_drafter`. `to_dict` names it only.
-        window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
+            `paradec.load_drafter`. `to_dict` names it only. Or "prompt_lookup", which copies what followed the same
+            tokens earlier in the row; `paradec.samplers.causal.lookup.PromptLookup` has its settings.
+        window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Drafters that fill a
+            window by themselves (prompt lookup) say how many there are; leave it out with these.
         tree: children of every node per depth, (3, 2, 1) say, the paths of a static tree, "mc_sim_7b_63", the one of
             EAGLE's code, or a `paradec.samplers.causal.trees.DynamicTree`, EAGLE-2's; None is a chain.
         rule: of the tree's nodes: one of `paradec.samplers.causal.trees.RULES`. EAGLE's own is "without_replacement",
@@ -50,6 +53,7 @@ class Speculative(DraftingSampler):
     arxiv = "2211.17192"
     summary = "a smaller model drafts a chain or a tree that the model verifies in one forward; lossless"
     needs_drafter = True
+    window_drafters = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

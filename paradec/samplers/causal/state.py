@@ -29,8 +29,13 @@ if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
 
 
+ALL_SLOTS = np.iinfo(np.int64).max - 1
+"""Instead of a number of drafts: as many as there are slots for."""
+
+
 class DraftModel(Protocol):
-    """A model that drafts: `paradec.models.adapter.Model`, or an EAGLE drafter, which reads hidden states too."""
+    """A model that drafts: `paradec.models.adapter.Model`, or a drafter that reads hidden states too
+    (`paradec.models.drafter`)."""
 
     facts: ModelFacts
 
@@ -143,6 +148,8 @@ class CausalState(State):
         super().__post_init__()
         self.committed = self.prompt_length.copy()
         self.row_step = np.zeros(self.batch, np.int64)
+        self.drafted = np.full(self.batch, ALL_SLOTS)
+        """[B] int64 on the host: drafts in each row's window, where there may be fewer than slots for them."""
         self.asked, self.end = self.length, self.length.copy()
         self.answer_start = self.prompt_length
         self.stopped = np.zeros(self.batch, bool)
@@ -325,7 +332,7 @@ class CausalState(State):
     # ---- rows that come and go ------------------------------------------------------------------------------------
 
     OF_ROWS: ClassVar[tuple[str, ...]] = (
-        *("prompt_length", "length", "keys", "committed", "row_step", "end", "stopped", "reused"),
+        *("prompt_length", "length", "keys", "committed", "row_step", "drafted", "end", "stopped", "reused"),
     )
     """Arrays and tensors [B] or [B, n] that rows take along."""
 

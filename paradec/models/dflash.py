@@ -1,0 +1,316 @@
+"""DFlash drafters: a few layers that fill a whole block of masks in one forward, beside a model's hidden states.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036; z-lab/dflash; transformers from
+5.23 on. A draft block is the last final token and `block_size - 1` masks, embedded by the model itself. Keys and values
+of every layer come from two places with the same matrices: from the block, and from the model's own hidden states after
+`target_layer_ids`, side by side, through one matrix and a norm. The block sees all of both. What is made of a mask goes
+through the model's own output matrix: the law of the token at that very position.
+
+The network is transformers' own (`MuseGlimmerAssistantModel`), with masks of ours, so that rows of several lengths may
+share a call. Two formats are read: transformers', and z-lab's (`dflash_config` in a Qwen3's config.json, other names of
+two weights). They differ in more than names: z-lab's sliding layers are causal unless `is_causal` says otherwise, and
+their window leaves its end out; and z-lab's embeddings are the model's rows without what its class does to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+from paradec.checks import shown
+from paradec.models.adapter import Model
+from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, positive, stored_weights
+from paradec.models.drafter import FeatureDrafter, check_base
+from paradec.models.layers import decoder_layers
+from paradec.models.pretrained import read_module
+from paradec.protocol import Query
+
+IN_TREE = "muse_glimmer_assistant"
+"""The `model_type` of transformers' format."""
+KEY_MAPPING = {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
+"""z-lab's names of weights, and transformers'."""
+FIELDS = (
+    *("block_size", "mask_token_id", "target_layer_ids", "is_causal"),
+    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+)
+"""What z-lab's `dflash_config` may hold; DFlash 2's selectors and convolutions, and norms per layer, are refused."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What a drafter is beside its weights.
+
+    Args:
+        block_size: the last final token and the drafts.
+        mask_token_id: what stands for a token to draft, an id of the model.
+        target_layer_ids: layers of the model, from 0, whose outputs are read.
+        window: of sliding layers: they see what is less than so many positions away; 0 where there are none.
+        causal: whether sliding layers see nothing to their right.
+        raw: whether embeddings are the model's rows as they are; else what its embedding makes of ids, but for a norm.
+        scale: of the embeddings. multiplier, cap: of the logits; cap 0 is none.
+    """
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    window: int = 0
+    causal: bool = False
+    raw: bool = False
+    scale: float = 1.0
+    multiplier: float = 1.0
+    cap: float = 0.0
+
+
+class DFlashDrafter(FeatureDrafter):
+    """A DFlash network over the model that it was trained for: `create("speculative", drafter=...)` drafts with it.
+
+    Exactness does not depend on it: a bad network costs acceptance, nothing else. It makes `block_size - 1` drafts for
+    each of the model's forwards, in one forward of its own.
+
+    Args:
+        module: transformers' network.
+        base: the model that it drafts for, as loaded or wrapped.
+        settings: see there.
+
+    Raises:
+        TypeError: a base of another kind. ValueError: one that gives no hidden states, names no output matrix or list
+            of layers, runs over no store or is not causal, or other sizes than the base's.
+    """
+
+    def __init__(self, module: Any, base: Model, settings: BlockSettings, name: str = "DFlash"):
+        check_base(base)
+        if module.config.hidden_size != base.hidden_size:
+            raise ValueError(
+                f"drafter {name} has hidden_size={module.config.hidden_size}, {base.facts.name} {base.hidden_size}; it "
+                "drafts for another"
+            )
+        layers = decoder_layers(base.module, base.text_config.num_hidden_layers)
+        if layers is None:
+            raise ValueError(
+                f"base {base.facts.name} has no list of decoder layers, whose outputs a DFlash drafter reads"
+            )
+        if not all(0 <= index < len(layers) for index in settings.target_layer_ids):
+            raise ValueError(
+                f"drafter {name} reads target_layer_ids={list(settings.target_layer_ids)}; {base.facts.name} has "
+                f"{len(layers)} layers"
+            )
+        if not 0 <= settings.mask_token_id < base.facts.vocab_size:
+            raise ValueError(
+                f"drafter {name} has mask_token_id={settings.mask_token_id}; {base.facts.name} has "
+                f"{base.facts.vocab_size} tokens"
+            )
+        self.module = module.eval()
+        self.base = base
+        self.settings = settings
+        self.keep_layers = settings.target_layer_ids
+        self.facts = dataclasses.replace(base.facts, name=name)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a window: the next token and all drafts."""
+        return self.settings.block_size
+
+    @property
+    def mask_token_id(self) -> int:
+        """The id that stands for a token to draft."""
+        return self.settings.mask_token_id
+
+    def make_store(self, rows: int, length: int) -> KeyValueStore:
+        """An empty store of the layers' keys and values of what was read; a token's slot is its position.
+
+        Raises:
+            ValueError: it would not fit into what the device has.
+        """
+        needed = store_bytes(self.module.config, rows, length, self.dtype)
+        check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
+        return KeyValueStore(rows, length, self.device)
+
+    def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
+        """Draft a block for each row of the call.
+
+        Args:
+            query: with C columns of final tokens, which the store takes in, and then the block.
+            features: [R, C, layers * D]: of the former.
+
+        Returns:
+            Logits [R, block_size - 1, V] of the masks.
+        """
+        with torch.no_grad():
+            count = features.shape[1]
+            cache = store.bind(query)
+            found = self.module(
+                noise_embeds=self._embedded(query.tokens[:, count:]).to(self.device, self.dtype),
+                context_hidden_states=features.to(self.device, self.dtype),
+                attention_mask=self._masks(query, store, count),
+                position_ids=query.positions,
+                past_key_values=cache,
+            )
+            hidden = found.last_hidden_state[:, 1:].to(self.base.device, self.base.dtype)
+            logits = self.base.head(hidden) * self.settings.multiplier
+            cap = self.settings.cap
+            return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """ids [R, Q] -> [R, Q, D]."""
+        own = getattr(self.base.module, "get_input_embeddings", None)
+        if self.settings.raw or own is None:
+            return nn.functional.embedding(ids, self.base.token_embeddings()) * self.settings.scale
+        part = own()
+        if hasattr(part, "embed_norm"):  # drafters are trained without it
+            return nn.Embedding.forward(part, ids) * self.settings.scale
+        embedded: Tensor = part(ids)
+        return embedded * self.settings.scale
+
+    def _masks(self, query: Query, store: KeyValueStore, count: int) -> dict[str, Tensor]:
+        """[R, 1, block, K] bool by the layers' type: which keys the block sees."""
+        mask, keys = store.visible(query)
+        assert mask is not None  # the query says who sees whom
+        full = mask[:, :, count:]
+        settings = self.settings
+        if not settings.window:
+            return {"full_attention": full}
+        distance = query.positions[:, count:, None] - keys[:, None, :]
+        near = distance < settings.window
+        near &= distance >= 0 if settings.causal else -distance < settings.window
+        return {"full_attention": full, "sliding_attention": full & near[:, None]}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def is_dflash(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a DFlash drafter."""
+    return "dflash_config" in config or config.get("model_type") == IN_TREE
+
+
+def load_dflash(
+    source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
+) -> DFlashDrafter:
+    """What `load_drafter` does for DFlash's drafters.
+
+    Raises:
+        CheckpointError: as there, a field that is missing or out of its range, a variant that is not read, or a
+            transformers that has no such network.
+        TypeError, ValueError: a base that it cannot draft for.
+    """
+    own, settings = _settings(source, config, base)
+    config_class, model_class = _network(source)
+    published = "dflash_config" in config
+    stored_weights(source, revision)
+    check_foreign_dtypes(source, dict(config), revision)
+    try:
+        made = config_class(**own, block_size=settings.block_size, mask_token_id=settings.mask_token_id)
+        made.target_layer_ids = list(settings.target_layer_ids)
+        made._attn_implementation = "sdpa"
+        options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
+        module = read_module(model_class, source, revision, config=made, dtype=dtype or base.dtype, **options)
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"config.json of {source!r} is not understood: {text}") from error
+    module = module.to(base.device).requires_grad_(False)
+    name = os.path.basename(source.rstrip("/")) or source
+    try:
+        return DFlashDrafter(module, base, settings, name)
+    except ValueError as error:
+        raise CheckpointError(f"{source!r}: {error}") from error
+
+
+def _network(source: str) -> tuple[Any, Any]:
+    """transformers' classes of the config and of the network, which older releases do not have."""
+    try:
+        from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+    except ImportError:
+        raise CheckpointError(
+            f"{source!r} is a DFlash drafter, whose network transformers has from 5.23 on; this is "
+            f"{transformers.__version__}"
+        ) from None
+    return MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+
+def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict[str, Any], BlockSettings]:
+    """Fields of transformers' config, and the rest.
+
+    Raises:
+        CheckpointError: a field that is missing, out of its range, not the base's, or of a variant that is not read.
+    """
+    where = f"config.json of {source!r}"
+    published = config.get("dflash_config")
+    inner = published if isinstance(published, dict) else {}
+    if published is not None and not isinstance(published, dict):
+        raise CheckpointError(f"{where}: dflash_config={shown(published)} must be an object")
+    if other := sorted(name for name, value in inner.items() if name not in FIELDS and value not in (None, False)):
+        raise CheckpointError(f"{where}: dflash_config has {', '.join(other)}, of a variant of DFlash that is not read")
+    if config.get("attention_bias"):
+        raise CheckpointError(f"{where}: attention_bias={shown(config['attention_bias'])}; DFlash's layers have none")
+    given = {**config, **{name: value for name, value in inner.items() if value is not None}}
+    hidden, heads, layers, wide = (
+        positive(given, name)
+        for name in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    )
+    for name, needed in (("hidden_size", base.hidden_size), ("vocab_size", base.facts.vocab_size)):
+        if given.get(name) not in (None, needed):
+            raise CheckpointError(
+                f"{source!r} has {name}={given[name]}, {base.facts.name} {needed}: it drafts for another model"
+            )
+    defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "block_size": 16}
+    given = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    kinds = given.get("layer_types", ["full_attention" if published is not None else "sliding_attention"] * layers)
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES):
+        raise CheckpointError(f"{where}: layer_types={shown(kinds)} must name {layers} of {', '.join(LAYER_TYPES)}")
+    if given.get("hidden_act", "silu") not in ACT2FN:
+        raise CheckpointError(f"{where}: hidden_act={shown(given['hidden_act'])} is not known")
+    targets, mask = given.get("target_layer_ids"), given.get("mask_token_id")
+    if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
+        raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
+    if type(mask) is not int:
+        raise CheckpointError(f"{where}: mask_token_id={shown(mask)} must be an integer")
+    window = 0
+    if "sliding_attention" in kinds:
+        # transformers sees one position further than z-lab's code
+        window = positive({"sliding_window": 2048, **given}, "sliding_window") + (published is None)
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"{where}: rope_parameters={shown(rope)} must be an object")
+    theta = 10000.0 if published is not None else 500000.0
+    angles = {"rope_theta": float(given.get("rope_theta", theta)), **rope}
+    angles["rope_type"] = angles.get("rope_type", angles.pop("type", "default"))
+    own = {
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": positive(given, "num_key_value_heads"),
+        "head_dim": positive(given, "head_dim"),
+        "rms_norm_eps": float(positive(given, "rms_norm_eps")),
+        "hidden_act": given.get("hidden_act", "silu"),
+        "max_position_embeddings": positive({"max_position_embeddings": 131072, **given}, "max_position_embeddings"),
+        "rope_parameters": angles,
+        "layer_types": kinds,
+        "target_layer_ids": targets,
+    }
+    block = positive(given, "block_size")
+    if type(block) is not int or block < 2:
+        raise CheckpointError(f"{where}: block_size={shown(block)} must be an integer of at least 2")
+    return own, BlockSettings(
+        block_size=block,
+        mask_token_id=mask,
+        target_layer_ids=tuple(targets),
+        window=window,
+        causal=published is not None and given.get("is_causal", True) is not False,
+        raw=published is not None,
+        scale=float(given.get("input_embedding_scale", 1.0)),
+        multiplier=float(given.get("output_multiplier", 1.0)),
+        cap=float(given.get("final_logit_softcapping", 0.0)),
+    )

@@ -1,0 +1,93 @@
+"""Drafts of a whole window in one forward of the drafter (DFlash, `paradec.models.dflash`).
+
+Its forward reads what the model's layers made of the final tokens since the last one, which go into its key/value
+store, and the last final token with masks behind it, which do not. Each mask's logits are the distribution q of the
+token at its own position; given the text so far, the drafts are drawn independently of each other. A chain of them is
+verified as any other: every draft carries its own q.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.protocol import Cost, Query
+from paradec.samplers.causal.base import DRAFT_STREAM, read_logits
+from paradec.samplers.causal.state import CausalState, Drafting
+from paradec.samplers.causal.verification import draw
+
+
+def draft_block(state: CausalState, own: Drafting, rows: np.ndarray, features: Tensor) -> Tensor:
+    """Fill the next windows of rows [R].
+
+    Args:
+        features: [branches * R, F, D]: of each row's final tokens from the first that the drafter has not read.
+
+    Returns:
+        [R, W - 1, V]: the drafts' distributions.
+    """
+    drafter: Any = own.model
+    query, fresh = block_query(state, own.fed[rows], rows, drafter.slots, drafter.mask_token_id)
+    width = query.tokens.shape[1] - drafter.slots
+    # right-aligned, as the query's columns
+    column = np.maximum(np.arange(width) - (width - fresh)[:, None], 0)
+    context = features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
+    with torch.no_grad():
+        logits = drafter(query, context, own.store)
+    own.nfe += Cost([query], state.batch).nfe
+    own.fed[rows] = state.committed[rows] - 1
+    positions = state.positions(rows)[:, :-1]
+    logits = read_logits(state, [logits[:, : state.width - 1]], [query])
+    q = state.distribution(logits, rows, positions)
+    drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
+    slot = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
+    state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, 1)))
+    state.memory.write("draft_distribution", rows, torch.nn.functional.pad(q, (0, 0, 0, 1)))
+    state.memory.write("draft_source", rows, slot)
+    return q
+
+
+def block_query(
+    state: CausalState, fed: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
+) -> tuple[Query, np.ndarray]:
+    """Final tokens that the drafter has not read, right-aligned, then the last final one and masks.
+
+    Args:
+        fed: [R] int64: final tokens that it has read. size: columns of the block.
+
+    Returns:
+        The query, and how many columns before the block each row of the call has, [branches * R] int64.
+    """
+    device, shift = state.context.device, state.shift[:, rows]
+    begin = np.where(fed > 0, fed + shift, 0).reshape(-1)
+    last = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token
+    fresh = last - begin
+    width = int(fresh.max())
+    position = last[:, None] - width + np.arange(width + size)
+    read = (position >= begin[:, None]) & (position < last[:, None])
+    store_rows = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
+    at = torch.as_tensor(store_rows, device=device)
+    positions = torch.as_tensor(np.maximum(position, 0), device=device)
+    known = positions[:, : width + 1].clamp(max=state.context.shape[1] - 1)
+    masks = torch.full((len(last), size - 1), mask_token_id, device=device)
+    valid = torch.as_tensor(read | (position >= last[:, None]), device=device)
+    query = Query(
+        rows=rows,
+        tokens=torch.cat((state.context[at.unsqueeze(1), known], masks), 1),
+        positions=positions,
+        valid=valid,
+        visible=valid.unsqueeze(1).expand(-1, width + size, -1),
+        store_rows=at,
+        slots=torch.as_tensor(np.where(read, position, -1), device=device),
+        store_index=store_rows,
+        reach=int(begin.max()),
+        step=state.commits,
+        branches=state.branches,
+        forwarded=fresh[: len(rows)] + size,
+        index=np.arange(len(rows)),
+        kind="window" if begin.any() else "full",
+    )
+    return query, fresh

@@ -1,0 +1,414 @@
+"""DFlash drafters: transformers' own generator, both file formats, the maths by hand, exactness, rows, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import CODES, tiny_llamagen
+from safetensors.torch import save_file
+from test_eagle import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
+from torch import Tensor
+from torch.nn.functional import silu
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.dflash import DFlashDrafter
+from paradec.models.layers import LayerOutputs
+from paradec.protocol import Query
+from paradec.request import Request
+from paradec.samplers.causal.lantern import Lantern
+from paradec.samplers.causal.verification import token_distribution
+
+pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
+
+BLOCK = 4
+TARGETS = [0, 2]
+
+
+def checkpoint(
+    hidden: int = 16, targets: list[int] = TARGETS, block: int = BLOCK, mask: int = 4, seed: int = 1, **changes: Any
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and weights as z-lab publishes them; `inner` goes into `dflash_config`."""
+    inner = {"mask_token_id": mask, "target_layer_ids": targets} | changes.pop("inner", {})
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": False,
+        "block_size": block,
+        "dflash_config": inner,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 24,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "max_position_embeddings": 64,
+        "model_type": "qwen3",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "sliding_window": 5,
+        **changes,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(targets) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(2):
+        part = f"layers.{layer}."
+        shapes |= {f"{part}self_attn.{name}_norm.weight": (8,) for name in "qk"}
+        shapes |= {f"{part}self_attn.{name}_proj.weight": (16, hidden) for name in "kv"}
+        shapes |= {f"{part}self_attn.q_proj.weight": (32, hidden), f"{part}self_attn.o_proj.weight": (hidden, 32)}
+        shapes |= {f"{part}mlp.{name}_proj.weight": (24, hidden) for name in ("gate", "up")}
+        shapes |= {f"{part}mlp.down_proj.weight": (hidden, 24)}
+        shapes |= {f"{part}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    generator = torch.Generator().manual_seed(seed)
+    return config, {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for name, shape in shapes.items()
+    }
+
+
+def in_tree(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same drafter in transformers' format."""
+    config = dict(config)
+    config |= config.pop("dflash_config") | {"model_type": "muse_glimmer_assistant"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    config["architectures"] = ["MuseGlimmerAssistantModel"]
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    return config, {names.get(name, name): tensor for name, tensor in weights.items()}
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[..., DFlashDrafter]:
+    def load(base: Model, transformers_format: bool = False, **sizes: Any) -> DFlashDrafter:
+        made = checkpoint(**sizes)
+        return paradec.load_drafter(
+            write(tmp_path / "d", *(in_tree(*made) if transformers_format else made)), base=base
+        )
+
+    return load
+
+
+def speculative(drafter: DFlashDrafter) -> Any:
+    return paradec.samplers.create("speculative", drafter=drafter)
+
+
+# ---- beside transformers --------------------------------------------------------------------------------------------
+
+
+def test_drafts_tokens_and_forwards_are_those_of_transformers(loaded: Any, tmp_path: Path) -> None:
+    """Its own `generate` with the same drafter: every block of drafts, every token, as many forwards of the model. With
+    its eager attention: the sdpa one leaves the window out (5.23)."""
+    base = tiny_base(layers=4)
+    drafter = loaded(base, transformers_format=True)
+    theirs_eager = type(drafter.module).from_pretrained(
+        tmp_path / "d", attn_implementation="eager", dtype=torch.float64
+    )
+    head, calls, drafts = base.module.lm_head, [], []
+    base.module.model.register_forward_pre_hook(lambda *_: calls.append(0))
+    for module in (drafter.module, theirs_eager):
+        module.register_forward_hook(
+            lambda _, given, out: drafts.append(head(out.last_hidden_state[:, 1:]).argmax(-1).tolist())
+        )
+    accepted = 0
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        assistant = {"assistant_model": theirs_eager, "speculation_type": "dflash", "do_sample": False}
+        theirs = base.module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **assistant)
+        expected, made = len(calls), drafts[:]
+        calls.clear(), drafts.clear()
+        out = paradec.generate(base, [prompt], sampler=speculative(drafter), max_new_tokens=20, temperature=0)
+        assert out.new_tokens[0].tolist() == theirs[0, len(prompt) :].tolist()
+        assert out.nfe == len(calls) == expected and drafts == made and out.draft_nfe == [len(drafts)]
+        accepted += 20 - out.nfe
+        calls.clear(), drafts.clear()
+    assert accepted > 8
+
+
+# ---- the maths ------------------------------------------------------------------------------------------------------
+
+
+def plain_block(
+    config: dict[str, Any], weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool
+) -> Tensor:
+    """One row by hand: block [B, D] behind features [C, layers * D] of positions 0 to C -> [B, D]."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
+
+    def turned(x: Tensor, at: Tensor) -> Tensor:
+        """x [heads, Q, 8] at positions [Q]."""
+        angle = at[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)
+        cos, sin = (part(angle).double().repeat(1, 2) for part in (torch.cos, torch.sin))
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    context = norm(features @ weights["fc.weight"].T, "hidden_norm")
+    every = torch.arange(len(context) + len(block))
+    own = every[len(context) :]
+    x = block
+    for layer in range(2):
+        part = f"layers.{layer}."
+
+        def heads(y: Tensor, name: str, part: str = part) -> Tensor:
+            return (y @ weights[f"{part}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1)
+
+        y = norm(x, f"{part}input_layernorm")
+        both = torch.cat((context, y))
+        q = turned(norm(heads(y, "q"), f"{part}self_attn.q_norm"), own)
+        k = turned(norm(heads(both, "k"), f"{part}self_attn.k_norm"), every).repeat_interleave(2, 0)
+        v = heads(both, "v").repeat_interleave(2, 0)
+        scores = q @ k.mT / 8**0.5
+        if config["layer_types"][layer] == "sliding_attention":
+            away = own[:, None] - every
+            hidden = (away < 0) | (away >= 5) if causal else away.abs() > 5
+            scores = scores.masked_fill(hidden, -torch.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ weights[f"{part}self_attn.o_proj.weight"].T
+        y = norm(x, f"{part}post_attention_layernorm")
+        up = silu(y @ weights[f"{part}mlp.gate_proj.weight"].T) * (y @ weights[f"{part}mlp.up_proj.weight"].T)
+        x = x + up @ weights[f"{part}mlp.down_proj.weight"].T
+    return norm(x, "norm")
+
+
+INNER = {"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_softcapping": 3.0}
+
+
+@pytest.mark.parametrize("transformers_format", [False, True])
+@pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
+def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transformers_format: bool) -> None:
+    """Ragged rows, after several commits of different lengths: features, positions, windows, the drafter's store."""
+    base = tiny_base(layers=4)
+    inner = {} if transformers_format else INNER
+    config, weights = checkpoint(inner=inner)
+    method = speculative(loaded(base, transformers_format, inner=inner))
+    state = method.start(base, PROMPTS, max_new_tokens=16, seed=3, **request_)
+    request = Request(temperature=request_.get("temperature", 1.0))
+    checked, moved = 0, set()
+    with torch.inference_mode():
+        for _ in range(5):
+            method.commit(state, method.step(base, state))
+            moved |= set(state.accepted[-1].tolist())
+            for row in state.rows.tolist():
+                branches = []
+                for branch in range(state.branches):
+                    length = int(state.committed[row] + state.shift[branch, row])
+                    ids = state.context[branch * state.batch + row, :length]
+                    every = base.module(ids[None, :-1], output_hidden_states=True).hidden_states
+                    features = torch.cat([every[index + 1][0] for index in TARGETS], -1)
+                    block = torch.cat((ids[-1:], torch.full((BLOCK - 1,), 4)))
+                    embedded = base.module.model.embed_tokens.weight[block]
+                    embedded = embedded * inner.get("input_embedding_scale", 1.0)
+                    made = plain_block(config, weights, embedded, features, not transformers_format)[1:]
+                    logits = base.module.lm_head(made)
+                    if inner:
+                        logits = 3 * torch.tanh(0.7 * logits / 3)
+                    branches.append(logits)
+                scale = request_.get("guidance_scale", 1)
+                logits = branches[0] if len(branches) == 1 else branches[1] + scale * (branches[0] - branches[1])
+                expected = token_distribution(logits, request)
+                room = int(state.end[row] - state.committed[row]) - 1
+                if room:
+                    # transformers' norm and angles are float32 in every dtype
+                    found = state.memory["draft_distribution"][row, : BLOCK - 1]
+                    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+                    checked += 1
+    assert checked > 12 and {1, 2} <= moved
+
+
+# ---- what is decoded ------------------------------------------------------------------------------------------------
+
+
+def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
+    base = tiny_base(layers=4)
+    method = speculative(loaded(base))
+    found, state = answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
+    assert found == greedy(base.module, PROMPTS, 20)
+    assert (state.accepted[0] == 1).all() and len(set(state.nfe.tolist())) > 1 and (state.nfe < 20).all()
+    assert (state.draft_nfe <= state.nfe).all() and (state.draft_nfe > 0).all()
+    guided = {"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
+    assert answers(method, base, PROMPTS, max_new_tokens=8, temperature=0, **guided)[0] == greedy(
+        base.module, PROMPTS, 8, 2.0
+    )
+    for new in (1, 2, 3):  # shorter than the block
+        assert answers(method, base, PROMPTS, max_new_tokens=new, temperature=0)[0] == greedy(base.module, PROMPTS, new)
+
+
+@pytest.mark.parametrize("request_", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}])
+def test_the_law_of_the_answers_is_the_model_s(loaded: Any, request_: dict[str, Any]) -> None:
+    base = tiny_base(layers=1)
+    drafter = loaded(base, targets=[0], block=3, seed=2)
+    assert min(p_values(speculative(drafter), base, **request_)) > 0.01 / 4
+
+
+def test_the_test_of_exactness_has_power(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts whose q is said to be another one."""
+    base = tiny_base(layers=1)
+    method = speculative(loaded(base, targets=[0], block=3))
+    monkeypatch.setattr(type(method), "accept", lambda self, window: window.ratio().sqrt().clamp(max=1))
+    assert min(p_values(method, base)) < 1e-5
+
+
+def test_rows_are_independent_and_steps_repeat(loaded: Any) -> None:
+    base = tiny_base(layers=4)
+    method = speculative(loaded(base))
+    together, whole = answers(method, base, PROMPTS, max_new_tokens=12, seed=[1, 2, 3, 4])
+    for row, prompt in enumerate(PROMPTS):
+        alone, state = answers(method, base, prompt, max_new_tokens=12, seed=row + 1)
+        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
+    state = method.start(base, PROMPTS, max_new_tokens=9, seed=4)
+    while not state.done:
+        first, again = method.step(base, state), method.step(base, state)
+        assert torch.equal(first.values, again.values)
+        assert torch.equal(first.quantities["features"], again.quantities["features"])
+        method.commit(state, again)
+        with pytest.raises(ValueError, match="earlier state"):
+            method.commit(state, first)
+
+
+def test_copies_and_pickles_go_on(loaded: Any) -> None:
+    """Of the model with its drafter, and of a state."""
+    base = tiny_base(layers=4)
+    drafter = loaded(base)
+    expected = answers(speculative(drafter), base, PROMPTS, max_new_tokens=8, seed=1)[0]
+    for base_, drafter_ in (copy.deepcopy((base, drafter)), pickle.loads(pickle.dumps((base, drafter)))):
+        assert answers(speculative(drafter_), base_, PROMPTS, max_new_tokens=8, seed=1)[0] == expected
+    method = speculative(drafter)
+    state = method.start(base, PROMPTS, max_new_tokens=8, seed=1)
+    method.commit(state, method.step(base, state))
+    other = copy.deepcopy(state)
+    while not state.done:
+        method.commit(state, method.step(base, state))
+        method.commit(other, method.step(base, other))
+        assert torch.equal(state.canvas, other.canvas)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
+    base = tiny_base(layers=4)
+    base.module.to(dtype)
+    drafter = loaded(base)
+    assert drafter.dtype == dtype
+    found = paradec.generate(base, PROMPTS, sampler=speculative(drafter), max_new_tokens=9, temperature=0.1)
+    assert found.new_tokens.shape == (4, 9)
+
+
+def test_over_llamagen() -> None:
+    """An image model of ours, with guidance from both branches: the codes of decoding one by one."""
+    pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    model = tiny_llamagen()
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = checkpoint(hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
+        drafter = paradec.load_drafter(write(Path(folder), *made), base=model)
+    given = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}
+    found = paradec.generate_images(model, sampler=speculative(drafter), **given)
+    plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **given)
+    assert torch.equal(found.tokens, plain.tokens)
+
+
+# ---- layers' outputs ------------------------------------------------------------------------------------------------
+
+
+def test_layers_outputs_are_those_of_transformers_and_leave_nothing_behind() -> None:
+    base = tiny_base(layers=3)
+    ids = torch.tensor([[1, 2, 3, 0]])
+    query = Query(np.arange(1), ids, torch.arange(4)[None], keep_hidden=True, keep_layers=(0, 2))
+    logits = base(query)
+    assert not any(layer._forward_hooks for layer in base.module.model.layers)
+    theirs = base.module(ids, output_hidden_states=True)
+    # the last layer's are those behind the final norm
+    assert torch.equal(query.hidden, torch.cat((theirs.hidden_states[1], theirs.hidden_states[3]), -1).detach())
+    assert torch.equal(logits, theirs.logits.detach())
+
+
+def test_another_thread_s_call_is_not_looked_at() -> None:
+    base = tiny_base(layers=2)
+    layers = base.module.model.layers
+    with LayerOutputs(layers, [0]) as outputs:
+        other = threading.Thread(target=lambda: base.module(torch.tensor([[1, 2]])))
+        other.start()
+        other.join()
+        assert not outputs.found
+        base.module(torch.tensor([[3]]))
+        assert outputs.found[0].shape == (1, 1, 16)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def wrong_checkpoints() -> list[Any]:
+    def case(change: Callable[[dict[str, Any], dict[str, Tensor]], object], message: str) -> Any:
+        return pytest.param(change, message, id=message[:24])
+
+    return [
+        case(lambda c, w: c.pop("hidden_size"), "hidden_size"),
+        case(lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
+        case(lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
+        case(lambda c, w: c.update(attention_bias=True), "attention_bias=True"),
+        case(lambda c, w: c.update(hidden_act="square"), "hidden_act='square'"),
+        case(lambda c, w: c.update(layer_types=["full_attention"]), "layer_types=.* must name 2 of"),
+        case(lambda c, w: c.update(layer_types=["full_attention", "linear"]), "layer_types=.* must name 2 of"),
+        case(lambda c, w: c.update(block_size=1), "block_size=1 must be an integer of at least 2"),
+        case(lambda c, w: c["dflash_config"].pop("mask_token_id"), "mask_token_id=None must be"),
+        case(lambda c, w: c["dflash_config"].update(mask_token_id=5), "mask_token_id=5; LlamaForCausalLM has 5 tokens"),
+        case(lambda c, w: c["dflash_config"].update(target_layer_ids=[0, 4]), r"reads target_layer_ids=\[0, 4\]"),
+        case(lambda c, w: c["dflash_config"].update(target_layer_ids="all"), "target_layer_ids='all'"),
+        case(lambda c, w: c["dflash_config"].update(selector_rank=8), "has selector_rank, of a variant of DFlash"),
+        case(lambda c, w: w.pop("fc.weight"), "missing .*encoder.fc.weight"),
+        case(lambda c, w: w.update({"layers.0.conv.weight": torch.ones(2)}), "unexpected .*layers.0.conv"),
+        case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), "mismatched .*encoder.fc.weight"),
+    ]
+
+
+@pytest.mark.parametrize(("change", "message"), wrong_checkpoints())
+def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
+    config, weights = checkpoint()
+    change(config, weights)
+    with pytest.raises(CheckpointError, match=message):
+        paradec.load_drafter(write(tmp_path / "drafter", config, weights), base=tiny_base(layers=4))
+
+
+def test_what_does_not_fit_is_refused(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny_base(layers=4)
+    drafter = loaded(base)
+    with pytest.raises(ValueError, match="window=7 has no meaning with drafter='d', which evaluates 4 slots"):
+        paradec.samplers.create("speculative", drafter=drafter, window=7)
+    with pytest.raises(ValueError, match="has no meaning with drafter='d'"):
+        paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
+    with pytest.raises(ValueError, match="drafter='d' is not for 'lantern'"):
+        Lantern(drafter=drafter)
+    with pytest.raises(ValueError, match="was loaded for LlamaForCausalLM"):
+        speculative(drafter).start(tiny_base(layers=4), [1, 2], max_new_tokens=4)
+    monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
+    with pytest.raises(CheckpointError, match="whose network transformers has from 5.23 on; this is"):
+        loaded(base)
+
+
+def test_nan_of_the_drafter_is_named(loaded: Any) -> None:
+    base = tiny_base(layers=4)
+    drafter = loaded(base)
+    drafter.module.norm.weight.data[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="the drafter returned NaN"):
+        paradec.generate(base, PROMPTS, sampler=speculative(drafter), max_new_tokens=6)
+
+
+assert VOCAB == 5  # what the checkpoints' mask is one of

@@ -1,0 +1,183 @@
+"""Prompt lookup: transformers' candidates, its tokens and forwards, the model's distribution, rows, refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_eagle import VOCAB, answers, exactness, greedy, tiny_base
+from torch import Tensor
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import paradec
+from paradec.samplers.causal.lantern import Lantern
+from paradec.samplers.causal.lookup import PromptLookup, look_up
+from paradec.samplers.causal.speculative import Speculative
+
+PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
+
+
+def sampler(count: int = 5, size: int = 2) -> Speculative:
+    return paradec.samplers.create("speculative", drafter=PromptLookup(count, size))
+
+
+class Suppress:
+    """A logits processor of transformers' kind."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.tokens] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("ends", "forbidden"), [([], []), ([3], []), ([3, 0], [1])])
+def test_candidates_are_those_of_transformers(size: int, ends: list[int], forbidden: list[int]) -> None:
+    """Random rows of few tokens, padded on the right: every length, long matches, ends, forbidden tokens."""
+    generator = torch.Generator().manual_seed(size)
+    length = torch.randint(1, 24, (200, 1), generator=generator)
+    tokens = torch.randint(0, 5, (200, 24), generator=generator)
+    usable = ~torch.isin(tokens, torch.tensor(forbidden, dtype=torch.int64))
+    drafts, count = look_up(tokens, length, usable, torch.tensor(ends, dtype=torch.int64), size, 6)
+    theirs = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor(ends) if ends else None,
+        num_output_tokens=6,
+        max_matching_ngram_size=size,
+        max_length=100,
+        logits_processor=Suppress(forbidden),  # type: ignore[arg-type]
+        vocab_size=5,
+    )
+    for row in range(200):
+        ids = tokens[row : row + 1, : int(length[row])]
+        expected = theirs.get_candidates(ids)[0][0, ids.shape[1] :].tolist()
+        assert drafts[row, : count[row]].tolist() == expected and not drafts[row, count[row] :].any()
+    assert 0 < int((count == 0).sum()) < 150 and int((count > 1).sum()) > 20
+
+
+def test_tokens_and_forwards_are_those_of_transformers() -> None:
+    base, calls = tiny_base(), []
+    hook = base.module.model.register_forward_pre_hook(lambda *_: calls.append(0))
+    saved = 0
+    for prompt in PROMPTS:
+        calls.clear()
+        settings = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 2, "do_sample": False}
+        ids = torch.tensor([prompt])
+        expected = base.module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **settings)
+        count = len(calls)
+        out = paradec.generate(base, [prompt], sampler=sampler(), max_new_tokens=20, temperature=0)
+        assert out.new_tokens[0].tolist() == expected[0, len(prompt) :].tolist() and out.nfe == count
+        saved += 20 - count
+    hook.remove()
+    assert saved > 8
+
+
+def test_temperature_0_is_greedy_decoding() -> None:
+    """Rows of one batch draft different numbers of tokens."""
+    base = tiny_base()
+    found, state = answers(sampler(), base, PROMPTS, max_new_tokens=14, temperature=0)
+    assert found == greedy(base.module, PROMPTS, 14)
+    assert len(set(state.nfe.tolist())) > 1 and state.nfe.sum() < 4 * 14 and not state.draft_nfe.any()
+
+
+@pytest.mark.parametrize("request_name", ["temperature 1", "all"])
+def test_answers_have_the_model_s_distribution(request_name: str) -> None:
+    """Prompts that repeat themselves, so that the first windows hold drafts, against full enumeration."""
+    model = exactness.TableModel.random(5, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exactness, "PROMPTS", ([2, 0, 2, 0], [4, 1, 3, 1, 4, 1]))
+        found = exactness.test_case(sampler(3), model, 4000, seed=5, **exactness.REQUESTS[request_name])
+    assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 4
+
+
+def test_the_chi_square_test_sees_drafts_that_are_kept_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculative, "accept", lambda self, window: window.ratio().sqrt())
+    monkeypatch.setattr(exactness, "PROMPTS", ([2, 0, 2, 0], [4, 1, 3, 1, 4, 1]))
+    found = exactness.test_case(sampler(3), exactness.TableModel.random(5, seed=0), 4000, seed=5)
+    assert min(found["p_values"]) < 1e-5
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    base = tiny_base()
+    given = {"sampler": sampler(), "max_new_tokens": 12, "temperature": 0.8}
+    together = paradec.generate(base, PROMPTS, seed=[5, 6, 7, 8], **given)
+    for row, prompt in enumerate(PROMPTS):
+        alone = paradec.generate(base, [prompt], seed=5 + row, **given)
+        assert alone.new_tokens[0].tolist() == together.new_tokens[row].tolist()
+        assert alone.nfe == together.row_nfe[row]
+    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
+    every = paradec.generate_many(base, prompts, batch_size=2, **given)
+    assert [out.new_tokens[0].tolist() for out in every] == together.new_tokens.tolist()
+
+
+def test_a_step_repeated_changes_nothing_and_copies_go_on() -> None:
+    base, method = tiny_base(), sampler()
+    state = method.start(base, PROMPTS, max_new_tokens=12, temperature=0.8, seed=1)
+    while not state.done:
+        one, two = method.step(base, state), method.step(base, state)
+        assert torch.equal(one.values, two.values) and torch.equal(one.available, two.available)
+        other = pickle.loads(pickle.dumps(copy.deepcopy(state)))
+        method.commit(state, one)
+        method.commit(other, method.step(base, other))
+        assert torch.equal(state.canvas, other.canvas) and (state.drafted == other.drafted).all()
+        with pytest.raises(ValueError, match="state"):
+            method.commit(state, two)
+
+
+def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
+    """Suppressed tokens, an end token and ids beyond the vocabulary (conditions of image models) stand in the text."""
+    base = tiny_base()
+    given = {"max_new_tokens": 12, "suppress_tokens": (1,), "temperature": 0}
+    found = paradec.generate(base, PROMPTS, sampler=sampler(), **given)
+    plain = paradec.generate(base, PROMPTS, sampler=paradec.samplers.create("sjd", window=1), **given)
+    assert found.new_tokens.tolist() == plain.new_tokens.tolist()
+    state = sampler().start(base, [[VOCAB - 1, 0, VOCAB - 1, 0]], max_new_tokens=6)
+    state.canvas[0, 0] = VOCAB + 3
+    state.canvas[0, 2] = VOCAB + 3
+    PromptLookup(5, 1).draft(state, np.arange(1))
+    assert state.drafted.tolist() == [0]  # what follows the last 0 is no token
+
+
+def test_settings_travel() -> None:
+    short = paradec.samplers.create("speculative", drafter="prompt_lookup")
+    assert short.drafter == PromptLookup(10, 2) and short == Speculative(drafter=PromptLookup())
+    data = sampler(7, 3).to_dict()
+    assert data["drafter"]["max_matching_ngram_size"] == 3 and Speculative.from_dict(data) == sampler(7, 3)
+
+
+def test_a_preset_keeps_it(tmp_path: Any) -> None:
+    paradec.Request(sampler=sampler(7, 3)).save(tmp_path / "mine.preset")
+    assert paradec.Request.load(tmp_path / "mine.preset").sampler == sampler(7, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drafter": "lookup"}, "drafter='lookup' is no drafter's name; give a model, or 'prompt_lookup'"),
+        ({"drafter": {"drafter": "prompt_lookup", "size": 3}}, "unexpected keyword argument 'size'"),
+        ({"drafter": "prompt_lookup", "tree": (2, 1)}, "tree=(2, 1) has no meaning with drafter='prompt_lookup'"),
+        ({"drafter": "prompt_lookup", "window": 7}, "window=7 has no meaning with drafter='prompt_lookup'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Speculative(**settings)
+
+
+def test_lantern_refuses_it() -> None:
+    with pytest.raises(ValueError, match="drafter='prompt_lookup' is not for 'lantern'"):
+        Lantern(drafter="prompt_lookup")
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "max_matching_ngram_size"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
+        PromptLookup(**{name: value})
