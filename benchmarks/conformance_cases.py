@@ -248,7 +248,8 @@ def rows() -> None:
         if len(chosen) > 1:  # the longest first: the others are padded
             batches[name] = [chosen[length] for length in sorted(chosen, reverse=True)]
         print(name, batches.get(name), flush=True)
-    write("rows.json", {"batches": batches})
+    lines = ",\n".join(f"  {json.dumps(name)}: {members}" for name, members in batches.items())
+    (OUT / "rows.json").write_text(f'{{"batches": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A conformance kit: do a decoder's answers agree with recorded traces of the published code, and with exact laws?
 
 The decoder is anybody's. It is asked with plain data and answers with plain data (`paradec.conformance.targets`), on
-small checkpoints in the published formats that come with the cases. `paradec verify` is the command, docs/conformance.md
-says how to take part and how to report a result.
+small checkpoints in the published formats that come with the cases. `paradec verify` is the command; the page
+docs/conformance.md says how to take part and how to report a result.
 
 | file | decides |
 |---|---|
@@ -19,4 +19,4 @@ says how to take part and how to report a result.
 from __future__ import annotations
 
 KIT_VERSION = "1.0"
-"""Of the cases and of what is compared, whatever paradec's own version. Results of different versions do not compare."""
+"""Of the cases and of what is compared, whatever paradec's own version is."""

@@ -33,7 +33,7 @@ CHECKPOINTS = ("llada-tiny", "dream-tiny", "moe/llada2-tiny", "moe/llada-moe-tin
 TRACES = ("traces", "moe/traces")
 FOLDERS = (
     *("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream", "adablock", "adablock-dream", "dinfer"),
-    *("dkv", "dkv-dream", "llada20_generate", "llada20_batch", "llada21_generate", "llada_moe_generate"),
+    *("dkv", "dkv-dream", "freedave", "llada20_generate", "llada20_batch", "llada21_generate", "llada_moe_generate"),
 )
 """Of the traces, those that `paradec.conformance.traces` reads."""
 OWN = "conformance"
@@ -102,11 +102,10 @@ def pack(folder: Path, out: Path, texts: Mapping[str, str]) -> dict[str, Any]:
         The manifest, which is the archive's first file.
     """
     said = manifest(folder)
-    said["files"] |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    said["digest"] = digest(said["files"])
+    said["texts"] = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     contents = {MANIFEST: (json.dumps(said, indent=1, sort_keys=True) + "\n").encode()}
-    for name in sorted(said["files"]):
-        contents[name] = texts[name].encode() if name in texts else (folder / name).read_bytes()
+    contents |= {name: texts[name].encode() for name in sorted(texts)}
+    contents |= {name: (folder / name).read_bytes() for name in sorted(said["files"])}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name, content in contents.items():
@@ -160,8 +159,8 @@ def _folder(path: Path) -> Data:
         if f"{OWN}/laws.json" not in said["files"]:
             raise ValueError(f"--data {str(path)!r} has no {MANIFEST}, and is no tests/golden of a checkout")
         return Data(path, said["files"], said["version"])
-    files, version = _read_manifest((path / MANIFEST).read_bytes(), str(path))
-    for name, expected in files.items():
+    files, texts, version = _read_manifest((path / MANIFEST).read_bytes(), str(path))
+    for name, expected in (files | texts).items():
         file = path / name
         if not file.is_file():
             raise ValueError(f"--data {str(path)!r} lacks {name}, which its manifest names")
@@ -187,11 +186,12 @@ def _unpacked(path: Path, place: Path) -> Data:
         raise ValueError(f"{str(path)!r} is no whole .tar.gz archive: {error}") from error
     if MANIFEST not in contents:
         raise ValueError(f"{str(path)!r} has no {MANIFEST}: it is no archive of the conformance kit")
-    files, version = _read_manifest(contents.pop(MANIFEST), str(path))
-    for name in sorted(files.keys() ^ contents.keys()):
-        raise ValueError(f"{str(path)!r} {'lacks' if name in files else 'holds'} {name}, against its manifest")
+    files, texts, version = _read_manifest(contents.pop(MANIFEST), str(path))
+    named = files | texts
+    for name in sorted(named.keys() ^ contents.keys()):
+        raise ValueError(f"{str(path)!r} {'lacks' if name in named else 'holds'} {name}, against its manifest")
     for name, content in contents.items():
-        _check_hash(name, content, files[name])
+        _check_hash(name, content, named[name])
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(content)
     return Data(place, files, version)
@@ -209,7 +209,8 @@ def _inside(parts: tuple[str, ...]) -> bool:
     return all(part not in ("..", "/") and "\\" not in part and ":" not in part for part in parts)
 
 
-def _read_manifest(content: bytes, where: str) -> tuple[dict[str, str], str]:
+def _read_manifest(content: bytes, where: str) -> tuple[dict[str, str], dict[str, str], str]:
+    """Hashes of the files and of the texts beside them, and the kit's version."""
     try:
         said = json.loads(content)
     except ValueError as error:
@@ -217,16 +218,22 @@ def _read_manifest(content: bytes, where: str) -> tuple[dict[str, str], str]:
     if not isinstance(said, dict) or said.get("schema") != SCHEMA:
         schema = said.get("schema") if isinstance(said, dict) else None
         raise ValueError(f"{MANIFEST} of {where} has schema={shown(schema)}; this version reads {SCHEMA!r}")
-    files = said.get("files")
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise ValueError(f"{MANIFEST} of {where} has no files")
-    for name in files:
+    files, texts = said.get("files"), said.get("texts", {})
+    if not all(
+        isinstance(part, dict) and all(isinstance(each, str) for each in part.values()) for part in (files, texts)
+    ):
+        raise ValueError(f"{MANIFEST} of {where} does not have the hashes of its files")
+    for name in (*files, *texts):
         pure = PurePosixPath(name)
         if pure.is_absolute() or not _inside(pure.parts):
             raise ValueError(f"{MANIFEST} of {where} names {shown(name)}, which is outside of its folder")
     if said.get("digest") != digest(files):
         raise ValueError(f"{MANIFEST} of {where} has digest={shown(said.get('digest'))}, its files {digest(files)}")
-    return files, str(said.get("version"))
+    return files, texts, str(said.get("version"))
+
+
+def _are_hashes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
 
 
 def _check_hash(name: str, content: bytes, expected: str) -> None:

@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,12 +46,9 @@ class BadAnswer(ValueError):
 
 def request(case: Case, data: Data) -> dict[str, Any]:
     """What a target is given."""
-    asked = asdict(case.asked)
-    for name in ("checkpoint", "drafter"):  # the folders, where they are now
-        if name in asked:
-            asked[name] = str(data.folder / asked[name])
-    settings = dict(case.asked.settings)
-    if "drafter" in settings:
+    asked, settings = asdict(case.asked), dict(case.asked.settings)
+    asked["checkpoint"] = str(data.folder / asked["checkpoint"])
+    if "drafter" in settings:  # a checkpoint, too
         settings["drafter"] = str(data.folder / settings["drafter"])
     return {"id": case.name, "group": case.group} | asked | {"settings": settings}
 
@@ -245,6 +243,8 @@ class Ours:
         settings = dict(asked["settings"])
         if "drafter" in settings:
             settings["drafter"] = self.model(asked, settings["drafter"])
+        if "base" in settings:
+            settings["base"] = paradec.protocol.Sampler.from_dict(settings["base"])
         found = {"sampler": paradec.samplers.create(asked["method"], **settings)}
         for name in ("max_new_tokens", "block_length", "steps", "temperature", "top_p", "top_k", "guidance_scale"):
             if asked[name] is not None:
@@ -254,7 +254,8 @@ class Ours:
             found["cache"] = paradec.caches.create(cache.pop("name"), **cache)
         # "reference" is as the published code: the mask has its share of the probability, torch's generator is drawn
         # from, and rows are of one length
-        rng = "counter" if asked["draws"] == "own" or asked["group"] == "rows" else "reference"
+        own = asked["draws"] == "own" or asked["group"] == "rows" or asked["method"] == "freedave"
+        rng = "counter" if own else "reference"
         return found | {"rng": rng, "seed": asked["seed"], "eos_early_stop": False}
 
     def __call__(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +263,9 @@ class Ours:
 
         model, wanted = self.model(asked), self.arguments(asked)
         steps = asked["group"] not in ("laws", "canvases")
-        out = paradec.generate(model, [list(prompt) for prompt in asked["prompts"]], trace=steps, **wanted)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "cache=")  # what caches are worth on so small a model
+            out = paradec.generate(model, [list(prompt) for prompt in asked["prompts"]], trace=steps, **wanted)
         pad = out.sequences.shape[1] - asked["max_new_tokens"]
         ids = [row[pad - len(prompt) :].tolist() for row, prompt in zip(out.sequences, asked["prompts"], strict=True)]
         if out.trace is None:

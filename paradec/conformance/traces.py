@@ -2,8 +2,8 @@
 
 What the published loops do with no effect on any token is left out of the comparison, so that an engine need not repeat
 it: forwards that make nothing final, rows that wait for each other, and everything behind the place where a loop
-stopped (`Expected.compared`). Left out as a whole are files in which the published code makes tokens final that it has no
-logits for, and those whose draws were recorded from a stream that no other code has.
+stopped (`Expected.compared`). Left out as a whole are files in which the published code makes tokens final that it has
+no logits for, and those whose draws were recorded from a stream that no other code has.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _expected(folder: str, trace: Mapping[str, Any], case: Mapping[str, Any], ro
         until = min(end, len(prompt) + (at // length + 1) * length)
     compared = frozenset(at for at in range(until) if final[at] != mask)
     canvas = [*prompt, *[mask] * max(0, len(final) - len(prompt))]
-    steps = changes(([tuple(entry) for entry in step["commit"]] for step in case["steps"]), row, canvas, compared)
+    steps: list[dict[int, int]] | None = None
+    if asked.method != "freedave":  # which promises its base's tokens; when it finds them is left to an engine
+        steps = changes(([tuple(entry) for entry in step["commit"]] for step in case["steps"]), row, canvas, compared)
     return Expected(final[:end], steps, compared, bool(case["fp64_same"]) and case.get("margin", 1.0) >= 1e-5)
 
 
@@ -218,6 +220,19 @@ def _dkv_dream(folder: str, settings: Mapping[str, Any], prompt: int) -> dict[st
     return found | {"cache": {"name": name} | given}
 
 
+def _freedave(folder: str, settings: Mapping[str, Any], prompt: int) -> dict[str, Any]:
+    threshold, drafts = settings.get("confidence_threshold"), settings.get("draft_steps", 1)
+    found: dict[str, Any] = {"cache": {"name": "dual" if settings["dual_cache"] else "prefix"}}
+    found |= {name: settings[name] for name in ("block_length", "temperature")}
+    base = {"sampler": "low_confidence"} if threshold is None else {"sampler": "threshold", "threshold": threshold}
+    if settings["method"] == "static":
+        return found | {"method": base.pop("sampler"), "settings": base}
+    mode = "tree" if settings["draft_mode"] == "tree_attention" else "batch"
+    given = {"base": base, "draft_steps": drafts, "draft_mode": mode}
+    # with a threshold a draft is right where it holds no more than the base would have made final
+    return found | {"method": "freedave", "settings": given | {"agreement": "exact" if threshold is None else "subset"}}
+
+
 def _llada20(folder: str, settings: Mapping[str, Any], prompt: int) -> dict[str, Any] | None:
     if settings.get("temperature"):
         return None
@@ -251,6 +266,7 @@ _REQUESTS = {
     "dinfer": _dinfer,
     "dkv": _dkv,
     "dkv-dream": _dkv_dream,
+    "freedave": _freedave,
     "llada20_generate": _llada20,
     "llada20_batch": _llada20,
     "llada21_generate": _llada21,
