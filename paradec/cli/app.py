@@ -31,6 +31,7 @@ from paradec.cli.serve import serve
 from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
 from paradec.cli.tune import tune
+from paradec.cli.verify import verify
 from paradec.interrupts import EXIT_CODE, debugging
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
@@ -136,6 +137,7 @@ app.command(short_help="Compare samplers: right answers beside forwards.")(compa
 app.command(short_help="Find settings for a model and its prompts.")(tune)
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
+app.command(short_help="Compare a decoder with recorded traces.")(verify)
 app.command(short_help="List the samplers, or say all about one.")(samplers)
 app.command(short_help="List the caches, and what each works with.")(caches)
 app.command(short_help="What the packaged text model can do.")(tasks)
