@@ -22,6 +22,7 @@ from paradec.cli.caches import caches
 from paradec.cli.chat import chat
 from paradec.cli.compare import compare
 from paradec.cli.estimate import estimate
+from paradec.cli.eval import evaluate
 from paradec.cli.generate import generate
 from paradec.cli.image import image
 from paradec.cli.infill import infill
@@ -132,6 +133,7 @@ app.command(short_help="Talk to a model, turn by turn.")(chat)
 app.command(short_help="Make pictures, and say what it took.")(image)
 app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
+app.command("eval", short_help="Score a model by lm-evaluation-harness.")(evaluate)
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
 app.command(short_help="List the samplers, or say all about one.")(samplers)
