@@ -118,7 +118,11 @@ def tasks_of(recipe: Recipe) -> Any:
         raise ValueError(f"include={shown(recipe.include)} is no folder")
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=[str(TASKS), *([recipe.include] if recipe.include else [])])
+    own = [str(TASKS), *([recipe.include] if recipe.include else [])]
+    manager = TaskManager(include_path=own, include_defaults=False)
+    if all(manager.match_tasks([task]) for task in recipe.tasks):
+        return manager  # the harness' own are thousands of files, which take seconds to look through
+    manager = TaskManager(include_path=own)
     for task in recipe.tasks:
         if not manager.match_tasks([task]):
             raise ValueError(f"tasks: the harness knows no task {task!r}; `lm-eval ls tasks` lists its own")

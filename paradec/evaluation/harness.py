@@ -37,7 +37,7 @@ from paradec.evaluation.asked import asked, cut, generation_fields
 from paradec.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
 from paradec.generate import own_defaults
 from paradec.many import generate_many
-from paradec.prompts import encode
+from paradec.prompts import ids_of
 from paradec.request import Preset, Request
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -170,11 +170,22 @@ class ParadecLM(TemplateLM):
         return str(getattr(self.tokenizer, "name_or_path", "") or self.model.facts.name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text, as `paradec.generate` makes them without a chat; what a chat template has rendered gets no
-        more special tokens."""
-        if add_special_tokens is None and string.strip() and string not in self._rendered:
-            return list(encode(self.model, string, chat=False).rows[0])
-        return list(self.tokenizer(string, add_special_tokens=bool(add_special_tokens))["input_ids"])
+        """Ids of a text as `paradec.generate` makes them without a chat: causal models have their first token before
+        it, but not where a chat template has rendered it.
+
+        Raises:
+            ValueError: words that the tokenizer cannot express.
+        """
+        causal = self.model.facts.topology == "causal" and string not in self._rendered
+        return ids_of(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both, split where the context's end; spaces at its end go with the continuation."""
+        special = self.model.facts.topology == "causal" and context not in self._rendered
+        cut_at = len(context.rstrip())
+        before = self.tok_encode(context[:cut_at], add_special_tokens=special)
+        whole = self.tok_encode(context + continuation, add_special_tokens=special)
+        return before, whole[len(before) :]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat as text.
@@ -240,6 +251,8 @@ class ParadecLM(TemplateLM):
         if until and "stop_strings" not in self.said:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
+        if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
+            raise ValueError(f"a prompt holds the mask id {mask}, at token {ids.index(mask)}: it would be filled in")
         return {"prompt": self._fitting(ids, self.max_length - new), **fields}, until
 
     # ---- log-likelihoods ----------------------------------------------------------------------------------------

@@ -1,17 +1,17 @@
-"""lm-evaluation-harness with a paradec model: the same scores as `paradec compare`, and what a harness asks of a model."""
+"""lm-evaluation-harness with a paradec model: the scores of `paradec compare`, and what a harness asks of a model."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 import yaml
 from places import TESTS
 from test_wrap import wrapped
@@ -123,6 +123,8 @@ def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
 
 def test_what_a_task_cannot_ask(packaged64: Model) -> None:
     lm = ParadecLM(packaged64)
+    with pytest.raises(ValueError, match="holds the mask id 122"):
+        lm.generate_until(asked(("Sort: pear <|mdm_mask|>", {})))
     with pytest.raises(ValueError, match="num_beams=4, which paradec does not do"):
         lm.generate_until(asked(("Sort: pear", {"num_beams": 4})))
     assert lm.generate_until([]) == []
@@ -189,8 +191,12 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
 def choices(tmp_path: Path) -> Path:
     """A task with choices, as YAML and JSON lines."""
     rows = [
-        {"question": "Copy: kiwi goat", "choices": ["kiwi goat", "goat kiwi"], "label": 0},
-        {"question": "Reverse: kiwi goat fox", "choices": ["kiwi goat fox", "fox goat kiwi", "goat"], "label": 1},
+        {"question": "Copy: kiwi goat fox", "choices": ["kiwi goat fox", "goat kiwi fox"], "label": 0},
+        {
+            "question": "Reverse: kiwi goat fox",
+            "choices": ["kiwi goat fox", "fox goat kiwi", "goat fox kiwi"],
+            "label": 1,
+        },
     ]
     folder = tmp_path / "choices"
     folder.mkdir()
@@ -229,8 +235,30 @@ def test_log_likelihoods_are_those_of_the_library(packaged64: Model) -> None:
     chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat"}])
     context, answer = lm.tok_encode(chat), lm.tok_encode("kiwi goat")
     ((value, greedy),) = lm.loglikelihood(asked((chat, "kiwi goat")))
-    assert value == next(log_likelihoods(packaged64, [(context, answer)], method="chain")).value
+    exact = next(log_likelihoods(packaged64, [(context, answer)], method="chain"))
+    assert value == pytest.approx(exact.value, abs=1e-9)
     assert greedy is False and lm.get_model_info()["log_likelihoods"]["median_standard_error"] == 0
+
+
+def test_a_rendered_chat_gets_no_first_token() -> None:
+    class Words:  # of a causal model, with a token that texts begin with
+        bos_token_id, eos_token_id, unk_token_id, chat_template = 1, 2, None, "yes"
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [1] * add_special_tokens + [3 + len(word) for word in text.split()]}
+
+        def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+            return "s " + " ".join(turn["content"] for turn in chat)
+
+    model = wrapped("Llama causal")
+    lm = ParadecLM(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
+    chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
+    assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]
+    assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
+    assert lm._encode_pair("four  ", "go") == ([1, 7], [5])
+    exact = next(log_likelihoods(lm.model, [([4, 7, 10], [5])]))
+    ((value, greedy),) = lm.loglikelihood(asked((chat, " go")))
+    assert (value, greedy) == (exact.value, exact.greedy)
 
 
 def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -> None:
@@ -246,9 +274,9 @@ def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -
 def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
     lm = ParadecLM(packaged64, likelihood="chain", max_length=6, check_greedy=False)
     with pytest.warns(UserWarning, match="cut on the left to 4"):
-        ((value, _),) = lm.loglikelihood(asked(("kiwi goat fox pear fig", "apple kiwi")))
+        ((value, _),) = lm.loglikelihood(asked(("kiwi goat fox pear fig", " apple kiwi")))
     pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
-    assert value == next(log_likelihoods(packaged64, [pair], method="chain")).value
+    assert value == pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
     with pytest.raises(ValueError, match="leaves no room"):
         lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6})))
 
@@ -270,11 +298,13 @@ def test_the_command_repeats_its_recipe(tmp_path: Path) -> None:
     assert found["config"]["request"]["sampler"]["history"] == 2 and found["met"]["versions"]["torch"]
 
 
+@pytest.mark.full
 def test_unknown_tasks_are_named() -> None:
     shown = CliRunner().invoke(cli.app, ["eval", "--tasks", "paradec_copi"])
     assert shown.exit_code == 2 and "knows no task 'paradec_copi'" in shown.stderr
 
 
+@pytest.mark.full  # the harness looks through thousands of files
 @pytest.mark.parametrize("recipe", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
 def test_recipes_name_tasks_of_the_harness(recipe: Path, manager: Any) -> None:
     assert all(manager.match_tasks([task]) for task in Recipe.load(recipe).tasks)
@@ -282,4 +312,4 @@ def test_recipes_name_tasks_of_the_harness(recipe: Path, manager: Any) -> None:
 
 @pytest.fixture(scope="module")
 def manager() -> Any:
-    return running.tasks_of(Recipe(tasks=("paradec",)))
+    return running.tasks_of(Recipe(tasks=("gsm8k",)))
