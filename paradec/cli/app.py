@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 import paradec
 from paradec.cli import ranks, show
+from paradec.cli.bench import bench
 from paradec.cli.caches import caches
 from paradec.cli.chat import chat
 from paradec.cli.compare import compare
@@ -139,4 +140,5 @@ app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
 app.command(short_help="List the samplers, or say all about one.")(samplers)
 app.command(short_help="List the caches, and what each works with.")(caches)
 app.command(short_help="What the packaged text model can do.")(tasks)
+app.add_typer(bench, name="bench")
 app.add_typer(learn2pd, name="learn2pd")
