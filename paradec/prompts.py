@@ -239,9 +239,9 @@ def _from_text(model: Any, text: str, chat: bool | None, placeholder: str | None
         return _from_messages(model, [{"role": "user", "content": text}], placeholder)
     if placeholder is None:
         # a causal model was trained on what its tokenizer makes of a text, with the token that it begins with
-        return _ids_of(tokenizer, text, special=model.facts.topology == "causal"), 0
+        return ids_of(tokenizer, text, special=model.facts.topology == "causal"), 0
     # a masked language model was trained on whole inputs, with its special tokens around them
-    return _ids_of(tokenizer, _with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
+    return ids_of(tokenizer, _with_masks(model, text, placeholder), special=model.kind == "encoder"), 0
 
 
 def _from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: str | None) -> tuple[list[int], int]:
@@ -253,12 +253,12 @@ def _from_messages(model: Any, messages: Sequence[dict[str, Any]], placeholder: 
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r} must have a text 'role' and a text 'content'")
     if placeholder is None:
-        return _ids_of(tokenizer, _render(tokenizer, messages)), 0
+        return ids_of(tokenizer, _render(tokenizer, messages)), 0
     messages = [{**m, "content": _with_masks(model, m["content"], placeholder)} for m in messages]
     if messages[-1]["role"] != "assistant":
-        return _ids_of(tokenizer, _render(tokenizer, messages)), 0
-    ids = _ids_of(tokenizer, _render(tokenizer, messages, open_turn=False))
-    before = _ids_of(tokenizer, _render(tokenizer, messages[:-1])) if len(messages) > 1 else []
+        return ids_of(tokenizer, _render(tokenizer, messages)), 0
+    ids = ids_of(tokenizer, _render(tokenizer, messages, open_turn=False))
+    before = ids_of(tokenizer, _render(tokenizer, messages[:-1])) if len(messages) > 1 else []
     # a tokenizer may join the two ends; then the reader gets the turns before as well
     return ids, len(before) if ids[: len(before)] == before else 0
 
@@ -294,9 +294,14 @@ def _with_masks(model: Any, text: str, placeholder: str) -> str:
     return re.sub(" ?" + re.escape(placeholder[:-1]) + count + re.escape(last), masks, text)
 
 
-def _ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+def ids_of(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """The ids of a text, as a tokenizer has them, with its special tokens around it if wanted.
+
+    Raises:
+        ValueError: words that the tokenizer cannot express.
+    """
     if HOLE_TEXT in text:  # of a model without a mask token
-        parts = [_ids_of(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
+        parts = [ids_of(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
         return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]
     return _known(tokenizer, tokenizer(text, add_special_tokens=special)["input_ids"], text)
 

@@ -18,10 +18,12 @@ from typer.core import TyperGroup
 
 import paradec
 from paradec.cli import ranks, show
+from paradec.cli.bench import bench
 from paradec.cli.caches import caches
 from paradec.cli.chat import chat
 from paradec.cli.compare import compare
 from paradec.cli.estimate import estimate
+from paradec.cli.eval import evaluate
 from paradec.cli.generate import generate
 from paradec.cli.image import image
 from paradec.cli.infill import infill
@@ -135,10 +137,12 @@ app.command(short_help="Make pictures, and say what it took.")(image)
 app.command(short_help="Serve a model at OpenAI's endpoints.")(serve)
 app.command(short_help="Compare samplers: right answers beside forwards.")(compare)
 app.command(short_help="Find settings for a model and its prompts.")(tune)
+app.command("eval", short_help="Score a model by lm-evaluation-harness.")(evaluate)
 app.command(short_help="Calculate time, memory and cost on a device.")(estimate)
 app.command(short_help="Draw recorded runs: pages, animations, plots.")(trace)
 app.command(short_help="Compare a decoder with recorded traces.")(verify)
 app.command(short_help="List the samplers, or say all about one.")(samplers)
 app.command(short_help="List the caches, and what each works with.")(caches)
 app.command(short_help="What the packaged text model can do.")(tasks)
+app.add_typer(bench, name="bench")
 app.add_typer(learn2pd, name="learn2pd")

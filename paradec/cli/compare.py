@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,16 +104,21 @@ def compare(
 
 
 def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
-    """Run `paradec.evaluation.compare` with a progress bar.
+    """Run `paradec.evaluation.compare` as `measured` does."""
+    from paradec import evaluation
+
+    return measured(evaluation.compare, model, out, **request)
+
+
+def measured(run: Callable[..., Any], model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
+    """Run a comparison with a progress bar.
 
     Args:
-        out: written after every configuration. request: arguments of the comparison.
+        run: the function, of which a comparison comes. out: written after every configuration. request: its arguments.
 
     Returns:
         The `Comparison`, of an interrupted one what was finished, and the exit code.
     """
-    from paradec import evaluation
-
     bar, saved = show.Bar(), 0
 
     def update(comparison: Any, configuration: Any, share: float) -> None:
@@ -125,6 +131,6 @@ def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
     raise_again()
     try:
         with bar:
-            return evaluation.compare(model, **request, progress=update), 0
+            return run(model, **request, progress=update), 0
     except paradec.Interrupted as interrupt:
         return interrupt.output, EXIT_CODE

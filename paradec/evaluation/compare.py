@@ -93,12 +93,12 @@ class Configuration:
         return given
 
 
-def configurations(names: str | Iterable[str] | None = None) -> list[Configuration]:
+def configurations(names: str | Iterable[str | Configuration] | None = None) -> list[Configuration]:
     """The baseline, then every sampler with its defaults and the settings of its `frontier`; the baseline's come first.
 
     Args:
-        names: samplers wanted, and combinations as text, which are measured as they stand; None takes every registered
-            sampler of the masked family, and `COMBINATIONS`.
+        names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they stand; None
+            takes every registered sampler of the masked family, and `COMBINATIONS`.
 
     Raises:
         ValueError: an unknown sampler, one of another family, or a `frontier` with something that nothing takes.
@@ -106,9 +106,11 @@ def configurations(names: str | Iterable[str] | None = None) -> list[Configurati
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
         names += COMBINATIONS
-    names = [names] if isinstance(names, str) else list(names)
+    entries = [names] if isinstance(names, str) else list(names)
+    as_they_stand = [entry for entry in entries if isinstance(entry, Configuration)]
+    wanted = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
     found = [Configuration(BASELINE)]
-    for name in sorted(dict.fromkeys(names), key=lambda name: name != BASELINE):
+    for name in sorted(wanted, key=lambda name: name != BASELINE):
         frontier: tuple[Mapping[str, Any], ...] = ()
         if name in samplers.registry or not any(sign in name for sign in samplers.JOINING):
             cls = samplers.get(name)
@@ -121,6 +123,11 @@ def configurations(names: str | Iterable[str] | None = None) -> list[Configurati
             Request(**configuration.request(1))
             if configuration not in found:
                 found.append(configuration)
+    for configuration in as_they_stand:
+        configuration.make()
+        Request(**configuration.request(1))
+        if configuration not in found:
+            found.append(configuration)
     return found
 
 
@@ -318,7 +325,7 @@ def compare(
     model: Model | None = None,
     *,
     questions: Sequence[Question] | None = None,
-    names: str | Iterable[str] | None = None,
+    names: str | Iterable[str | Configuration] | None = None,
     cache: str = "none",
     attention: str | SparseD | None = None,
     batch: int = 1,
@@ -333,8 +340,8 @@ def compare(
     Args:
         model: from `paradec.load` or `paradec.wrap`; None takes the small model inside the package.
         questions: from `packaged_questions` or `read_questions`; None takes all packaged ones.
-        names: samplers, and combinations as text; None takes every registered one of the masked family, and
-            `COMBINATIONS`, where the request suits them. The baseline is measured in any case.
+        names: as in `configurations`; None takes every registered sampler of the masked family, and `COMBINATIONS`,
+            where the request suits them. The baseline is measured in any case.
         cache: a name that `paradec.caches.names()` lists.
         attention: as in `paradec.generate`.
         batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in

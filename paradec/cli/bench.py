@@ -1,0 +1,98 @@
+"""`paradec bench parallel`: what parallel decoding costs, sampler by sampler (`paradec.evaluation.parallel`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import paradec
+from paradec.cli import options, show, tables
+from paradec.cli.compare import Limit, Out, Plot, Resume, Seed, measured
+
+bench = typer.Typer(help="Measure what samplers are worth.", rich_markup_mode=None, no_args_is_help=True)
+
+Samplers = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Samplers, separated by commas; by default threshold, factor, random, low_confidence, margin, entropy."
+    ),
+]
+Settings = Annotated[int, typer.Option(help="Settings of each sampler, 2 to 5.")]
+Tasks = Annotated[list[str] | None, typer.Option(help="Tasks, separated by commas; by default all eleven.")]
+Form = Annotated[
+    str | None,
+    typer.Option(
+        help="packaged asks in the packaged model's words (its default), names in plain ones (the default of others)."
+    ),
+]
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure what samplers are worth."""
+
+
+@bench.command("parallel")
+def parallel(
+    model: options.Model = None,
+    samplers: Samplers = None,
+    settings: Settings = 5,
+    form: Form = None,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    cache: options.Cache = "none",
+    batch: options.Batch = 1,
+    seed: Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    block_length: options.BlockLength = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    out: Out = None,
+    plot: Plot = None,
+    resume: Resume = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Sweep samplers over ParallelBench's waiting lines and Latin squares: score over tokens per forward, and AUP."""
+    options.check_writable("--out", out)
+    options.check_writable("--plot", plot)
+    if resume and out is None:
+        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+
+    from paradec import evaluation
+    from paradec.evaluation import parallel as benches
+    from paradec.evaluation.plot import check_plot, frontier
+
+    if plot is not None:
+        check_plot(plot)
+    names = options.names(samplers)
+    for name in benches.SWEEPS if names is None else names:
+        benches.sweep(name, settings)
+    wanted: dict[str, Any] = {"form": form or ("packaged" if model is None else "names"), "tasks": options.names(tasks)}
+    wanted |= {"limit": limit, "names": names, "settings": settings, "cache": cache, "batch": batch, "seed": seed}
+    benches.parallel_questions(wanted["form"], wanted["tasks"], limit)
+    earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
+    show.quiet_loading()
+    loaded = paradec.load(model, dtype=dtype, device=device)
+    found, code = measured(
+        benches.parallel,
+        loaded,
+        out,
+        resume=earlier,
+        max_new_tokens=max_new_tokens,
+        block_length=block_length,
+        **wanted,
+    )
+    if out is not None and found.results:
+        found.to_json(out)
+    if plot is not None and found.results:
+        frontier(found, plot)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        tables.comparison(found.columns(), found.table())
+        if code:
+            print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
+    raise typer.Exit(code)

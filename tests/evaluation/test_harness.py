@@ -1,0 +1,315 @@
+"""lm-evaluation-harness with a paradec model: the scores of `paradec compare`, and what a harness asks of a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tomllib
+import yaml
+from places import TESTS
+from test_wrap import wrapped
+from typer.testing import CliRunner
+
+lm_eval = pytest.importorskip("lm_eval", reason='needs the extra "eval"')
+
+import paradec  # noqa: E402
+from paradec import cli, evaluation  # noqa: E402
+from paradec.evaluation import evaluate as running  # noqa: E402
+from paradec.evaluation.harness import TASKS, ParadecLM  # noqa: E402
+from paradec.evaluation.likelihood import log_likelihoods  # noqa: E402
+from paradec.evaluation.recipe import Recipe  # noqa: E402
+from paradec.models.adapter import Model  # noqa: E402
+from paradec.prompts import encode  # noqa: E402
+
+ROOT = TESTS.parent
+SOME = ("sort", "shuffle", "latin_square")
+
+
+@pytest.fixture(scope="module")
+def packaged64() -> Model:
+    return paradec.load(dtype="float64")
+
+
+def asked(*entries: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=entry) for entry in entries]
+
+
+def test_the_built_in_models_are_still_listed() -> None:
+    code = (
+        "import paradec.evaluation.harness as ours\n"
+        "from lm_eval.api.registry import get_model, model_registry\n"
+        "from lm_eval.models import MODEL_MAPPING\n"
+        "assert {*MODEL_MAPPING} < {*model_registry.keys()}, 'some are missing'\n"
+        "assert get_model('paradec') is ours.ParadecLM\n"
+        "assert get_model('dummy').__name__ == 'DummyLM'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_entry_point_is_the_model() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lm_eval.models"]
+    assert EntryPoint("paradec", points["paradec"], "lm_eval.models").load() is ParadecLM
+
+
+def test_exact_match_is_that_of_compare_at_every_batch_size(packaged64: Model) -> None:
+    limit, tasks = 6, tuple(f"paradec_{task}" for task in SOME)
+    # the harness takes the first prompts of a task, and compare some of all lengths: the questions are the first ones
+    questions = [question for task in SOME for question in evaluation.packaged_questions(task)[:limit]]
+    of_compare = evaluation.compare(packaged64, questions=questions, names=["threshold"], batch=4).baseline
+    wanted = {f"paradec_{task}": right / count for task, (right, count) in of_compare.tasks.items()}
+    spent, texts = [], []
+    for batch in (1, 5):
+        recipe = Recipe(tasks=tasks, limit=limit, batch=batch)
+        found = running.evaluate(recipe, model=packaged64, log_samples=True, bootstrap_iters=0)
+        assert {task: found["results"][task]["exact_match,none"] for task in tasks} == wanted
+        spent.append({name: found["config"]["spent"][name] for name in ("forwards", "tokens", "answers")})
+        texts.append([sample["resps"] for task in tasks for sample in found["samples"][task]])
+        assert found["met"]["chat"] and found["met"]["dtype"] == "float64"
+        assert found["recipe"]["batch"] == batch and found["met"]["versions"]["lm_eval"]
+    assert texts[0] == texts[1] and spent[0] == spent[1]
+    assert spent[0]["forwards"] == of_compare.forwards and spent[0]["tokens"] == of_compare.tokens
+    json.dumps(found)
+
+
+@pytest.mark.full
+def test_every_packaged_task_has_the_score_of_compare(packaged64: Model) -> None:
+    of_compare = evaluation.compare(packaged64, names=["threshold"], batch=16).baseline
+    found = running.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
+    for task, (right, count) in of_compare.tasks.items():
+        assert found["results"][f"paradec_{task}"]["exact_match,none"] == right / count
+    assert found["groups"]["paradec"]["exact_match,none"] == pytest.approx(of_compare.accuracy())
+
+
+def test_there_is_a_task_for_every_packaged_one() -> None:
+    group = yaml.safe_load((TASKS / "_paradec.yaml").read_text())["task"]
+    assert group == [f"paradec_{task}" for task in evaluation.TASKS]
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
+    lm = ParadecLM(packaged64, batch_size=3)
+    prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
+    whole, stopped, short = lm.generate_until(
+        asked((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
+    )
+    assert whole == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
+    assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
+    assert lm.spent.answers == 3
+    unstopped = ParadecLM(packaged64, until=False)
+    assert unstopped.generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
+    own = ParadecLM(packaged64, max_new_tokens=1)  # what the model says wins over the task
+    assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
+
+
+def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
+    lm, text = ParadecLM(packaged64), "Sort: pear fig apple"
+    chat = lm.apply_chat_template([{"role": "user", "content": text}])
+    assert lm.tok_encode(chat) == encode(packaged64, text).rows[0]
+    assert lm.tok_encode(text) == encode(packaged64, text, chat=False).rows[0] != lm.tok_encode(chat)
+    closed = [{"role": "user", "content": text}, {"role": "assistant", "content": "apple"}]
+    begun = lm.apply_chat_template(closed, add_generation_prompt=False)
+    assert begun.endswith("apple") and begun.startswith(chat)
+
+
+def test_what_a_task_cannot_ask(packaged64: Model) -> None:
+    lm = ParadecLM(packaged64)
+    with pytest.raises(ValueError, match="holds the mask id 122"):
+        lm.generate_until(asked(("Sort: pear <|mdm_mask|>", {})))
+    with pytest.raises(ValueError, match="num_beams=4, which paradec does not do"):
+        lm.generate_until(asked(("Sort: pear", {"num_beams": 4})))
+    assert lm.generate_until([]) == []
+
+
+def test_arguments_that_are_refused(packaged64: Model) -> None:
+    for arguments, said in (
+        ({"batch_size": "auto"}, "batch_size='auto'"),
+        ({"likelihood": "exact"}, "method='exact'"),
+        ({"mc_num": 24}, "samples=24"),
+        ({"dtype": "float32"}, "dtype='float32'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ParadecLM(packaged64, **arguments)
+    with pytest.raises(TypeError, match="tresh"):
+        ParadecLM(packaged64, tresh=1)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        ParadecLM(wrapped("Bert"))
+    with pytest.raises(TypeError, match="language model"):
+        ParadecLM("digits-ar")
+    assert ParadecLM(packaged64, threshold=0.5).request.sampler.threshold == 0.5
+    assert (
+        lm_eval.api.registry.get_model("paradec")
+        .create_from_arg_string("sampler=klass,history=3,max_new_tokens=4", {"batch_size": "2", "device": None})
+        .request.to_dict()["sampler"]["history"]
+        == 3
+    )
+
+
+def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: Path) -> None:
+    recipe = Recipe(tasks=("paradec_copy",), limit=5, batch=2)
+    whole = running.evaluate(recipe, model=packaged64, log_samples=True)
+    answered = 0
+
+    class Impatient(ParadecLM):
+        def set_cache_hook(self, cache_hook: Any) -> None:
+            super().set_cache_hook(cache_hook)
+            keep = cache_hook.add_partial
+
+            def add(*entry: Any) -> None:
+                nonlocal answered
+                keep(*entry)
+                if (answered := answered + 1) == 3:
+                    raise KeyboardInterrupt
+
+            cache_hook.add_partial = add
+
+    arguments: dict[str, Any] = {"tasks": ["paradec_copy"], "task_manager": running.tasks_of(recipe), "limit": 5}
+    arguments |= {"apply_chat_template": True, "use_cache": str(tmp_path / "answers"), "bootstrap_iters": 0}
+    with pytest.raises(KeyboardInterrupt):
+        lm_eval.simple_evaluate(Impatient(packaged64, batch_size=2), **arguments)
+    lm = ParadecLM(packaged64, batch_size=2)
+    found = lm_eval.simple_evaluate(lm, **arguments)
+    assert lm.spent.answers == 2
+    assert found["results"]["paradec_copy"]["exact_match,none"] == whole["results"]["paradec_copy"]["exact_match,none"]
+
+
+# ---- log-likelihoods ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choices(tmp_path: Path) -> Path:
+    """A task with choices, as YAML and JSON lines."""
+    rows = [
+        {"question": "Copy: kiwi goat fox", "choices": ["kiwi goat fox", "goat kiwi fox"], "label": 0},
+        {
+            "question": "Reverse: kiwi goat fox",
+            "choices": ["kiwi goat fox", "fox goat kiwi", "goat fox kiwi"],
+            "label": 1,
+        },
+    ]
+    folder = tmp_path / "choices"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "choices",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "label",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (folder / "choices.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path, tmp_path: Path) -> None:
+    recipe = Recipe(tasks=("choices",), include=str(choices), likelihood="monte_carlo", mc_num=4, mc_batch=2)
+    found = [running.evaluate(recipe.but(batch=batch), model=packaged64, log_samples=True) for batch in (1, 7)]
+    assert [f["results"]["choices"]["acc,none"] for f in found] == [1.0, 1.0]
+    said = found[0]["config"]["log_likelihoods"]
+    assert (said["judged"], said["method"], said["samples"]) == (5, "monte_carlo", 4)
+    assert said["median_standard_error"] >= 0 and said["largest_standard_error"] >= said["median_standard_error"]
+    first, second = ([sample["filtered_resps"] for sample in f["samples"]["choices"]] for f in found)
+    for a, b in zip(sum(first, []), sum(second, []), strict=True):
+        assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]
+    assert [greedy for row in first for _, greedy in row] == [True, False, False, True, False]
+
+
+def test_log_likelihoods_are_those_of_the_library(packaged64: Model) -> None:
+    lm = ParadecLM(packaged64, likelihood="chain", check_greedy=False)
+    chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat"}])
+    context, answer = lm.tok_encode(chat), lm.tok_encode("kiwi goat")
+    ((value, greedy),) = lm.loglikelihood(asked((chat, "kiwi goat")))
+    exact = next(log_likelihoods(packaged64, [(context, answer)], method="chain"))
+    assert value == pytest.approx(exact.value, abs=1e-9)
+    assert greedy is False and lm.get_model_info()["log_likelihoods"]["median_standard_error"] == 0
+
+
+def test_a_rendered_chat_gets_no_first_token() -> None:
+    class Words:  # of a causal model, with a token that texts begin with
+        bos_token_id, eos_token_id, unk_token_id, chat_template = 1, 2, None, "yes"
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [1] * add_special_tokens + [3 + len(word) for word in text.split()]}
+
+        def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+            return "s " + " ".join(turn["content"] for turn in chat)
+
+    model = wrapped("Llama causal")
+    lm = ParadecLM(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
+    chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
+    assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]
+    assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
+    assert lm._encode_pair("four  ", "go") == ([1, 7], [5])
+    exact = next(log_likelihoods(lm.model, [([4, 7, 10], [5])]))
+    ((value, greedy),) = lm.loglikelihood(asked((chat, " go")))
+    assert (value, greedy) == (exact.value, exact.greedy)
+
+
+def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -> None:
+    lm = ParadecLM(packaged64, likelihood="chain", max_length=5)
+    ids = lm.tok_encode("kiwi goat fox pear fig apple")
+    assert len(ids) == 6
+    windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # 5 tokens each, none judged twice
+    expected = sum(found.value for found in log_likelihoods(packaged64, windows, method="chain"))
+    assert lm.loglikelihood_rolling(asked(("kiwi goat fox pear fig apple",)))[0] == pytest.approx(expected, abs=1e-9)
+    assert lm.check_greedy
+
+
+def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
+    lm = ParadecLM(packaged64, likelihood="chain", max_length=6, check_greedy=False)
+    with pytest.warns(UserWarning, match="cut on the left to 4"):
+        ((value, _),) = lm.loglikelihood(asked(("kiwi goat fox pear fig", " apple kiwi")))
+    pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
+    assert value == pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
+    with pytest.raises(ValueError, match="leaves no room"):
+        lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6})))
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_repeats_its_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("tasks: [paradec_copy]\nlimit: 3\nrequest: {sampler: klass, history: 1}\n")
+    out = tmp_path / "result.json"
+    given = ["eval", str(recipe), "--batch", "4", "--out", str(out), "--request", "history=2"]
+    shown = CliRunner().invoke(cli.app, given)
+    assert shown.exit_code == 0, shown.output
+    assert "paradec_copy\texact_match\t1.0000" in shown.stdout and "forwards each" in shown.stdout
+    found = json.loads(out.read_text())
+    assert found["changed"] == ["batch", "request"]
+    assert found["recipe"]["request"] == {"sampler": "klass", "history": 2} and found["recipe"]["batch"] == 4
+    assert found["config"]["request"]["sampler"]["history"] == 2 and found["met"]["versions"]["torch"]
+
+
+@pytest.mark.full
+def test_unknown_tasks_are_named() -> None:
+    shown = CliRunner().invoke(cli.app, ["eval", "--tasks", "paradec_copi"])
+    assert shown.exit_code == 2 and "knows no task 'paradec_copi'" in shown.stderr
+
+
+@pytest.mark.full  # the harness looks through thousands of files
+@pytest.mark.parametrize("recipe", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.stem)
+def test_recipes_name_tasks_of_the_harness(recipe: Path, manager: Any) -> None:
+    assert all(manager.match_tasks([task]) for task in Recipe.load(recipe).tasks)
+
+
+@pytest.fixture(scope="module")
+def manager() -> Any:
+    return running.tasks_of(Recipe(tasks=("gsm8k",)))

@@ -1,0 +1,138 @@
+"""Recipes, their dry runs, and what a task's arguments become; none of it needs lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import TESTS
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli
+from paradec.evaluation import evaluate as running
+from paradec.evaluation.asked import asked, cut, generation_fields
+from paradec.evaluation.recipe import Recipe
+from paradec.request import Request
+
+RECIPES = sorted(TESTS.parent.glob("recipes/*.yaml"))
+
+
+@pytest.fixture
+def no_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.models", None)
+    monkeypatch.delitem(sys.modules, "paradec.evaluation.harness", raising=False)
+
+
+def test_what_is_missing_is_named(no_harness: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"install paradec's extra 'eval'"):
+        running.evaluate(Recipe(tasks=("gsm8k",)))
+    shown = CliRunner().invoke(cli.app, ["eval", "--tasks", "gsm8k"])
+    assert shown.exit_code == 2 and "extra 'eval'" in shown.stderr and len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_whole_and_run_dry(path: Path, no_harness: None) -> None:
+    recipe = Recipe.load(path)
+    said = running.plan(recipe)
+    assert said["recipe"] == recipe.to_dict() and Recipe(**{**said["recipe"], "tasks": recipe.tasks}) == recipe
+    assert said["tasks_known"] is None and "were not checked" in said["missing"][0]
+    assert recipe.about and (recipe.model is None or recipe.shape is not None)
+    estimated = said["estimate"].get("seconds", 0) > 0
+    assert estimated is (recipe.likelihood is None and recipe.model is not None), said["estimate"]
+    json.dumps(said)
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) >= 20
+    values = {path.stem: Recipe.load(path).published for path in RECIPES}
+    assert values["llada-8b-instruct-gsm8k-blocks"]["value"] == 78.6
+    assert values["llada-8b-base-mmlu"] is None
+
+
+def test_a_dry_run_fits_a_terminal(no_harness: None) -> None:
+    path = TESTS.parent / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml"
+    shown = CliRunner().invoke(cli.app, ["eval", str(path), "--dry-run", "--batch", "8"])
+    assert shown.exit_code == 0, shown.output
+    assert "sampler   threshold (threshold=0.9" in shown.stdout and "on h100" in shown.stdout
+    assert "batch     8" in shown.stdout and "78.5 (Fast-dLLM, README)" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tasks: []", "tasks=\\[\\] must be names"),
+        ("shots: 5", "names no tasks"),
+        ("tasks: [a]\nshot: 5", "unknown field: 'shot'.*'shots'"),
+        ("tasks: [a]\nrequest: {thresold: 1}", "thresold"),
+        ("tasks: [a]\nrequest: {temperature: -1}", "temperature=-1"),
+        ("tasks: [a]\nrequest: {sampler: {sampler: threshold, threshold: 7}}", "threshold=7"),
+        ("tasks: [a]\nbatch: 0", "batch=0"),
+        ("tasks: [a]\nchat: maybe", "chat='maybe'"),
+        ("tasks: [a]\ndtype: int8", "dtype"),
+        ("tasks: [a]\npublished: {value: 3}", "published="),
+        ("tasks: [a]\npreset: none.json", "is no file"),
+        ("- 3", "not the fields"),
+        ("tasks: [", "no YAML"),
+    ],
+)
+def test_wrong_recipes_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=said) as caught:
+        Recipe.load(file)
+    assert "mine.yaml" in str(caught.value) or "none.json" in str(caught.value)
+
+
+def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
+    klass = paradec.samplers.create("klass", history=1)
+    Request(sampler=klass, max_new_tokens=12).save(tmp_path / "tuned.json")
+    (tmp_path / "mine.yaml").write_text("tasks: [a]\npreset: tuned.json\nrequest: {max_new_tokens: 9}\n")
+    recipe = Recipe.load(tmp_path / "mine.yaml")
+    assert recipe.method() == klass and recipe.preset == str(tmp_path / "tuned.json")
+    said, request = asked({"max_new_tokens": 9}, recipe.preset, seed=3)
+    assert (request.sampler, request.max_new_tokens, request.seed) == (klass, 9, 3)
+    assert set(said) == {"sampler", "max_new_tokens", "seed"}
+
+
+def test_other_versions_are_said() -> None:
+    recipe = Recipe(tasks=("a",), versions={"torch": "0.1", "paradec": paradec.__version__})
+    (sentence,) = running.other_versions(recipe)
+    assert sentence.startswith("the recipe was written for torch 0.1; here is ")
+
+
+@pytest.mark.parametrize(
+    ("of_task", "fields"),
+    [
+        ({}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 0.2, "top_p": 0.9}, {"temperature": 0.2, "top_p": 0.9}),
+        ({"temperature": 0.2}, {"temperature": 0.2}),
+        ({"max_gen_toks": 7, "max_tokens": 9}, {"max_new_tokens": 7, "temperature": 0.0}),
+        ({"num_beams": 1}, {"temperature": 0.0}),
+    ],
+)
+def test_fields_of_a_task(of_task: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert generation_fields(of_task) == (fields, [])
+    assert generation_fields({**of_task, "until": "stop"}) == (fields, ["stop"])
+
+
+def test_what_a_task_may_not_ask() -> None:
+    with pytest.raises(ValueError, match="num_beams=4"):
+        generation_fields({"num_beams": 4})
+    assert generation_fields({"until": ["a", ""]})[1] == ["a"]
+
+
+def test_texts_are_cut_at_the_first_stop_string() -> None:
+    assert cut("one two three", ["three", "two"]) == "one "
+    assert cut("one two", []) == cut("one two", ["four"]) == "one two"
+
+
+def test_options_need_tasks() -> None:
+    shown = CliRunner().invoke(cli.app, ["eval", "--dry-run"])
+    assert shown.exit_code == 2 and "give a recipe, or --tasks" in shown.stderr
