@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from paradec.request import Request
     from paradec.samplers.forecast.taylorseer import TaylorSeer
     from paradec.samplers.masked.prophet import Prophet
-    from paradec.tuning.run import tune
     from paradec.suffix import Suffix
+    from paradec.tuning.run import tune
 
 __version__ = "0.1.0"
 

@@ -16,7 +16,7 @@ from test_wrap import wrapped
 from tiny_models import END, MASK, everything, tiny
 
 import paradec
-from paradec import Suffix, caches, rng, samplers
+from paradec import PipelinedBlocks, Suffix, caches, rng, samplers
 from paradec.models.adapter import Model
 from paradec.suffix import SUFFIX_STREAM
 
@@ -353,3 +353,27 @@ def test_an_answer_that_ends_early_costs_no_more_blocks() -> None:
     stopped = [END in row for row in answers(out)]
     for row, ended in enumerate(stopped):
         assert (out.row_nfe[row] < NEW) == ended
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_several_open_blocks(cache: str) -> None:
+    """The window is counted from the last block that was added; one over the whole answer changes nothing."""
+    model, window = tiny(2), 3
+    rule = samplers.create("entropy_threshold", threshold=1.0)
+    asked = {"max_new_tokens": 24, "blocks": PipelinedBlocks(4, add=0.5), "sampler": rule, "cache": cache, "seed": 1}
+    asked |= {"eos_early_stop": False, "trace": True}
+    plain = paradec.generate(model, ROWS, **asked)
+    assert answers(paradec.generate(model, ROWS, suffix=24, **asked)) == answers(plain)
+    cut = paradec.generate(model, ROWS, suffix=window, **asked)
+    several = 0
+    for row, prompt in enumerate(ROWS):
+        for step in cut.trace.steps:
+            if step.blocks[row] is None:
+                continue
+            start, end = step.blocks[row]
+            several += end - start > 4
+            last = max(stop for _, stop in step.evaluated[row])
+            assert last == min(end + window, len(prompt) + 24) or cache == "dual" and last <= end + window
+        alone = paradec.generate(model, [prompt], suffix=window, **asked)
+        assert answers(alone) == [answers(cut)[row]]
+    assert several

@@ -144,6 +144,7 @@ def slide(state: Any, tokens: np.ndarray, ends: np.ndarray | None) -> bool:
         adding = adding[(masks == 0) & (state.block_end[adding] < state.length[adding])]
     began = state._masks_before[rows, state.block_end[rows]] - state._masks_before[rows, state.block_start[rows]]
     state.masks_at_open[rows] = np.where(moved, began, state.masks_at_open[rows])
+    state.cut_suffix(rows[adds])
     return True
 
 

@@ -180,10 +180,10 @@ class MaskedState(CanvasState, State):
             self.memory.reset(rows, "block")
             rows = rows[masks == 0]
         self.running &= self.block_start < self.length
-        self._cut_suffix(opened[self.running[opened]])
+        self.cut_suffix(opened[self.running[opened]])
         self._make_window()
 
-    def _cut_suffix(self, rows: np.ndarray) -> None:
+    def cut_suffix(self, rows: np.ndarray) -> None:
         """Choose what exists of `rows` [N] while the blocks that they have opened are open."""
         suffix = Suffix.of(self.request.suffix)
         if suffix is None or self.present is None or not len(rows):
