@@ -20,7 +20,7 @@ Name = Annotated[str | None, typer.Option(help="What clients call the model; by 
 Presets = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help='Requests that `Request.save` wrote: NAME.json is {"preset": "NAME"} of a body.'
+        metavar="FOLDER", help='What `paradec tune` or `Request.save` wrote: NAME.json is {"preset": "NAME"} of a body.'
     ),
 ]
 KeyFile = Annotated[

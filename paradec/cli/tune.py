@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.checks import check_int, check_number, check_temperature
+from paradec.checks import check_int, check_temperature
 from paradec.cli import options, show
 from paradec.interrupts import EXIT_CODE, raise_again
 
@@ -101,10 +101,8 @@ def tune(
     check_installed()
     for option, file in (("--out", out), ("--report", report), ("--study", study)):
         options.check_writable(option, file)
-    for name, value in (("trials", trials), ("point", point), ("max_new_tokens", max_new_tokens)):
-        check_int(name, value, low=0 if name == "max_new_tokens" and mask else 1, none=True)
-    check_int("batch", batch, low=1)
-    check_number("minutes", minutes, low=0, open_low=True, none=True)
+    check_int("point", point, low=1, none=True)
+    check_int("max_new_tokens", max_new_tokens, low=0 if mask else 1, none=True)
     check_temperature("temperature", temperature)
     names, allowed = options.names(samplers), options.names(caches)
     for name in names or ():
@@ -114,9 +112,13 @@ def tune(
     lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
     judge = None if checker is None else load_checker(checker)
     from paradec import evaluation
-    from paradec.tuning import read_prompts
+    from paradec.tuning.prompts import prompts_of, read_prompts
+    from paradec.tuning.run import check_search
+    from paradec.tuning.scoring import Scorer
 
-    asked: Any = evaluation.packaged_questions(limit=limit) if prompts is None else read_prompts(prompts, limit)
+    check_search(objective, trials, minutes, tolerance, batch, seed)
+    asked = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
+    Scorer.of(asked, score, judge)
     show.quiet_loading()
     loaded = paradec.load(model, dtype=dtype, device=device)
     request: dict[str, Any] = {"temperature": temperature}

@@ -23,6 +23,8 @@ SCHEMA = "paradec-tuning/1"
 WIDTH = 80
 MOST_POINTS = 8
 """Points of a front that are reported."""
+FEW = 30
+"""Prompts: fewer choose badly, and the report says so."""
 DRAWS = 10_000
 """Resamples of a bootstrap."""
 
@@ -270,6 +272,8 @@ class Tuning:
         if self.setup["score"] == "agreement":
             known = "truth, which chose nothing" if self.by_truth and self.reference is not None else "agreement too"
             notes.append(f"Chosen by agreement with one token per step; what is reported is {known}.")
+        if self.points and (few := self.setup["prompts"]["choose"]) < FEW:
+            notes.append(f"Only {few} prompts chose: whatever is fast and right on these by chance looks best.")
         if not self.complete:
             notes.append("Incomplete: the same command with the same study goes on.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]

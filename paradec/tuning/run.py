@@ -106,13 +106,8 @@ def tune(
     """
     check_installed()
     check_model("tune", model, ("text", "codes", "masked image"))
-    check_choice("objective", objective, OBJECTIVES)
-    for name, value in (("trials", trials), ("batch", batch)):
-        check_int(name, value, low=1, none=name == "trials")
+    check_search(objective, trials, minutes, tolerance, batch, seed)
     check_int("eta", eta, low=2)
-    check_int("seed", seed, low=0, high=2**31)
-    check_number("minutes", minutes, low=0, open_low=True, none=True)
-    check_number("tolerance", tolerance, low=0, high=100)
     check_number("loss", loss, low=0, high=100)
     check_names(arguments, SHARED)
     if mask is not None:
@@ -159,6 +154,16 @@ def tune(
             return search.run(len(space.starts) + MORE_TRIALS if trials is None else trials, minutes)
         finally:
             opened.close()
+
+
+def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
+    """Raise ValueError for an argument of `tune` of that name that is out of its range; no model is needed."""
+    check_choice("objective", objective, OBJECTIVES)
+    check_int("trials", trials, low=1, none=True)
+    check_int("batch", batch, low=1)
+    check_int("seed", seed, low=0, high=2**31)
+    check_number("minutes", minutes, low=0, open_low=True, none=True)
+    check_number("tolerance", tolerance, low=0, high=100)
 
 
 def _cache_names(names: str | Iterable[str] | None, objective: str) -> list[str]:
