@@ -1,6 +1,7 @@
 """Checks and timings on one CUDA device: kernels, and whole decoding steps. Made for an H100 or H200; under 10 minutes.
 
-    python benchmarks/gpu.py [--only statistics step sparsed] [--out benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--only statistics step sparsed recipe] [--out benchmarks/results/gpu.json]
+    python benchmarks/gpu.py --weights LLaDA-8B-Instruct    # a folder; without it the hub's cache is looked through
     python benchmarks/gpu.py --dry-run    # on a CPU: every line of this with tiny shapes, for nothing but typing errors
 
 Every kernel is first checked against a float64 reference on fresh random inputs; then it is timed.
@@ -14,6 +15,7 @@ Every kernel is first checked against a float64 reference on fresh random inputs
   that finds them; and as yardstick a loop as the public codes have it: all 1024 positions at every step, float64
   softmax over them. Random weights make times, not texts.
 - sparsed: see benchmarks/gpu_sparsed.py.
+- recipe: LLaDA-8B on one of recipes/, if its weights are on this disk; see benchmarks/gpu_recipe.py.
 
 Writes one JSON file with the device's name and, where that is the default one, the tables of docs/performance.md. What
 fails, or does not fit into its section's time, stands under "problems" there, beside what was measured. Exit code 2
@@ -33,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpu_recipe
 import gpu_sparsed
 import numpy as np
 import torch
@@ -456,7 +459,7 @@ def run_steps(section: Section, device: torch.device, peaks: tuple[float, float]
 # ---- together -------------------------------------------------------------------------------------------------------
 
 
-HEADINGS = {"statistics": "Token statistics", "step": "Whole steps", "sparsed": "SparseD"}
+HEADINGS = {"statistics": "Token statistics", "step": "Whole steps", "sparsed": "SparseD", "recipe": "A recipe"}
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -468,6 +471,7 @@ def tables(result: dict[str, Any]) -> str:
         rows = result.get(section, {}).get("rows")
         if rows:
             parts += [f"{heading}:", markdown(rows)]
+        parts += [f"{heading}: {sentence}." for sentence in result.get(section, {}).get("skipped", ())]
     problems = [problem for section in HEADINGS for problem in result.get(section, {}).get("problems", ())]
     if problems:
         parts.append("Not measured: " + "; ".join(" ".join(problem.split()) for problem in problems) + ".")
@@ -485,6 +489,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(HEADINGS), default=tuple(HEADINGS))
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}, and the tables with it")
+    parser.add_argument("--recipe", type=Path, default=gpu_recipe.DEFAULT, help="of the section recipe")
+    parser.add_argument("--weights", type=Path, help="the folder of that recipe's weights")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU; times mean nothing")
     arguments = parser.parse_args()
     dry = arguments.dry_run
@@ -506,7 +512,7 @@ def main() -> int:
     }
     print(f"{name}: a copy moves {copied / 1e12:.2f} TB/s", flush=True)
     peaks = known or (copied, float("inf"))
-    seconds = {"statistics": 110, "step": 270, "sparsed": 180}  # together less than ten minutes
+    seconds = {"statistics": 90, "step": 220, "sparsed": 140, "recipe": 120}  # together less than ten minutes
 
     def section_of(name: str) -> Section:
         return Section(float("inf") if dry else seconds[name])
@@ -516,6 +522,13 @@ def main() -> int:
         "step": lambda: run_steps(section_of("step"), device, peaks, scale),
         "sparsed": lambda: gpu_sparsed.run(
             section_of("sparsed"), device, gpu_sparsed.DRY if dry else gpu_sparsed.Scale()
+        ),
+        "recipe": lambda: gpu_recipe.run(
+            section_of("recipe"),
+            device,
+            gpu_recipe.DRY if dry else gpu_recipe.Scale(),
+            arguments.recipe,
+            arguments.weights,
         ),
     }
     for section in arguments.only:
