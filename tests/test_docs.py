@@ -33,7 +33,7 @@ ELSEWHERE = re.compile(
     r"custom_generate|logits\)|\.\.\.|questions|generate\(model, (prompt|chat)\b"
 )
 """Code with one of these needs a checkpoint, a GPU, or something that only the text around it names."""
-LONG = ("compare", "learn2pd", "serve")
+LONG = ("compare", "learn2pd", "serve", "verify")
 """Commands that take minutes, or do not end; they have tests of their own."""
 SECONDS = re.compile(r"\d+\.\d+ s$")
 
