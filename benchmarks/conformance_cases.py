@@ -77,11 +77,14 @@ def tie_checkpoint(twins: bool) -> str:
     return name
 
 
-def tie_steps(most: Callable[[int], int], block: int) -> list[list[int]]:
-    """The tokens of each forward where it makes at most `most(masks of the block)` final."""
+def tie_steps(most: Callable[[int], int], block: int, prompt: int = 2, seen: int = 0, of: int = 0) -> list[list[int]]:
+    """The tokens of each forward where it makes at most `most(masks of the block)` final.
+
+    prompt: its length. seen, of: padding that is attended to, so many positions, of which so many hold the mask.
+    """
     steps, left = [], MASKS
     while left:
-        share = left / (MASKS + len(PROMPT))
+        share = (left + of) / (MASKS + prompt + seen)
         open_masks = (left - 1) % block + 1
         count = min(open_masks, most(open_masks))
         steps.append([EARLY[0] if share > TURN else LATE[0]] * count)
@@ -89,21 +92,30 @@ def tie_steps(most: Callable[[int], int], block: int) -> list[list[int]]:
     return steps
 
 
+def one(masks: int) -> int:
+    return 1
+
+
+def half(masks: int) -> int:
+    return MASKS // 2
+
+
+def every(masks: int) -> int:
+    return masks
+
+
+def capped(masks: int) -> int:
+    """WINO's cap, with its defaults."""
+    return max(5, min(20, int(0.7 * masks)))
+
+
 def ties() -> None:
-    """Methods that take what is at the threshold, and methods that take only what is above it."""
-
-    def one(masks: int) -> int:
-        return 1
-
-    def every(masks: int) -> int:
-        return masks
-
-    def capped(masks: int) -> int:  # WINO's cap, with its defaults
-        return max(5, min(20, int(0.7 * masks)))
-
-    cases = []
+    """Methods that take what is at the threshold, methods that take only what is above it, and ragged batches whose
+    rows predict something else if they see what pads them."""
+    cases: list[dict[str, Any]] = []
+    common = {"max_new_tokens": MASKS, "mask_id": MASK, "eos_id": END}
     for twins in (False, True):
-        checkpoint, value = tie_checkpoint(twins), 0.5 if twins else 1.0
+        checkpoint, value = f"conformance/{tie_checkpoint(twins)}", 0.5 if twins else 1.0
         methods: list[tuple[str, dict[str, Any], str, Callable[[int], int], int]] = [
             ("threshold", {"threshold": value}, ">=", every, 8),
             ("threshold", {"threshold": value}, ">=", every, 4),
@@ -111,12 +123,32 @@ def ties() -> None:
             ("editing", {"threshold": value, "editing_threshold": 1.0}, ">", every, 8),
         ]
         for method, settings, right, at_threshold, block in methods:
-            asked = {"checkpoint": f"conformance/{checkpoint}", "prompts": [PROMPT], "max_new_tokens": MASKS}
-            asked |= {"method": method, "settings": settings, "block_length": block, "mask_id": MASK, "eos_id": END}
-            answers = {">=": [tie_steps(at_threshold, block)], ">": [tie_steps(one, block)]}
-            equal = [list(EARLY), list(LATE)] if twins else []
-            name = f"{method}_{value:g}_bl{block}"
-            cases.append({"name": name, "asked": asked, "answers": answers, "right": right, "twins": equal})
+            asked = common | {"checkpoint": checkpoint, "prompts": [PROMPT], "block_length": block}
+            answers = {
+                "compares confidence >= threshold": [tie_steps(at_threshold, block)],
+                "compares confidence > threshold": [tie_steps(one, block)],
+            }
+            cases.append(
+                {
+                    "name": f"ties/{method}_{value:g}_bl{block}",
+                    "asked": asked | {"method": method, "settings": settings},
+                    "answers": answers,
+                    "right": f"compares confidence {right} threshold",
+                    "twins": [list(EARLY), list(LATE)] if twins else [],
+                }
+            )
+    prompts = [[5] * length for length in (2, 12, 40)]
+    for method, settings, most in (("threshold", {"threshold": 0.5}, every), ("low_confidence", {}, half)):
+        asked = common | {"checkpoint": "conformance/ties-one", "prompts": prompts, "block_length": MASKS}
+        asked |= {"method": method, "settings": settings} | ({"steps": 2} if most is half else {})
+        longest, answers = max(map(len, prompts)), {}
+        for name, share in (("hides padding", None), ("sees padding as masks", 1), ("sees padding as tokens", 0)):
+            answers[name] = []
+            for prompt in prompts:
+                seen = 0 if share is None else longest - len(prompt)
+                answers[name].append(tie_steps(most, MASKS, len(prompt), seen, seen * (share or 0)))
+        entry = {"name": f"rows/{method}_padding", "asked": asked, "answers": answers, "right": "hides padding"}
+        cases.append(entry | {"twins": []})
     write("ties.json", {"cases": cases})
 
 

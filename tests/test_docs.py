@@ -33,7 +33,7 @@ ELSEWHERE = re.compile(
     r"custom_generate|logits\)|\.\.\.|questions|generate\(model, (prompt|chat)\b"
 )
 """Code with one of these needs a checkpoint, a GPU, or something that only the text around it names."""
-LONG = ("bench", "compare", "eval", "learn2pd", "serve", "tune")
+LONG = ("bench", "compare", "eval", "learn2pd", "serve", "tune", "verify")
 """Commands that take minutes, do not end, or need an extra; they have tests of their own."""
 SECONDS = re.compile(r"\d+\.\d+ s$")
 

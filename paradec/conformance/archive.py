@@ -218,7 +218,7 @@ def _read_manifest(content: bytes, where: str) -> tuple[dict[str, str], dict[str
     if not isinstance(said, dict) or said.get("schema") != SCHEMA:
         schema = said.get("schema") if isinstance(said, dict) else None
         raise ValueError(f"{MANIFEST} of {where} has schema={shown(schema)}; this version reads {SCHEMA!r}")
-    files, texts = said.get("files"), said.get("texts", {})
+    files, texts = _hashes(said.get("files"), where), _hashes(said.get("texts", {}), where)
     if not all(
         isinstance(part, dict) and all(isinstance(each, str) for each in part.values()) for part in (files, texts)
     ):
@@ -232,8 +232,10 @@ def _read_manifest(content: bytes, where: str) -> tuple[dict[str, str], dict[str
     return files, texts, str(said.get("version"))
 
 
-def _are_hashes(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(entry, str) for entry in value.values())
+def _hashes(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in value.values()):
+        raise ValueError(f"{MANIFEST} of {where} does not have the hashes of its files")
+    return value
 
 
 def _check_hash(name: str, content: bytes, expected: str) -> None:

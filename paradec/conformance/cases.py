@@ -3,8 +3,8 @@
 | group | is | compared |
 |---|---|---|
 | traces | a recorded decode of the published code | what each forward made final, and the answer |
-| rows | several of these in one ragged batch | each row with itself alone |
-| ties | a confidence exactly at the threshold | how many tokens a forward makes final |
+| rows | several of these in one ragged batch; prompts of very different lengths | each row with itself alone |
+| ties | a confidence exactly at the threshold | which tokens a forward makes final, wherever |
 | laws | many draws of a lossless method | with the exact law of the answers |
 | canvases | a decode of transformers' DiffusionGemma | the answer |
 """
@@ -24,12 +24,12 @@ GROUPS = ("traces", "rows", "ties", "laws", "canvases")
 
 @dataclass(frozen=True)
 class Tie:
-    """What a tie at a threshold leaves no choice in: which tokens each forward makes final, in whatever positions."""
+    """What equal confidences leave no choice in: which tokens each forward makes final, in whatever positions."""
 
     answers: Mapping[str, list[list[list[int]]]]
-    """By how the confidence is compared with the threshold: the tokens of each forward, sorted, of each row."""
+    """By what a decoder does ("compares confidence >= threshold"): the tokens of each forward, sorted, of each row."""
     right: str
-    """Which of them is the method's."""
+    """What the method does."""
     twins: list[list[int]]
     """Tokens that are equally likely everywhere: either one will do."""
 
@@ -50,7 +50,7 @@ class Case:
     group: str
     asked: Asked
     expected: list[Expected] = field(default_factory=list)
-    """Of each row: all but ties and laws."""
+    """Of each row, unless it is a tie or a law that is expected."""
     tie: Tie | None = None
     law: Law | None = None
     alone: list[Case] = field(default_factory=list)
@@ -107,7 +107,7 @@ def _ragged(members: Sequence[Case]) -> Case:
 def _ties(file: Mapping[str, Any]) -> Iterator[Case]:
     for entry in file["cases"]:
         tie = Tie(entry["answers"], entry["right"], entry["twins"])
-        yield Case(f"ties/{entry['name']}", "ties", Asked.of(entry["asked"]), tie=tie)
+        yield Case(entry["name"], entry["name"].split("/")[0], Asked.of(entry["asked"]), tie=tie)
 
 
 def _laws(file: Mapping[str, Any]) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class Difference:
     also: tuple[tuple[dict[int, int], dict[int, int]], ...] = ()
     """Of a step: all that must be written, and all that was."""
     what: str = ""
-    """Of ties: how the confidence seems to be compared."""
+    """Of ties: what was made final, and what the decoder seems to do."""
 
 
 def difference(case: Case, answer: Answer) -> Difference | None:
@@ -79,14 +80,16 @@ def _tie_difference(tie: Tie, asked: Asked, answer: Answer) -> Difference | None
         for name, steps in tie.answers.items():
             other = steps[row] if answer.steps is not None else [sorted(sum(steps[row], []))]
             if found == other:
-                what += f": compares confidence {name} threshold, the method {tie.right}"
+                what += f": it {name}, the method {tie.right}"
         return Difference(row, None if answer.steps is None else step, None, None, None, what=what)
     return None
 
 
 def _tokens(steps: list[list[int]], number: int) -> str:
-    count = len(steps[number]) if number < len(steps) else 0
-    return f"{count} token{'' if count == 1 else 's'}"
+    """ "8 tokens (4 x 1, 4 x 3)"."""
+    tokens = Counter(steps[number] if number < len(steps) else [])
+    each = ", ".join(f"{count} x {token}" for token, count in sorted(tokens.items()))
+    return f"{tokens.total()} token{'' if tokens.total() == 1 else 's'}" + (f" ({each})" if each else "")
 
 
 def _tokens_by_step(tie: Tie, asked: Asked, answer: Answer, row: int) -> Iterator[list[int]]:
