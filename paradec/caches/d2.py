@@ -71,6 +71,11 @@ class D2Cache(SubsetCache):
     def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
         state.cache_state.read(state, confidence, available)
 
+    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+        super().committed(state, tokens)
+        if state.present is not None:
+            state.cache_state.stored[state.window.rows] = state.present[state.window.rows]
+
     def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         first: np.ndarray = state.row_step[rows] == 0
         return first
@@ -150,8 +155,6 @@ class ReadLog(ChangeLog):
         """The window's candidates had `confidence` [R, W], where they were `available` [R, W]."""
         at = state.window.rows[:, None], state.window.host_positions
         self.confidence[at] = np.where(available, confidence, self.confidence[at])
-        if state.present is not None:
-            self.stored[state.window.rows] = state.present[state.window.rows]
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> Any:
         other: Any = super().taken(rows, columns)

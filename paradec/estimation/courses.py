@@ -93,16 +93,9 @@ class Course(CanvasState):
         self.remaining = self.block_end - self.block_start
         self.masks_at_open, self.block_step = self.remaining.copy(), np.array([0])
         if self.suffix is not None:
-            masks = self.columns >= self.prompt_length[:, None]
-            drawn = self.suffix.kept(
-                masks,
-                self.block_start,
-                self.block_end,
-                torch.zeros(1, 2, dtype=torch.int64),
-                None,
-                self.facts.prediction,
-            )
-            self.present = (self.columns < self.block_end[:, None]) | drawn
+            masks, key = self.columns >= self.prompt_length[:, None], torch.zeros(1, 2, dtype=torch.int64)
+            kept = self.suffix.kept(masks, self.block_start, self.block_end, key, None, self.facts.prediction)
+            self.present = (self.columns < self.block_end[:, None]) | kept
         host = np.arange(self.block_start[0], self.block_end[0])[None]
         positions = torch.as_tensor(host)
         self.window = Window(np.array([0]), positions, positions, None, host, None, True)
