@@ -58,7 +58,9 @@ def random_model() -> Model:
         num_key_value_heads=2,
         max_position_embeddings=4096,
     )
-    return paradec.wrap(LlamaForCausalLM(config), mask_token_id=MASK, eos_token_id=0, topology="bidirectional")
+    return paradec.wrap(
+        LlamaForCausalLM(config), mask_token_id=MASK, eos_token_id=0, topology="bidirectional", prediction="same"
+    )
 
 
 def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
