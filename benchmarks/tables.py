@@ -240,6 +240,25 @@ def caches_table(data: dict[str, Any]) -> str:
     return _crossed("cache", cells, missing="")
 
 
+def suffix_table(data: dict[str, Any]) -> str:
+    """What suffix windows save, of `benchmarks/suffix.py cost`: one row a length of answer, one column a way."""
+    cells: dict[str, dict[str, str]] = {}
+    for entry in data["rows"]:
+        way = f"`{entry['cache']}`" + (f", {entry['suffix']}" if entry["suffix"] else "")
+        share = f" ({entry['of_positions']:.2f}; CPU {entry['of_cpu']:.2f})" if entry["suffix"] else ""
+        cells.setdefault(str(entry["answer"]), {})[way] = f"{entry['positions']:,}{share}"
+    return _crossed("answer", cells, missing="")
+
+
+def suffix_accuracy_table(data: dict[str, Any]) -> str:
+    """Right answers with suffix windows, of `benchmarks/suffix.py accuracy`: one row a window, one column the slots."""
+    cells: dict[str, dict[str, str]] = {}
+    for entry in data["rows"]:
+        value = f"{100 * entry['right']:.1f} ({entry['positions']:.0f}; {entry['forwards']:.1f} forwards)"
+        cells.setdefault(entry["suffix"] or "all masks", {})[f"{entry['slots']} slots"] = value
+    return _crossed("suffix", cells, missing="")
+
+
 def caches_accuracy_table(data: dict[str, Any]) -> str:
     """Right answers under caches, of `benchmarks/caches.py accuracy`: one row a cache, one column a sampler."""
     cells: dict[str, dict[str, str]] = {}
@@ -420,6 +439,8 @@ def rendered() -> dict[str, str]:
             "caches": caches_table(_result("caches")),
             "caches_accuracy": caches_accuracy_table(_result("caches_accuracy")),
             "caches_prefix": caches_prefix_table(_result("caches_prefix")),
+            "suffix": suffix_table(_result("suffix")),
+            "suffix_accuracy": suffix_accuracy_table(_result("suffix_accuracy")),
         },
         "docs/canvases.md": {
             "canvases": canvases_table(canvases),

@@ -35,7 +35,7 @@ class Suffix:
     the window, and has all of its text. Distances are counted in positions, given ones too. A row's masks depend on its
     seed, its prompt and where its block begins, not on its neighbours.
 
-    "cut" is the default; the thinning is what the paper does, and was no better where both were measured
+    "cut" is the default; the thinning is what the paper does, and answered alike where both were measured
     (docs/caches.md). DPad's early termination is `eos_early_stop`, which is on by default and ends a row as soon as all
     before its end token is decided, where DPad waits for the block.
 

@@ -338,6 +338,8 @@ SETTINGS = [
     ("editing", "end", ["now", None, 1]),
     ("factor", "factor", [-1, float("inf"), "1", None, 10**400]),
     ("factor", "reference_last_rank", [1, None, "no"]),
+    ("factor", "profile", [1, None, "no"]),
+    ("factor", "margin", [-0.1, 1.1, "0.25", None, True]),
     ("origin", "eps", [0, -1e-3, 1.5, None, float("nan")]),
     *[(name, "eps", [0, 2, "x"]) for name in ("maskgit_plus", "topk_margin", "entropy")],
     *[(name, "alg_temp", [-1, float("inf"), "x", True]) for name in ("maskgit_plus", "topk_margin", "entropy")],

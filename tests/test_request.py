@@ -24,6 +24,7 @@ OTHER_VALUES: dict[str, Any] = {
     "keep_prefix": True,
     "share_prefix": True,
     "attention": paradec.SparseD(select=0.4),
+    "suffix": paradec.Suffix(32, "gaussian", scale=1.6),
     "blocks": FixedBlocks(4, align="absolute"),
     "block_length": 8,
     "steps": 6,

@@ -8,6 +8,7 @@ from paradec.registry import Registry
 
 if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.caches.block import BlockCache as BlockCache
+    from paradec.caches.d2 import D2Cache as D2Cache
     from paradec.caches.delayed import DelayedCache as DelayedCache
     from paradec.caches.dkv_decode import DkvDecode as DkvDecode
     from paradec.caches.dkv_greedy import DkvGreedy as DkvGreedy
@@ -32,6 +33,7 @@ registry = Registry(
         "dkv_greedy": "paradec.caches.dkv_greedy:DkvGreedy",
         "dkv_prefill": "paradec.caches.dkv_prefill:DkvPrefill",
         "dkv_pd": "paradec.caches.dkv_pd:DkvPD",
+        "d2": "paradec.caches.d2:D2Cache",
         "block": "paradec.caches.block:BlockCache",
         "hierarchical": "paradec.caches.hierarchical:HierarchicalCache",
         "recap": "paradec.caches.recap:RecapCache",

@@ -77,11 +77,13 @@ class Cache:
         exact_on: topologies on which every step's logits equal those without a cache, whatever the settings.
         exact_when: when they do elsewhere, in words.
         evaluates: what a step inside a block is sure to evaluate: "block" (all of it), "undecided" (what is undecided
-            in it), "picks" (what the sampler announced) or "targets" (the same, where that is a set chosen before).
+            in it), "some" (a part of that, one position at least), "picks" (what the sampler announced) or "targets"
+            (the same, where that is a set chosen before).
         steady: whether a step depends on nothing but the canvas and the block: not on which steps led there.
         costly_rows: whether partial steps gather positions one by one, which a single short row does not repay.
         suffixes: whether it works with `paradec.Suffix`: its parts come from `whole_rows`, `spans` and `subsets`, which
             leave out what does not exist for now, and it keeps nothing beyond a block about what lies behind.
+        hears: whether commits tell it how sure the model was (`heard`).
         device_step: whether the device step can ask for `range` with tensors in the place of arrays, or needs none.
             Subclasses say so again for themselves.
     """
@@ -100,6 +102,7 @@ class Cache:
     steady: ClassVar[bool] = True
     costly_rows: ClassVar[bool] = False
     suffixes: ClassVar[bool] = False
+    hears: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -123,6 +126,10 @@ class Cache:
         """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it. Batches
         that are refilled take an array or tensor of B rows, or what is `paradec.rows.Rows`."""
         return None
+
+    def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
+        """Called by a commit before `committed`, where a cache `hears`: the confidence [R, W] float64 of the window's
+        candidates, good where they were `available` [R, W] bool."""
 
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         """Called by a commit once the window [R, W] holds `tokens`, before steps are counted and blocks move."""

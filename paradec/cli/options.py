@@ -39,6 +39,14 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the sampler; may be repeated.")
 ]
 Cache = Annotated[str, typer.Option("--cache", help="A name that `paradec caches` lists.")]
+Suffix = Annotated[
+    str | None,
+    typer.Option(
+        "--suffix",
+        metavar="WINDOW",
+        help="Evaluate no masks further behind the open block than this: 64; or thinned out, gaussian:256.",
+    ),
+]
 Attention = Annotated[
     str | None, typer.Option("--attention", help="dense, or sparsed for prompts from about 8000 tokens on.")
 ]

@@ -19,6 +19,7 @@ from paradec.canvas import CanvasState, Window
 from paradec.estimation.shapes import Shape
 from paradec.kernels.block_sparse import budget, generation_block
 from paradec.models.facts import ModelFacts
+from paradec.suffix import Suffix
 
 MASK, TOKEN = 0, 1
 
@@ -45,9 +46,10 @@ class Course(CanvasState):
 
     Args:
         shape: of the model. cache: the cache, which plans. prompt, answer: positions. block: positions of a block.
+        suffix: which masks behind the block exist; of those that are drawn, one draw.
     """
 
-    def __init__(self, shape: Shape, cache: Any, prompt: int, answer: int, block: int):
+    def __init__(self, shape: Shape, cache: Any, prompt: int, answer: int, block: int, suffix: Suffix | None = None):
         length = prompt + answer
         self.facts = ModelFacts(
             vocab_size=2,
@@ -70,6 +72,7 @@ class Course(CanvasState):
         self.row_step, self.decided, self.reused = np.array([0]), np.array([0]), np.array([0])
         self.block_step, self.remaining, self.masks_at_open = np.array([0]), np.array([0]), np.array([0])
         self.steps_per_block = None
+        self.suffix = suffix
         self.open_block()
         self.cache_state = cache.begin(self)
 
@@ -89,6 +92,10 @@ class Course(CanvasState):
         self.block_end = self.blocks.open(self.block_start, self.prompt_length, self.length)
         self.remaining = self.block_end - self.block_start
         self.masks_at_open, self.block_step = self.remaining.copy(), np.array([0])
+        if self.suffix is not None:
+            masks, key = self.columns >= self.prompt_length[:, None], torch.zeros(1, 2, dtype=torch.int64)
+            kept = self.suffix.kept(masks, self.block_start, self.block_end, key, None, self.facts.prediction)
+            self.present = (self.columns < self.block_end[:, None]) | kept
         host = np.arange(self.block_start[0], self.block_end[0])[None]
         positions = torch.as_tensor(host)
         self.window = Window(np.array([0]), positions, positions, None, host, None, True)
@@ -99,7 +106,8 @@ class Course(CanvasState):
         told = ahead[:, None] + np.arange(picks) if self.cache.evaluates == "picks" else None
         (part,) = self.cache.plan(self, told)
         positions, last = int(part.sizes[0]), int(part.positions.max())
-        seen, block = int(self.length[0]), self.facts.block_length
+        seen = int(self.length[0] if self.present is None else self.present.sum())
+        block = self.facts.block_length
         if self.facts.topology == "block_causal" and block is not None:
             seen = min(seen, (last // block + 1) * block)
         if not self.cache.uses_store:
@@ -118,14 +126,21 @@ class Course(CanvasState):
 
 
 def masked_course(
-    shape: Shape, cache: Any, attention: SparseD | None, prompt: int, answer: int, block: int, tokens_per_forward: float
+    shape: Shape,
+    cache: Any,
+    attention: SparseD | None,
+    prompt: int,
+    answer: int,
+    block: int,
+    tokens_per_forward: float,
+    suffix: Suffix | None = None,
 ) -> Counter[Evaluation]:
     """How often each kind of forward is made for one row of a masked model.
 
     A step stays in its block, so that a block takes at least one step and at most one for each of its positions; as far
     as that allows, the answer takes answer / tokens_per_forward steps.
     """
-    course, found, taken = Course(shape, cache, prompt, answer, block), Counter[Evaluation](), 0
+    course, found, taken = Course(shape, cache, prompt, answer, block, suffix), Counter[Evaluation](), 0
     sparse = None if attention is None else _Sparse(attention, course)
     while True:
         size = int(course.remaining[0])

@@ -16,6 +16,7 @@ from paradec.estimation.courses import Evaluation, causal_course, masked_course
 from paradec.estimation.devices import ITEM_BYTES, PROBED, Device, check_dtype, published
 from paradec.estimation.result import Estimate, Step
 from paradec.estimation.shapes import Shape, shape_of
+from paradec.suffix import Suffix
 
 LONGEST = 2**20
 """Positions of a prompt."""
@@ -33,6 +34,7 @@ def estimate(
     answer: int = 256,
     cache: str | Cache = "none",
     attention: str | SparseD | None = None,
+    suffix: Suffix | int | str | None = None,
     tokens_per_forward: float = 1.0,
     price_per_hour: float | None = None,
     block: int | None = None,
@@ -57,6 +59,7 @@ def estimate(
         prompt, answer: tokens of each row.
         cache: a name, or a cache with its settings. Causal models keep their own.
         attention: "sparsed", or one with its settings; None attends to everything.
+        suffix: masks behind the open block that are evaluated, as `paradec.Request` has it; None is all of them.
         tokens_per_forward: positions of a row that a step makes final, on average, from 1 to `block`. (What
             `paradec compare` reports leaves out what stands behind the end of an answer; here there is none.)
         price_per_hour: of one device.
@@ -84,11 +87,14 @@ def estimate(
         check_dtype(dtype)
     sparse = _attention(attention)
     plan = _cache(cache)
+    window = Suffix.of(suffix)
     found = _device(device)
     shape = shape_of(config_or_model)
     dtype = dtype or shape.dtype or "bfloat16"
     check_dtype(dtype)
     _check(shape, plan, sparse, prompt, answer, group)
+    if window is not None and (why := _no_suffix(shape, plan, sparse)):
+        raise ValueError(f"suffix={shown(window)} does not work here: {why}")
     width = _block(shape, block, answer, tokens_per_forward)
     if found is None:
         from paradec.estimation.probe import probed
@@ -105,7 +111,7 @@ def estimate(
     if causal:
         course = causal_course(prompt, answer, width, tokens_per_forward)
     else:
-        course = masked_course(shape, plan, sparse, prompt, decided, width, tokens_per_forward)
+        course = masked_course(shape, plan, sparse, prompt, decided, width, tokens_per_forward, window)
     stores = causal or plan.uses_store
     kept = getattr(plan, "store_dtype", None) if stores else None
     times = {
@@ -186,6 +192,15 @@ def _attention(attention: Any) -> SparseD | None:
     if not isinstance(found, SparseD):
         raise TypeError(f"attention={shown(attention)} must be 'sparsed', 'dense' or a paradec.SparseD")
     return found
+
+
+def _no_suffix(shape: Shape, cache: Any, sparse: SparseD | None) -> str | None:
+    """Why a model, cache or attention cannot have a suffix, as a clause; None where they can."""
+    if shape.topology != "bidirectional":
+        return f"{shape.name} sees nothing behind its block anyway"
+    if not cache.suffixes:
+        return f"cache={cache.name!r} counts on all of a row"
+    return None if sparse is None else "the lists of 'sparsed' are of whole rows"
 
 
 def _check(shape: Shape, cache: Any, sparse: SparseD | None, prompt: int, answer: int, group: int) -> None:

@@ -406,6 +406,7 @@ class MaskedSampler(Sampler):
             linger=decision.linger,
             cut=cut,
             block_end=proposal.block_end,
+            available=available if state.cache.hears else None,
         )
         committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
         stages.check(self, state, rows, decided["confidence"], committed)  # nothing has changed until here
@@ -418,6 +419,8 @@ class MaskedSampler(Sampler):
             stages.remember(self, state, proposal, view, picked)
         if proposal.block_end is not None:
             state.settle_blocks(rows, decided["block_end"])
+        if state.cache.hears:
+            state.cache.heard(state, decided["confidence"], decided["available"])
         stages.count(state, rows, proposal.cost, decided["tokens"], committed)
         stages.close(self, state, proposal, decided)
         selected, scores = decision.selected, proposal.scores

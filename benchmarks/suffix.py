@@ -1,0 +1,146 @@
+"""What a suffix window saves, beside the same cache without, and what it does to answers.
+
+    python benchmarks/suffix.py cost [--answers 128 512]
+    python benchmarks/suffix.py accuracy [--limit 8]
+
+`cost`: one thread, one process, a random model of hidden size 64 with 8 layers, a prompt of 128 tokens, blocks of 32 in
+four steps (`random`, so that all take the same steps). For every length of answer each way of decoding has its turns,
+one after the other, again and again; medians count, and the quotient of the slowest and the fastest turn is said. CPU
+seconds are the process's. Writes benchmarks/results/suffix.json.
+
+`accuracy`: right answers on the packaged prompts with the packaged model, blocks of 8, in slots of 32 and of 128 tokens
+for answers that take a few, and positions evaluated per answer. Writes benchmarks/results/suffix_accuracy.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import write_result
+
+import paradec
+from paradec.evaluation.tasks import TASKS, load_prompts
+from paradec.models.adapter import Model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PROMPT, BLOCK, STEPS = 128, 32, 4
+"""Positions of the prompt and of a block; steps of a block."""
+ANSWERS = (128, 256, 512, 1024, 2048)
+WAYS = (
+    ("prefix", None),
+    ("prefix", "64"),
+    ("prefix", "gaussian:256"),
+    ("dual", None),
+    ("dual", "64"),
+    ("d2", None),
+    ("d2", "64"),
+)
+QUALITY = tuple((slots, suffix) for slots in (32, 128) for suffix in (None, "8", "16", "gaussian:32"))
+VOCAB, MASK = 200, 199
+
+
+def random_model() -> Model:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    return paradec.wrap(
+        LlamaForCausalLM(config), mask_token_id=MASK, eos_token_id=0, topology="bidirectional", prediction="same"
+    )
+
+
+def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
+    """One decoding."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    out = paradec.generate(
+        model,
+        [prompt],
+        sampler="random",
+        cache=cache,
+        suffix=suffix,
+        max_new_tokens=answer,
+        block_length=BLOCK,
+        steps=answer // BLOCK * STEPS,
+        seed=0,
+        eos_early_stop=False,
+    )
+    spent = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    return spent | {"positions": out.forwarded_tokens, "nfe": out.nfe}
+
+
+def cost(answers: list[int]) -> None:
+    torch.set_num_threads(1)
+    model, rows = random_model(), []
+    prompt = torch.randint(1, VOCAB - 1, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    for answer in answers:
+        turns: dict[Any, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for _ in range(3 if answer <= 512 else 1):
+            for way in WAYS:
+                turns[way].append(turn(model, prompt, answer, *way))
+        for way, found in turns.items():
+            base = turns[way[0], None]
+            row = {"answer": answer, "cache": way[0], "suffix": way[1], "turns": len(found)}
+            row |= {"positions": found[0]["positions"], "nfe": found[0]["nfe"]}
+            row["of_positions"] = found[0]["positions"] / base[0]["positions"]
+            for kind in ("cpu", "wall"):
+                own = [each[kind] for each in found]
+                row |= {f"{kind}_seconds": statistics.median(own), f"{kind}_spread": max(own) / min(own)}
+                row[f"of_{kind}"] = statistics.median(own) / statistics.median(each[kind] for each in base)
+            rows.append(row)
+            print(
+                f"{answer:5} {way[0]:7} {way[1] or '':13} positions {row['positions']:7} ({row['of_positions']:.2f})  "
+                f"cpu {row['cpu_seconds']:7.2f} s ({row['of_cpu']:.2f}, spread {row['cpu_spread']:.2f})  "
+                f"wall {row['wall_seconds']:7.2f} s ({row['of_wall']:.2f})",
+                flush=True,
+            )
+    settings = {"prompt": PROMPT, "block": BLOCK, "steps_per_block": STEPS}
+    device = f"cpu ({platform.machine()}), 1 thread"
+    write_result(RESULTS / "suffix.json", {"device": device, "torch": torch.__version__} | settings | {"rows": rows})
+
+
+def accuracy(limit: int | None) -> None:
+    torch.set_num_threads(1)
+    model, rows = paradec.load(), []
+    prompts = load_prompts(limit=limit)
+    for slots, suffix in QUALITY:
+        right = positions = forwards = 0
+        for begin in range(0, len(prompts), 16):
+            batch = prompts[begin : begin + 16]
+            request: dict[str, Any] = {"max_new_tokens": slots, "block_length": 8, "suffix": suffix, "seed": 0}
+            out = paradec.generate(model, [each.prompt for each in batch], **request)
+            right += sum(TASKS[each.task].check(each, text) for each, text in zip(batch, out.text, strict=True))
+            positions, forwards = positions + out.forwarded_tokens, forwards + sum(out.row_nfe)
+        row = {"slots": slots, "suffix": suffix, "right": right / len(prompts), "prompts": len(prompts)}
+        rows.append(row | {"positions": positions / len(prompts), "forwards": forwards / len(prompts)})
+        print(rows[-1], flush=True)
+    write_result(RESULTS / "suffix_accuracy.json", {"sampler": "threshold", "block": 8, "rows": rows})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("cost", "accuracy"))
+    parser.add_argument("--answers", type=int, nargs="+", default=list(ANSWERS))
+    parser.add_argument("--limit", type=int)
+    given = parser.parse_args()
+    if given.what == "cost":
+        cost(given.answers)
+    else:
+        accuracy(given.limit)
+
+
+if __name__ == "__main__":
+    main()

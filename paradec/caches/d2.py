@@ -1,0 +1,169 @@
+"""d2Cache: each step renews the masks that are likely to be decided next, and the tokens that were decided last.
+
+Jiang et al., "d2Cache: Accelerating Diffusion-Based LLMs via Dual Adaptive Caching", arXiv 2509.23094, and its public
+code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paradec import rows as of_rows
+from paradec.caches.base import ChangeLog, SubsetCache
+from paradec.canvas import CanvasState
+from paradec.checks import check_int, check_number
+
+UNREAD = 1.0
+"""Stands for the confidence of masks that no step has read: density alone ranks them."""
+
+
+@dataclass(frozen=True)
+class D2Cache(SubsetCache):
+    """Evaluate `current_k` masks, what the last step decided, and what lies in small gaps between; keep the rest. A
+    row's first step evaluates it whole, and no other does.
+
+    The masks are those with the highest confidence times certainty density, which is how much of what is near has been
+    decided (a Gaussian kernel; what lies left of a row counts as decided, what lies right of it if its last position
+    is). They are looked for from the open block on, up to the end of the block with the `current_k`-th mask, and those
+    of the open block come first. Only what is evaluated can be decided. Models that predict shifted have the position
+    left of each of these masks evaluated in its place, since its logits stand there.
+
+    Two things differ from the public code. It never renews the confidences that it has written at the first step, by an
+    oversight; here they are those of the last step that read the mask, and where none has, density alone decides (masks
+    behind the open block have no logits here). And its third part is left out: positions that a rollout of attention
+    finds important. On two small models masks and new tokens carried the method, and reading attention takes an
+    attention that writes its weights.
+
+    Args:
+        current_k: masks that a step evaluates, at least 1.
+        sigma: of the density's kernel, in positions.
+        inflate_w: of two evaluated positions at most so far apart, those between are evaluated too; 0 leaves gaps.
+    """
+
+    current_k: int = 32
+    sigma: float = 10.0
+    inflate_w: int = 4
+
+    name = "d2"
+    paper = "d2Cache"
+    arxiv = "2509.23094"
+    summary = "evaluates the masks that may be decided next, and what was decided last"
+    topologies = ("bidirectional",)
+    exact_when = "the model has one layer, predicts in place, and current_k covers the masks"
+    evaluates = "some"
+    steady = False
+    suffixes = True
+    hears = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("current_k", self.current_k, low=1, high=2**31 - 1)
+        check_number("sigma", self.sigma, low=0, high=1e6, open_low=True)
+        check_int("inflate_w", self.inflate_w, low=0, high=2**31 - 1)
+
+    def begin(self, state: CanvasState) -> ReadLog:
+        return ReadLog(state)
+
+    def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
+        state.cache_state.read(state, confidence, available)
+
+    def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
+        super().committed(state, tokens)
+        if state.present is not None:
+            state.cache_state.stored[state.window.rows] = state.present[state.window.rows]
+
+    def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        first: np.ndarray = state.row_step[rows] == 0
+        return first
+
+    def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+        log, shift = state.cache_state, state.facts.shift
+        masks = self.masks(state, rows)
+        if shift:  # the first position of all has its own logits
+            masks[:, 0] |= masks[:, 1]
+            masks[:, 1:-1], masks[:, -1] = masks[:, 2:].copy(), False
+        needed = masks | (log.changed_at[rows] == state.row_step[rows, None] - 1)
+        if state.present is not None:  # what exists since this block has opened has no keys yet
+            needed |= state.present[rows] & ~log.stored[rows]
+        return between(needed, self.inflate_w)
+
+    def masks(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        """[N, L] bool: the masks that this step may decide or renews."""
+        log, column = state.cache_state, np.arange(state.canvas.shape[1])
+        start, end = state.block_start[rows, None], state.block_end[rows, None]
+        inside = column < state.length[rows, None]
+        undecided = log.undecided(rows) & inside
+        if state.present is not None:
+            undecided &= state.present[rows]
+        ahead = undecided & (column >= start)
+        enough = ahead.cumsum(1) >= self.current_k
+        last = np.where(enough.any(1), enough.argmax(1), state.length[rows] - 1)[:, None]
+        blocks = (last - start) // (end - start) + 1
+        ahead &= column < start + blocks * (end - start)
+        decided = ~undecided
+        decided = np.where(inside, decided, decided[np.arange(len(rows)), state.length[rows] - 1, None])
+        scores = self.confidence(state, rows) * density(decided, self.sigma)
+        scores += 2.0 * (column < end)  # above all others
+        scores = np.where(ahead, scores, -np.inf)
+        best = np.argsort(-scores, axis=1, kind="stable")[:, : self.current_k]
+        chosen = np.zeros_like(ahead)
+        np.put_along_axis(chosen, best, True, axis=1)
+        return chosen & ahead
+
+    def confidence(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        """[N, L] float64: what masks are ranked by, beside the density."""
+        found: np.ndarray = state.cache_state.confidence[rows]
+        return found
+
+
+def density(decided: np.ndarray, sigma: float) -> np.ndarray:
+    """[N, L] float64 in [0, 1]: how much of what is near each position has been decided. decided: [N, L] bool."""
+    reach = math.ceil(6 * sigma)
+    kernel = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * sigma**2))
+    left, right = np.ones((len(decided), reach)), np.repeat(decided[:, -1:], reach, 1)
+    wide = np.concatenate((left, decided, right), 1)
+    near = np.lib.stride_tricks.sliding_window_view(wide, 2 * reach + 1, axis=1)
+    return near @ (kernel / kernel.sum())
+
+
+def between(chosen: np.ndarray, most: int) -> np.ndarray:
+    """`chosen` [N, L] bool, with what lies between two chosen positions that are at most `most` apart."""
+    if most < 2:
+        return chosen
+    size = chosen.shape[1]
+    column = np.arange(size)
+    before = np.maximum.accumulate(np.where(chosen, column, -size - most), axis=1)
+    after = np.minimum.accumulate(np.where(chosen, column, 2 * size + most)[:, ::-1], axis=1)[:, ::-1]
+    return chosen | (after - before <= most)
+
+
+class ReadLog(ChangeLog):
+    """Besides, how sure the model was of each mask when it was last read, and what has keys and values."""
+
+    def __init__(self, state: CanvasState):
+        super().__init__(state)
+        self.confidence = np.full(self.canvas.shape, UNREAD)
+        """[B, L] float64."""
+        self.stored = np.zeros(self.canvas.shape, bool)
+        """[B, L] bool: what existed at the last step."""
+
+    def read(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:
+        """The window's candidates had `confidence` [R, W], where they were `available` [R, W]."""
+        at = state.window.rows[:, None], state.window.host_positions
+        self.confidence[at] = np.where(available, confidence, self.confidence[at])
+
+    def taken(self, rows: np.ndarray, columns: int | None = None) -> Any:
+        other: Any = super().taken(rows, columns)
+        size = other.canvas.shape[1]
+        other.confidence = of_rows.fitted(self.confidence[rows], size, UNREAD)
+        other.stored = of_rows.fitted(self.stored[rows], size, False)
+        return other
+
+    def put(self, slots: np.ndarray, other: Any) -> None:
+        super().put(slots, other)
+        wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
+        self.confidence[slots], self.stored[slots] = wide.confidence, wide.stored
