@@ -307,7 +307,7 @@ def test_the_command_line() -> None:
     [
         ("low_confidence", "its schedule is of one block after the other"),
         ("klass", "its schedule is of one block after the other"),
-        ("freedave", "it drafts later steps of one block"),
+        ("freedave", "its schedule is of one block after the other"),
         ("editing", "it takes back what it decided in one open block"),
         ("saber", "it takes back what it decided in one open block"),
         ("wino", "it takes back what it decided in one open block"),
@@ -316,6 +316,14 @@ def test_the_command_line() -> None:
 )
 def test_samplers_that_cannot_are_refused(sampler: str, why: str, model: Model) -> None:
     with pytest.raises(ValueError, match=f"sampler '{sampler}' does not work with blocks=PipelinedBlocks.*: {why}"):
+        decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
+
+
+def test_drafts_of_one_block_are_refused(model: Model) -> None:
+    sampler = samplers.create("freedave", base="threshold")
+    with pytest.raises(
+        ValueError, match="'freedave' does not work with .*: it drafts later steps of one block; .*lopa"
+    ):
         decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
 
 
