@@ -321,9 +321,7 @@ def test_samplers_that_cannot_are_refused(sampler: str, why: str, model: Model) 
 
 def test_drafts_of_one_block_are_refused(model: Model) -> None:
     sampler = samplers.create("freedave", base="threshold")
-    with pytest.raises(
-        ValueError, match="'freedave' does not work with .*: it drafts later steps of one block; .*lopa"
-    ):
+    with pytest.raises(ValueError, match="'freedave' does not work with .*: it drafts later steps .*lopa"):
         decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
 
 

@@ -1,11 +1,11 @@
-"""Traces of LoPA's look-ahead branches over D2F's rule, replayed in float64: every round commits what the reference's does.
+"""Traces of LoPA's branches over D2F's rule, replayed in float64: every round commits what the reference's does.
 
 The reference evaluates the branches of a round one after the other, here they are one call. What is put back:
 - "causal": blocks that see earlier ones only, counted from the prompt's end (`PromptBlocks`). Its cache is exact there.
 - "full", one block of 32: no causal mask, and keys, values and last logits of the prompt are those of the first round
-  (`KeptPrompt`). With several blocks its calls see the opened ones alone, over blocks as they were when they were stored:
-  there is nothing like that here, and those files are left out, as is the option that always takes the base branch.
-- Where something must be committed, D2F takes the best by the sampling strategy, and the mask keeps its own probability.
+  (`KeptPrompt`). With several blocks its calls see the opened ones alone, over blocks as they were when they were
+  stored: there is nothing like that here, and those files are left out, as is the option that always takes the base.
+- Where something must be committed, D2F takes the best by the sampling strategy, and the mask keeps its probability.
 """
 
 from __future__ import annotations
