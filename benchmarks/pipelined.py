@@ -50,7 +50,7 @@ def measure(model: Any, questions: list[Any], sampler: Any, blocks: Any, cache: 
         asked = questions[at : at + batch]
         prompts = [question.prompt for question in asked]
         out = paradec.generate(model, prompts, sampler=sampler, blocks=blocks, cache=cache, max_new_tokens=64)
-        right += sum(question.right(text) for question, text in zip(asked, out.texts, strict=True))
+        right += sum(question.right(text) for question, text in zip(asked, out.text, strict=True))
         nfe += sum(out.row_nfe)
         rows += out.row_forwards
         positions += out.forwarded_tokens
