@@ -423,6 +423,20 @@ def peers_pictures_table(*results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def pipelined_table(data: dict[str, Any]) -> str:
+    """Right answers, forwards, rows and positions with several open blocks and with branches."""
+    lines = [f"| sampler | blocks | cache | right, of {data['prompts']} | forwards | rows | positions |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for entry in data["results"]:
+        kind, changes = entry["blocks"].rstrip(")").split("(")
+        left_out = ("align=", "full=", "forced='first'")
+        said = [part for part in changes.split(", ") if not part.startswith(left_out)]
+        cells = [entry["sampler"], f"`{kind}({', '.join(said)})`", f"`{entry['cache']}`", str(entry["right"])]
+        cells += [f"{entry['forwards']:.2f}", f"{entry['rows']:.2f}", f"{entry['positions']:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
@@ -470,6 +484,7 @@ def rendered() -> dict[str, str]:
             "antibody": antibody_table(antibody, True),
             "digits": digits_table(digits, short=True),
             "settings": settings_table(),
+            "pipelined": pipelined_table(_result("pipelined")),
         },
         "docs/performance.md": {
             "estimate": estimate_table(_result("estimate")),

@@ -164,7 +164,7 @@ BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).exact
 
 
 def test_which_caches_are_exact_for_block_causal_models() -> None:
-    assert BLOCK_CAUSAL_EXACT == ["prefix", "dual", "vicinity", "dkv_prefill", "block"]
+    assert BLOCK_CAUSAL_EXACT == ["prefix", "dual", "vicinity", "delayed", "dkv_prefill", "block"]
 
 
 @pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)

@@ -20,7 +20,7 @@ from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
-EXACT_CACHES = ["block", "prefix", "dual", "vicinity", "dkv_prefill"]
+EXACT_CACHES = ["block", "prefix", "dual", "vicinity", "delayed", "dkv_prefill"]
 PREDICTIONS = ["same", "shifted"]
 EXACT_PAIRS = [(name, PREDICTIONS[index % 2]) for index, name in enumerate(EXACT_CACHES)] + [("block", "shifted")]
 """Every exact cache, and both predictions."""

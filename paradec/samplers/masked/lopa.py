@@ -42,16 +42,16 @@ class BranchProposal(MaskedProposal):
 
 @dataclass(frozen=True)
 class LoPA(MaskedSampler):
-    """Takes the steps of another sampler, `base`, in the order of positions that makes the rest surest: an order search,
-    so tokens may be others than the base's.
+    """Takes the steps of another sampler, `base`, in the order of positions that makes the rest surest. This searches
+    for an order: tokens may be others than the base's.
 
-    A step evaluates the row as it stands and, as rows of their own over the same keys and values, `branches` copies of it
-    with one token more: at the first, second, ... surest position that the last step left undecided in the open blocks,
-    the token that it had there. A branch's promise is alpha * (how sure its token was; 1 for the row itself)
-    + (1 - alpha) * (mean confidence of the least sure share `tail` of what it leaves undecided; 1 if that is nothing).
+    A step evaluates the row as it stands and, as rows of their own over the same keys and values, `branches` copies of
+    it with one token more: at the first, second, ... surest position that the last step left undecided in the open
+    blocks, the token that it had there. A branch's promise is alpha * (how sure its token was; 1 for the row itself) +
+    (1 - alpha) * (mean confidence of the least sure share `tail` of what it leaves undecided; 1 if that is nothing).
     The branch that promises most is the row from now on, and the base's decision is taken from its logits. Ties go to
     the branch with the surest token, and to the row itself last, as in the public code. A block's first step has
-    nothing to look ahead with.
+    nothing to look ahead with; with a cache, neither has the first step after the first open block was filled.
 
     Args:
         base: whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule, which is
@@ -64,13 +64,13 @@ class LoPA(MaskedSampler):
         confidence: what is averaged and ranks positions: "minus_entropy" (the scripts'), "confidence" (the code's
             default) or "margin".
 
-    A step costs one call and up to 1 + k rows: `row_forwards` and forwarded tokens count them all. It pays where width is
-    idle. Refused with it: caches whose steps depend on how many there were, stops that the logits decide, `logprobs`
+    A step costs one call and up to 1 + k rows: `row_forwards` and forwarded tokens count them all. It pays where width
+    is idle. Refused with it: caches whose steps depend on how many there were, stops that the logits decide, `logprobs`
     and `rng="reference"`.
 
     Raises:
-        ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a step of its
-            own, or ends its blocks by the logits.
+        ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a step of
+            its own, or ends its blocks by the logits.
     """
 
     base: Any = "threshold"
@@ -141,8 +141,8 @@ class LoPA(MaskedSampler):
         request = request_for(self, request, arguments)
         if request.rng == "reference":
             raise ValueError(
-                "rng='reference' does not work with sampler 'lopa': it draws from one stream in the order of the steps, "
-                "and branches draw beside each other; use rng='counter'"
+                "rng='reference' does not work with sampler 'lopa': it draws from one stream in the order of the "
+                "steps, and branches draw beside each other; use rng='counter'"
             )
         if request.logprobs is not None:
             raise ValueError(

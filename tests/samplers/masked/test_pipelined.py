@@ -25,6 +25,7 @@ from paradec.models.adapter import Model
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
+from paradec.samplers.statistics import best_one
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -179,6 +180,24 @@ def test_ties_and_the_order_of_blocks() -> None:
         assert [position for step in out.trace.steps for _, position, *_ in step.commits] == order
 
 
+@dataclass(frozen=True)
+class OwnBest(MaskedSampler):
+    """Takes the best of all that it sees, and says nothing of blocks."""
+
+    name = "own_best"
+
+    def select(self, view: View) -> Tensor:
+        return best_one(view.scores)
+
+
+def test_rules_that_force_their_own_best_still_move_the_first_block() -> None:
+    """Surer to the right: the rule's position is of the last block, and one of the first block goes with it."""
+    flat = paradec.wrap(Flat(0.01), mask_token_id=MASK, prediction="same", topology="bidirectional")
+    out = decode(flat, [[3]], sampler=OwnBest(), blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
+    found = [sorted(position for _, position, *_ in step.commits) for step in out.trace.steps]
+    assert found == [[4], [3, 8], [2, 7], [1, 6], [5]]
+
+
 # ---- memory that moves along ----------------------------------------------------------------------------------------
 
 
@@ -307,7 +326,7 @@ def test_the_command_line() -> None:
     [
         ("low_confidence", "its schedule is of one block after the other"),
         ("klass", "its schedule is of one block after the other"),
-        ("freedave", "it drafts later steps of one block"),
+        ("freedave", "its schedule is of one block after the other"),
         ("editing", "it takes back what it decided in one open block"),
         ("saber", "it takes back what it decided in one open block"),
         ("wino", "it takes back what it decided in one open block"),
@@ -316,6 +335,12 @@ def test_the_command_line() -> None:
 )
 def test_samplers_that_cannot_are_refused(sampler: str, why: str, model: Model) -> None:
     with pytest.raises(ValueError, match=f"sampler '{sampler}' does not work with blocks=PipelinedBlocks.*: {why}"):
+        decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
+
+
+def test_drafts_of_one_block_are_refused(model: Model) -> None:
+    sampler = samplers.create("freedave", base="threshold")
+    with pytest.raises(ValueError, match="'freedave' does not work with .*: it drafts later steps .*lopa"):
         decode(model, sampler=sampler, blocks=PipelinedBlocks(4))
 
 

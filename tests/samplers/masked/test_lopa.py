@@ -1,0 +1,213 @@
+"""LoPA's branches: nothing without them, the best one with them. The traces of the public code are in
+`test_traces_lopa`, what holds for every sampler in `test_masked_properties`."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MASK, VOCAB, tiny
+from torch import Tensor, nn
+
+import paradec
+from paradec import PipelinedBlocks
+from paradec.models.adapter import Model
+from paradec.protocol import Sampler
+from paradec.samplers.masked.lopa import LoPA
+from paradec.samplers.masked.threshold import Threshold
+
+ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2)
+
+
+def commits(out: Any) -> list[list[tuple]]:
+    return [sorted(entry[:3] for entry in step.commits) for step in out.trace.steps]
+
+
+def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
+    asked = {"max_new_tokens": 12, "eos_early_stop": False, "trace": True, "seed": 3, "block_length": None}
+    return paradec.generate(model, rows, **asked | request)
+
+
+@pytest.mark.parametrize("base", ["threshold", "credit"])
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
+def test_without_branches_it_is_the_base(base: str, cache: str, model: Model) -> None:
+    for request in ({"block_length": 6, "temperature": 0.7}, {"blocks": PipelinedBlocks(3, add=0.3)}):
+        ours, theirs = (decode(model, sampler=s, cache=cache, **request) for s in (LoPA(base, branches=0), base))
+        assert commits(ours) == commits(theirs)
+        assert (ours.row_nfe, ours.row_forwards, ours.forwarded_tokens) == (
+            theirs.row_nfe,
+            theirs.row_forwards,
+            theirs.forwarded_tokens,
+        )
+
+
+def test_branches_of_a_plain_loop(model: Model) -> None:
+    """One row, step by step: the branches, what they promise, which one wins, and what is written."""
+    won = 0
+    for tail, alpha, length in ((1.0, 0.0, 12), (0.3, 0.4, 6)):
+        sampler = LoPA(Threshold(0.5), branches=3, alpha=alpha, tail=tail)
+        out = decode(model, [[1, 2, 3]], sampler=sampler, block_length=length)
+        canvas, expected, ahead, start = [1, 2, 3, *[MASK] * 12], [], [], 3
+        while MASK in canvas:
+            while MASK not in canvas[start : start + length]:
+                start, ahead = start + length, []
+            block = range(start, start + length)
+            rows = [(canvas, 1.0)]
+            for sure, position, token in sorted(ahead, key=lambda entry: (-entry[0], entry[1]))[:3]:
+                rows.append(([*canvas[:position], token, *canvas[position + 1 :]], sure))
+            judged = []
+            for ids, own in rows:
+                with torch.no_grad():
+                    visible = torch.ones(1, 1, 15, 15, dtype=torch.bool)
+                    logits = model.module(torch.tensor([ids]), attention_mask=visible, use_cache=False).logits[0]
+                logits[:, MASK] = -torch.inf
+                p = logits.softmax(-1)
+                sure = {i: float((p[i][p[i] > 0] * p[i][p[i] > 0].log()).sum()) for i in block if ids[i] == MASK}
+                lowest = sorted(sure.values())[: max(1, int(len(sure) * tail))]
+                future = sum(lowest) / len(lowest) if lowest else 1.0
+                judged.append((alpha * own + (1 - alpha) * future, ids, p, sure))
+            best = max(range(len(rows)), key=lambda at: (judged[at][0], -((at - 1) % len(rows))))
+            won += best > 0
+            _, ids, p, sure = judged[best]
+            found = [i for i in sure if p[i].max() >= 0.5] or sorted(sure, key=lambda i: -float(p[i].max()))[:1]
+            after = [int(p[i].argmax()) if i in found else token for i, token in enumerate(ids)]
+            expected.append([(0, i, after[i]) for i in block if after[i] != canvas[i]])
+            ahead = [(sure[i], i, int(p[i].argmax())) for i in sure if i not in found]
+            canvas = after
+        assert commits(out) == expected
+    assert won
+
+
+class Key(nn.Module):
+    """Every position is a little sure, the later the less, until position 3 is decided: then all are very sure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = torch.zeros(*input_ids.shape, VOCAB, dtype=torch.float64)
+        found = (input_ids[:, 3] != MASK).double().unsqueeze(1)
+        logits[..., 7] = 1 - 0.01 * torch.arange(input_ids.shape[1]) + 20 * found
+        return logits
+
+
+def test_the_order_that_makes_the_rest_sure_is_found() -> None:
+    model = paradec.wrap(Key(), mask_token_id=MASK, prediction="same", topology="bidirectional")
+    base, ahead = (decode(model, [[5]], sampler=s, block_length=12) for s in ("threshold", "lopa"))
+    assert base.nfe == 4 and ahead.nfe == 2
+    assert [p for _, p, _ in commits(ahead)[0]] == [1] and len(commits(ahead)[1]) == 11
+    assert decode(model, [[5]], sampler=LoPA(alpha=1.0), block_length=12).nfe == 4  # the row itself always wins
+
+
+def test_ties_go_to_the_first_branch(model: Model) -> None:
+    """All alike: each step adds a branch's token, the lowest position, and the base's one behind it."""
+
+    class Flat(Key):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return torch.zeros(*input_ids.shape, VOCAB, dtype=torch.float64)
+
+    flat = paradec.wrap(Flat(), mask_token_id=MASK, prediction="same", topology="bidirectional")
+    out = decode(flat, [[5]], sampler="lopa", block_length=12, max_new_tokens=7)
+    assert [[p for _, p, _ in step] for step in commits(out)] == [[1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_what_is_evaluated_is_counted(model: Model) -> None:
+    """One call a step; rows and positions of all branches; the trace shows the branches' tokens."""
+    out = decode(model, [[1, 2, 3]], sampler=LoPA(Threshold(1.0), branches=2), block_length=12)
+    left, rows = [12], 0
+    for step in commits(out):
+        rows += 1 + min(2, left[-1]) * (len(left) > 1)
+        left.append(left[-1] - len(step))
+    assert out.nfe == len(out.trace.steps) and out.row_forwards == rows
+    assert out.forwarded_tokens == 15 * rows
+    lost = [len(step.rejected) for step in out.trace.steps[1:]]
+    assert all(number <= min(2, n) for number, n in zip(lost, left[1:], strict=False)) and sum(lost) > 3
+
+
+def test_caches_that_are_exact_on_block_causal_models() -> None:
+    """With a store a block's first step has no branches; that apart, logits are those without one."""
+    model = tiny(2, "block_causal")
+    outs = [decode(model, sampler="lopa", cache=cache, block_length=4) for cache in ("none", "block", "dual", "prefix")]
+    assert all(commits(out) == commits(outs[0]) for out in outs)
+
+
+def test_rows_alone_and_two_threads(model: Model) -> None:
+    sampler = LoPA("credit", branches=3)
+    request = {"sampler": sampler, "blocks": PipelinedBlocks(4, add=0.3, forced="active", full=0.5), "temperature": 0.3}
+    together = decode(model, **request)
+    found: dict[int, Any] = {}
+
+    def work(index: int) -> None:
+        found[index] = decode(model, [ROWS[index]], **request)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(ROWS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(len(ROWS)):
+        assert torch.equal(found[index].new_tokens[0], together.new_tokens[index])
+        assert found[index].nfe == together.row_nfe[index]
+
+
+def test_settings_survive_a_dict() -> None:
+    sampler = LoPA(Threshold(0.8), branches=2, alpha=0.25, tail=0.5, confidence="margin")
+    assert Sampler.from_dict(sampler.to_dict()) == sampler
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base": "low_confidence"}, "base='low_confidence' does not work with sampler 'lopa': its schedule"),
+        ({"base": "freedave"}, "base='freedave' does not work with sampler 'lopa': it evaluates rows"),
+        ({"base": "wino"}, "base='wino' does not work with sampler 'lopa': it takes back"),
+        ({"base": "adablock"}, "base='adablock' does not work with sampler 'lopa': the logits say"),
+        ({"base": "nothing"}, "base='nothing': unknown sampler"),
+        ({"branches": -1}, "branches=-1 must be an integer from 0 to 1024"),
+        ({"alpha": 1.5}, r"alpha=1.5 must be a number in \[0, 1\]"),
+        ({"tail": 0}, r"tail=0 must be a number in \(0, 1\]"),
+        ({"confidence": "entropy"}, "unknown confidence: 'entropy'"),
+    ],
+)
+def test_settings_out_of_range(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoPA(**settings)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"rng": "reference"}, "rng='reference' does not work with sampler 'lopa'"),
+        ({"logprobs": 2}, "logprobs=2 does not work with sampler 'lopa'"),
+        ({"cache": "delayed"}, "cache='delayed' does not work with sampler 'lopa' here"),
+        ({"stop": paradec.Prophet()}, "sampler 'lopa' does not work with stop=Prophet"),
+    ],
+)
+def test_requests_that_are_refused(request_: dict, message: str, model: Model) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(model, sampler="lopa", **request_)
+
+
+def test_logits_that_are_not_finite_write_nothing(model: Model) -> None:
+    """Of any branch, also one that does not win."""
+    sampler = LoPA(Threshold(1.0), branches=2)
+    state = sampler.start(model, ROWS, max_new_tokens=8, eos_early_stop=False)
+    with torch.inference_mode():
+        sampler.commit(state, sampler.step(model, state))
+        queries = sampler.query(state)
+        outputs = [model(query).clone() for query in queries]
+        outputs[0][-1] = torch.nan  # the last branch of the last row
+        before = state.canvas.clone()
+        with pytest.raises(FloatingPointError, match="at its step 1"):
+            sampler.commit(state, sampler.propose(state, outputs, queries))
+    assert torch.equal(state.canvas, before)
