@@ -4,8 +4,8 @@
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of five
 blocks with random weights (Euler steps) denoise noise of many seeds and prompts. For every way of deciding there are
-several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, of those that evaluate no
-more steps than a budget, the setting with the smallest error is chosen; reported is that setting on the other half.
+several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, of those that evaluate
+no more steps than a budget, the setting with the smallest error is chosen; reported is that setting on the other half.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
 - evaluated: steps of a run at which all blocks are evaluated (a probe's own blocks are not counted here).

@@ -127,13 +127,11 @@ class Stack:
                 f"refresh={self.rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
                 f"{owner.name} has {len(places)}, so that none is left to skip"
             )
-        self.position, self.walk = -1, None
+        self.position = -1
+        """Of the block that was called last."""
+        self.walk: Walk | None = None
+        """The call of the transformer that is going on, once it has reached the first block."""
         self.taps = [StackTap(self, module) for module in {id(module): module for module in self.blocks}.values()]
-
-    position: int
-    """Of the block that was called last."""
-    walk: Walk | None
-    """The call of the transformer that is going on, once it has reached the first block."""
 
     @property
     def forecasts(self) -> list[Place]:
@@ -149,6 +147,9 @@ class Stack:
         if self.walk is None:
             return
         self._close(self.walk)
+        if self.walk.full:
+            kept = self.walk.kept
+            kept.histories = {end: kept.histories[end] for end in kept.ends.values()}
         if self.walk.residual is not None and self.rule is not None:
             self.rule.evaluated(self.walk.kept.probed, self.walk.residual)
         self.walk = None
@@ -159,7 +160,8 @@ class Stack:
         streams = streams_of(tap.parameters, args, kwargs)
         walk = self.walk
         if walk is None:
-            walk = self.walk = Walk(self.owner.histories.setdefault("stack", Kept()), streams)
+            entry = _copied(streams) if self.rule is not None else streams
+            walk = self.walk = Walk(self.owner.histories.setdefault("stack", Kept()), entry)
         if not self.first <= position < self.last:
             if walk.full is not None:
                 self._close(walk)
@@ -208,7 +210,7 @@ class Stack:
     def _start(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a segment's residual is added to."""
         whole = self.rule is not None and self.rule.name == "dicache" and position == self.first
-        return walk.entry if whole else streams
+        return walk.entry if whole else _copied(streams)
 
     def _evaluate(
         self, walk: Walk, position: int, tap: StackTap, streams: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
@@ -302,6 +304,11 @@ class StackTap:
 def _main(streams: dict[str, Tensor]) -> str:
     """The stream that a probe reads."""
     return "hidden_states" if "hidden_states" in streams else next(iter(streams))
+
+
+def _copied(streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What blocks, and the transformer between them, may not write into."""
+    return {name: tensor.clone() for name, tensor in streams.items()}
 
 
 def _shapes(streams: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
