@@ -4,8 +4,8 @@
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of five
 blocks with random weights (Euler steps) denoise noise of many seeds and prompts. For every way of deciding there are
-several settings (intervals, thresholds). On one half of the seeds, of those that evaluate no more steps than a budget,
-the setting with the smallest error is chosen; what is reported is that setting on the other half.
+several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, of those that evaluate
+no more steps than a budget, the setting with the smallest error is chosen; reported is that setting on the other half.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
 - evaluated: steps of a run at which all blocks are evaluated (a probe's own blocks are not counted here).
@@ -23,7 +23,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCac
 RESULTS = Path(__file__).resolve().parent / "results" / "probes.json"
 MODELS = ("digits", "FLUX", "Wan", "SD3", "PixArt")
 BUDGETS = (8, 11)
+LEVELS, HALVINGS = (0.01, 3.0), 5
+"""Between which thresholds are looked for, and how often."""
 T95 = {4: 3.182, 6: 2.571, 8: 2.365, 10: 2.262, 12: 2.201, 16: 2.131, 20: 2.093}
 """Student's t, two-sided, by the number of seeds."""
 
@@ -105,43 +107,29 @@ def given(name: str, seed: int) -> dict[str, Tensor]:
 Settings = dict[str, Any]
 
 
-def ways(steps: int, ratios: Any) -> dict[str, list[Settings]]:
-    """Settings of `TaylorSeer` by the way of deciding and forecasting."""
-    reuse: Settings = {"target": "stack", "basis": "reuse"}
-    taylor: Settings = {"target": "stack", "basis": "taylor"}
+def ways(steps: int) -> dict[str, list[Settings]]:
+    """Settings of `TaylorSeer` by the way of deciding and forecasting: those that follow a schedule."""
     spread = [{"full_steps": even(steps, count)} for count in BUDGETS]
-    intervals = (3, 4, 5)
     masks = [{"full_steps": mask(name, steps)} for name in ("ultra", "fast")]
-    levels = (0.08, 0.13, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5)
-    first = [{"refresh": FirstBlock(level), "first_enhance": 1} for level in levels]
-    double = [{"refresh": DBCache(1, 0, level, 4), "first_enhance": 1} for level in levels[:-2] + (0.99,)]
-    magnitude = [
-        {"refresh": MagCache(ratios, level, most), "first_enhance": 1} for level in (0.03, 0.12, 0.5) for most in (3, 5)
-    ]
-    probed = [
-        {"refresh": DiCache(level, error, 1, kept), "first_enhance": 1}
-        for error, kept, levels in (
-            ("delta_y", 0.2, (0.1, 0.2, 0.3, 0.4, 0.6)),
-            ("delta_minus", 0.0, (0.04, 0.08, 0.16, 0.3)),
-        )
-        for level in levels
-    ]
-
-    def each(settings: Iterable[Settings], more: Settings) -> list[Settings]:
-        return [entry | more for entry in settings]
-
     return {
-        "interval, module, taylor 1": [{"interval": n, "first_enhance": 1} for n in intervals],
-        "the paper's schedule, module, taylor 1": [{"interval": n, "first_enhance": 3} for n in intervals],
+        "interval, module, taylor 1": [{"interval": n, "first_enhance": 1} for n in (3, 4, 5)],
+        "the paper's schedule, module, taylor 1": [{"interval": n, "first_enhance": 3} for n in (3, 4, 5)],
         "even, module, taylor 1": spread,
-        "even, stack, reuse": each(spread, reuse),
-        "FirstBlock": each(first, reuse),
-        "MagCache": each(magnitude, reuse),
-        "DiCache": probed,
-        "DBCache": each(double, reuse),
-        "DBCache, taylor 1": each(double, taylor),
-        "step mask, stack, reuse": each(masks, reuse),
+        "even, stack, reuse": [entry | {"target": "stack", "basis": "reuse"} for entry in spread],
         "step mask, module, taylor 1": masks,
+        "step mask, stack, reuse": [entry | {"target": "stack", "basis": "reuse"} for entry in masks],
+    }
+
+
+def rules(ratios: Any) -> dict[str, Callable[[float], Settings]]:
+    """Settings by a threshold: the ways that measure."""
+    return {
+        "FirstBlock": lambda level: {"refresh": FirstBlock(level)},
+        "FirstBlock, taylor 1": lambda level: {"refresh": FirstBlock(level), "basis": "taylor"},
+        "DBCache, taylor 1": lambda level: {"refresh": DBCache(1, 0, min(level, 1.0), 4), "basis": "taylor"},
+        "MagCache": lambda level: {"refresh": MagCache(ratios, level, 5, 0.1)},
+        "DiCache, delta_y": lambda level: {"refresh": DiCache(level)},
+        "DiCache, delta_minus": lambda level: {"refresh": DiCache(level, "delta_minus", 1, 0.0)},
     }
 
 
@@ -191,7 +179,7 @@ def interval(values: list[float]) -> dict[str, float]:
 
 
 def rank(name: str, facts: dict[str, Any], results: dict[str, Any], out: Path) -> None:
-    """Every way at every budget: the setting chosen on even seeds, and what it gives on odd ones. Written as it comes."""
+    """Every way at every budget: the setting chosen on even seeds, and what it gives on odd ones."""
     steps, seeds = facts["steps"], facts["seeds"]
     module = build(name)
     choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
@@ -202,18 +190,27 @@ def rank(name: str, facts: dict[str, Any], results: dict[str, Any], out: Path) -
         seconds[seed] = time.process_time() - began
     ratios = calibrate(module, lambda: denoise(name, module, given(name, 0), steps))
     found: dict[str, Any] = {"mag_ratios": list(ratios.values), "ways": {}}
-    for way, settings in ways(steps, ratios).items():
-        tried = [measured(name, module, entry, steps, choosing, plain) for entry in settings]
+
+    def tried(settings: Settings) -> tuple[float, float, Settings]:
+        row = measured(name, module, settings, steps, choosing, plain)
+        return statistics.fmean(row["evaluated"]), statistics.fmean(row["error"]), settings
+
+    candidates = {way: [tried(entry) for entry in settings] for way, settings in ways(steps).items()}
+    for way, settings_of in rules(ratios).items():
+        candidates[way] = []
+        for budget in BUDGETS:  # the threshold is halved towards the budget, on a logarithmic scale
+            low, high = LEVELS
+            for _ in range(HALVINGS):
+                level = math.sqrt(low * high)
+                candidates[way].append(tried(settings_of(level)))
+                low, high = (level, high) if candidates[way][-1][0] > budget else (low, level)
+    for way, entries in candidates.items():
         rows = found["ways"][way] = {}
         for budget in BUDGETS:
-            fits = [
-                (statistics.fmean(row["error"]), i)
-                for i, row in enumerate(tried)
-                if statistics.fmean(row["evaluated"]) <= budget + 1e-6
-            ]
+            fits = [entry[1:] for entry in entries if entry[0] <= budget + 1e-6]
             if not fits:
                 continue
-            chosen = settings[min(fits)[1]]
+            chosen = min(fits, key=lambda entry: entry[0])[1]
             row = measured(name, module, chosen, steps, reporting, plain)
             rows[budget] = {
                 "settings": {key: value for key, value in TaylorSeer(**chosen).to_dict().items() if key in chosen},
@@ -222,11 +219,11 @@ def rank(name: str, facts: dict[str, Any], results: dict[str, Any], out: Path) -
                 "blocks": statistics.fmean(row["blocks"]),
                 "cpu": statistics.median(a / seconds[s] for a, s in zip(row["seconds"], reporting, strict=True)),
             }
+        write_result(out, {"facts": facts, "results": results | {name: found}})
         cells = [
             f"{row['error']['mean']:.4f}+-{row['error']['half']:.4f} ({row['evaluated']:.1f}, cpu {row['cpu']:.2f})"
             for row in rows.values()
         ]
-        write_result(out, {"facts": facts, "results": results | {name: found}})
         print(f"{name:<7} {way:<38} {'  '.join(cells)}", flush=True)
     results[name] = found
 

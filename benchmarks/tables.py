@@ -437,6 +437,24 @@ def pipelined_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def probes_table(data: dict[str, Any]) -> str:
+    """Ways to decide when to evaluate: error, with half of its 95 % interval, at each budget of evaluated steps."""
+    models, budgets = list(data["results"]), data["facts"]["budgets"]
+    lines = ["| at most | | " + " | ".join(models) + " |", "|---" * (len(models) + 2) + "|"]
+    for budget in budgets:
+        for way in data["results"][models[0]]["ways"]:
+            cells = []
+            for model in models:
+                row = data["results"][model]["ways"].get(way, {}).get(str(budget))
+                if row is None:
+                    cells.append("-")
+                    continue
+                error = f"{row['error']['mean']:.3f} +- {row['error']['half']:.3f}"
+                cells.append(f"{error}; {row['evaluated']:.1f}, {row['cpu']:.0%}")
+            lines.append(f"| {budget} | {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def rendered() -> dict[str, str]:
     """The text of every file that has tables, with the tables of the present results.
 
@@ -468,6 +486,7 @@ def rendered() -> dict[str, str]:
             "antibody": antibody_table(antibody, False),
             "antibody_heldout": antibody_table(antibody_heldout, False),
         },
+        "docs/diffusion.md": {"probes": probes_table(_result("probes"))},
         "docs/images.md": {
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),

@@ -63,7 +63,7 @@ class Form:
 
 @dataclass(eq=False)
 class Kept:
-    """What is remembered of one stack in one call of a step."""
+    """What is remembered of the stack in one call of a step."""
 
     probed: ProbeState = field(default_factory=ProbeState)
     forms: dict[int, Form] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Kept:
 
 @dataclass(eq=False)
 class Walk:
-    """One call of the transformer, through one stack."""
+    """One call of the transformer."""
 
     kept: Kept
     entry: dict[str, Tensor]
@@ -117,46 +117,39 @@ class Stack:
         self.owner = owner
         rule = owner.settings.refresh
         self.rule = rule if isinstance(rule, Probe) else None
-        self.head, self.tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
         self.places, self.blocks = places, [modules[place.name] for place in places]
-        apart = self.rule is not None and self.rule.apart
-        lists = [place.name.split(".")[0] if apart else "" for place in places]
-        self.lists = lists
-        """The stack that each block is in, by name."""
-        self.ordinals = [lists[:i].count(name) for i, name in enumerate(lists)]
-        sizes = [lists.count(name) for name in lists]
-        self.middle = [self.head <= i < size - self.tail for i, size in zip(self.ordinals, sizes, strict=True)]
-        self.last_probes = [i == self.head - 1 for i in self.ordinals]
-        if not any(self.middle):
+        head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
+        self.first, self.last = head, len(places) - tail
+        """Positions of the first block that may be forecast, and of the first one behind these."""
+        if self.first >= self.last:
             assert self.rule is not None
             raise ValueError(
-                f"refresh={self.rule.name!r} always evaluates {self.head} first and {self.tail} last blocks; "
-                f"{owner.name} has lists of {', '.join(str(lists.count(name)) for name in dict.fromkeys(lists))}, so "
-                "that none is left to skip"
+                f"refresh={self.rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
+                f"{owner.name} has {len(places)}, so that none is left to skip"
             )
-        self.position, self.walk, self.walked = -1, None, ""
+        self.position = -1
+        """Of the block that was called last."""
+        self.walk: Walk | None = None
+        """The call of the transformer that is going on, once it has reached the first block."""
         self.taps = [StackTap(self, module) for module in {id(module): module for module in self.blocks}.values()]
-
-    position: int
-    """Of the block that was called last."""
-    walk: Walk | None
-    walked: str
-    """The stack that `walk` goes through."""
 
     @property
     def forecasts(self) -> list[Place]:
         """The blocks that are left out at a forecast step."""
-        return [place for place, middle in zip(self.places, self.middle, strict=True) if middle]
+        return self.places[self.first : self.last]
 
     def begin(self) -> None:
         """A call of the transformer begins."""
-        self.position, self.walk, self.walked = -1, None, ""
+        self.position, self.walk = -1, None
 
     def finish(self) -> None:
-        """It ends, or goes on to the next stack."""
+        """It ends, and its last segment with it."""
         if self.walk is None:
             return
         self._close(self.walk)
+        if self.walk.full:
+            kept = self.walk.kept
+            kept.histories = {end: kept.histories[end] for end in kept.ends.values()}
         if self.walk.residual is not None and self.rule is not None:
             self.rule.evaluated(self.walk.kept.probed, self.walk.residual)
         self.walk = None
@@ -165,12 +158,15 @@ class Stack:
         """Stand for a block's call."""
         position = self._find(tap.module)
         streams = streams_of(tap.parameters, args, kwargs)
-        walk = self._walk(position, streams)
-        if not self.middle[position]:
+        walk = self.walk
+        if walk is None:
+            entry = _copied(streams) if self.rule is not None else streams
+            walk = self.walk = Walk(self.owner.histories.setdefault("stack", Kept()), entry)
+        if not self.first <= position < self.last:
             if walk.full is not None:
                 self._close(walk)
             output = tap.patch.inner(*args, **kwargs)
-            if self.last_probes[position]:
+            if position == self.first - 1:
                 walk.probe = self._parted(tap.module, streams, output)[1][_main(streams)]
             return output
         if walk.full is None:
@@ -178,8 +174,6 @@ class Stack:
         if walk.full:
             return self._evaluate(walk, position, tap, streams, args, kwargs)
         return self._forecast(walk, position, streams)
-
-    # ---- where ------------------------------------------------------------------------------------------------------
 
     def _find(self, module: nn.Module) -> int:
         """The position of a block that is called; others may be left out in between."""
@@ -191,15 +185,6 @@ class Stack:
             f"{self.owner.name} calls its blocks in another order than it lists them, so that they are no stack; use "
             "target='block' or 'module'"
         )
-
-    def _walk(self, position: int, streams: dict[str, Tensor]) -> Walk:
-        """The walk that this block is part of."""
-        name = self.lists[position]
-        if self.walk is None or name != self.walked:
-            self.finish()
-            kept = self.owner.histories.setdefault(f"stack {name}", Kept())
-            self.walk, self.walked = Walk(kept, streams), name
-        return self.walk
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
@@ -224,8 +209,8 @@ class Stack:
 
     def _start(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a segment's residual is added to."""
-        whole = self.rule is not None and self.rule.name == "dicache" and self.ordinals[position] == self.head
-        return walk.entry if whole else streams
+        whole = self.rule is not None and self.rule.name == "dicache" and position == self.first
+        return walk.entry if whole else _copied(streams)
 
     def _evaluate(
         self, walk: Walk, position: int, tap: StackTap, streams: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
@@ -319,6 +304,11 @@ class StackTap:
 def _main(streams: dict[str, Tensor]) -> str:
     """The stream that a probe reads."""
     return "hidden_states" if "hidden_states" in streams else next(iter(streams))
+
+
+def _copied(streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What blocks, and the transformer between them, may not write into."""
+    return {name: tensor.clone() for name, tensor in streams.items()}
 
 
 def _shapes(streams: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -261,7 +261,9 @@ class Transformer:
         stopwatch, self.inside = Stopwatch(leaves), threading.get_ident()
         try:
             if self.settings.target == "output":
-                output = self.taps[0].answer(self.patch.inner, args, kwargs)
+                whole = self.taps[0]
+                assert isinstance(whole, Tap)
+                output = whole.answer(self.patch.inner, args, kwargs)
             else:
                 output = self.patch.inner(*args, **kwargs)
             if self.stack is not None:

@@ -261,6 +261,22 @@ def test_what_is_added_between_blocks_is_added_once() -> None:
     torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rule", [FirstBlock(0.3), DBCache(2, 1, 0.3, 3)], ids=lambda rule: rule.name)
+def test_blocks_may_write_into_their_input(rule: Any) -> None:
+    module, latent = toy()
+    with accelerate(module, rule) as session:
+        expected, made = toy_run(module, latent), kinds(session)
+    for block in module.blocks:
+        block.forward = lambda x, step, own=block.forward: x.copy_(own(x, step))
+    with accelerate(module, rule) as session, torch.no_grad():
+        found = toy_run(module, latent.clone(), [TIMES[0]])
+        for time in TIMES[1:]:
+            found += toy_run(module, found[-1].clone(), [time])
+    assert kinds(session) == made and "." in made
+    for output, aim in zip(found, expected, strict=True):
+        torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +326,7 @@ def test_a_run_that_fails_leaves_nothing(flux: Any) -> None:
 def test_pipelines_side_by_side_and_copies(flux: Any) -> None:
     """Two sessions take turns step by step; copies are plain, and take sessions of their own."""
     pairs = [loop_pipeline("FLUX"), loop_pipeline("Wan")]
-    rules = [FirstBlock(0.5), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
+    rules = [FirstBlock(2.0), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
     expected = []
     for (pipe, inputs), rule in zip(pairs, rules, strict=True):
         with accelerate(pipe, rule) as session:
@@ -376,29 +392,29 @@ def test_memory_is_kept_to_a_budget(flux: Any) -> None:
 
 
 class Other(nn.Module):
-    """Calls its blocks from the last to the first, or one that returns something of another shape."""
+    """Calls its blocks in another order than it lists them; or one of them joins its tokens with others."""
 
-    def __init__(self, wide: bool):
+    def __init__(self, joins: bool):
         super().__init__()
-        self.blocks, self.wide = nn.ModuleList([ToyBlock(torch.Generator()) for _ in range(3)]), wide
-        if wide:
+        self.blocks, self.joins = nn.ModuleList([ToyBlock(torch.Generator()) for _ in range(3)]), joins
+        if joins:
             self.blocks[1].forward = lambda hidden_states, step: hidden_states.repeat(1, 2, 1)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
-        for block in self.blocks if self.wide else reversed(self.blocks):
-            hidden_states = block(hidden_states, timestep[0])
+        for i in (0, 1, 2) if self.joins else (0, 2, 1):
+            hidden_states = self.blocks[i](hidden_states, timestep[0])
         return hidden_states
 
 
 def test_what_is_no_stack() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
-    for wide, said in ((False, "another order"), (True, "continues none of its inputs")):
-        module = Other(wide)
+    for joins, said in ((False, "another order"), (True, "continues none of its inputs")):
+        module = Other(joins)
         with accelerate(module, FirstBlock()), pytest.raises(RuntimeError, match=said):
             module(latent, time)
     single, _ = toy(1)
     for rule in (FirstBlock(), DBCache()):
-        with pytest.raises(ValueError, match=f"refresh='{rule.name}' always evaluates .* lists of 1"):
+        with pytest.raises(ValueError, match=f"refresh='{rule.name}' always evaluates .* has 1,"):
             accelerate(single, rule)
     with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
         toy_run(single, latent)

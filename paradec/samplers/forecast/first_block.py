@@ -50,12 +50,13 @@ class FirstBlock(Probe):
 class DBCache(Probe):
     """FBCache with more blocks before and behind what is skipped, and bounds on skipping: cache-dit's DBCache.
 
-    As there, each list of blocks (FLUX has two) has a probe of its own and decides for itself.
+    All blocks are one stack, as cache-dit has it for FLUX; of some other models it lets each list of blocks decide for
+    itself.
 
     Args:
-        Fn_compute_blocks: first blocks of each list, evaluated at every step.
-        Bn_compute_blocks: last blocks of each list, evaluated at every step.
-        residual_diff_threshold: relative L1 change at which a list is evaluated; 0 always evaluates, from 1 on there
+        Fn_compute_blocks: first blocks, evaluated at every step.
+        Bn_compute_blocks: last blocks, evaluated at every step.
+        residual_diff_threshold: relative L1 change at which a step is evaluated; 0 always evaluates, from 1 on there
             is no such change.
         max_warmup_steps: steps at the start that are all evaluated.
         max_cached_steps: skipped steps of a run; -1 sets no bound.
@@ -70,7 +71,6 @@ class DBCache(Probe):
     max_continuous_cached_steps: int = -1
 
     name = "dbcache"
-    apart = True
 
     def __post_init__(self) -> None:
         check_int("Fn_compute_blocks", self.Fn_compute_blocks, low=1)

@@ -50,8 +50,6 @@ class Probe:
     name: ClassVar[str] = ""
     basis: ClassVar[str] = "reuse"
     """How the residual is forecast unless the sampler says: as published."""
-    apart: ClassVar[bool] = False
-    """Whether each list of blocks decides for itself, with a probe of its own; else all blocks are one stack."""
 
     @property
     def head(self) -> int:
