@@ -330,7 +330,8 @@ def drafter_setting(sampler: Any) -> str | None:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """Another model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. options: as for `paradec.load`.
+    """Another model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. options: as for
+    `paradec.load`.
 
     Raises:
         ValueError: a model of another kind.
