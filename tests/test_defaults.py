@@ -97,6 +97,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "lantern++": JACOBI | LANTERN | {"k": 10, "lam": 5.0},
     "jacobi": JACOBI
     | {"refresh": "gumbel", "guess_distribution": "uniform"}
+    | {"pool": 0, "ngram": 4, "pool_size": 64}
     | {"group": None, "max_iterations": None, "early_exit": "prefix"},
     "speculative": {"window": 5, "drafter": None, "tree": None, "rule": "without_replacement"},
     "zipar": {"window": 16},

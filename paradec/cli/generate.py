@@ -43,7 +43,10 @@ Stop = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="
 Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt without the chat template.")]
 Drafter = Annotated[
     str | None,
-    typer.Option(help="Of speculative: a smaller causal model of the same vocabulary, or an EAGLE drafter of --model."),
+    typer.Option(
+        help="Of speculative: a smaller causal model of the same vocabulary, an EAGLE or DFlash drafter of --model, or "
+        "prompt_lookup."
+    ),
 ]
 Lines = Annotated[bool, typer.Option("--lines", help="Every line of the prompt is a prompt of its own.")]
 In = Annotated[

@@ -22,7 +22,7 @@ from paradec.cli.sheets import ImageJob
 from paradec.interrupts import EXIT_CODE, raise_again
 
 NEED_A_DRAFTER = {
-    "speculative": "a smaller model of the family, or an EAGLE drafter",
+    "speculative": "a smaller model of the family, or an EAGLE or DFlash drafter",
     "cspd": "a smaller MAR with the same VAE",
     "code": "a larger VAR with the same VQ, which makes the first scales",
 }
@@ -330,7 +330,8 @@ def drafter_setting(sampler: Any) -> str | None:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """Another model of the base's kind, a student's teacher, or an EAGLE drafter. options: as for `paradec.load`.
+    """Another model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. options: as for
+    `paradec.load`.
 
     Raises:
         ValueError: a model of another kind.

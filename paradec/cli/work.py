@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,14 +168,19 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """A smaller causal model, or an EAGLE drafter for the base. options: as for `paradec.load`."""
+    """A smaller causal model, a drafter that reads the base's hidden states (EAGLE, DFlash), or "prompt_lookup" as it
+    is. options: as for `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, stored_weights
     from paradec.models.eagle import load_drafter
+    from paradec.samplers.causal.lookup import PromptLookup
 
+    if source == PromptLookup.name and not os.path.exists(source):
+        return source
     if source.endswith(".gguf"):
         return paradec.load(source, **options)
     single = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
-    if single or "fc.weight" in stored_weights(source, None):  # an EAGLE drafter's, often pickled
+    # EAGLE's are often pickled
+    if single or {"fc.weight", "encoder.fc.weight"} & stored_weights(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 

@@ -300,6 +300,23 @@ def test_copies_and_pickles_go_on(loaded: Any) -> None:
         assert torch.equal(state.canvas, other.canvas)
 
 
+def test_two_threads_share_model_and_drafter(loaded: Any) -> None:
+    base = tiny_base(layers=4)
+    method, found = speculative(loaded(base)), {}
+
+    def decode(seed: int) -> None:
+        with torch.inference_mode():
+            found[seed] = answers(method, base, PROMPTS, max_new_tokens=10, seed=seed)[0]
+
+    threads = [threading.Thread(target=decode, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(3):
+        assert found[seed] == answers(method, base, PROMPTS, max_new_tokens=10, seed=seed)[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
     base = tiny_base(layers=4)
@@ -331,12 +348,12 @@ def test_over_llamagen() -> None:
 def test_layers_outputs_are_those_of_transformers_and_leave_nothing_behind() -> None:
     base = tiny_base(layers=3)
     ids = torch.tensor([[1, 2, 3, 0]])
-    query = Query(np.arange(1), ids, torch.arange(4)[None], keep_hidden=True, keep_layers=(0, 2))
+    query = Query(np.arange(1), ids, torch.arange(4)[None], keep_hidden=True, keep_layers=(1, 2))
     logits = base(query)
     assert not any(layer._forward_hooks for layer in base.module.model.layers)
     theirs = base.module(ids, output_hidden_states=True)
     # the last layer's are those behind the final norm
-    assert torch.equal(query.hidden, torch.cat((theirs.hidden_states[1], theirs.hidden_states[3]), -1).detach())
+    assert torch.equal(query.hidden, torch.cat((theirs.hidden_states[2], theirs.hidden_states[3]), -1).detach())
     assert torch.equal(logits, theirs.logits.detach())
 
 

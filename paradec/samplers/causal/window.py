@@ -21,6 +21,7 @@ from paradec.models.images.grid import Grid
 from paradec.protocol import MemorySpec, Proposal
 from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.pool import PooledChain
 from paradec.samplers.causal.state import CausalState, JacobiState
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, Verified, Window, at_slots, verify
 from paradec.samplers.statistics import argmax, log_of
@@ -182,7 +183,7 @@ class JacobiSampler(ChainSampler):
 
 
 @dataclass(frozen=True)
-class Jacobi(JacobiSampler):
+class Jacobi(PooledChain, JacobiSampler):
     """Jacobi decoding: a draft is accepted when it is the very token that this step draws at its slot.
 
     Lossless at every temperature: what is committed is always this step's own draw from p. With fresh draws at every
@@ -198,6 +199,9 @@ class Jacobi(JacobiSampler):
     commented out, so that its fixed point is another. A row ends its block as soon as an end token is among the tokens
     that are known to be right.
 
+    With `pool`, up to so many n-grams that earlier steps have said stand beside the sliding window as further drafts
+    (`paradec.samplers.causal.pool`): the same tokens in fewer forwards, each of `pool * (ngram - 1)` slots more.
+
     Args:
         group: tokens of a block; None slides a window over the answer. At temperatures above 0 it is the noise of the
             positions that makes a fixed point: `refresh` must be "gumbel".
@@ -209,6 +213,7 @@ class Jacobi(JacobiSampler):
             others: lossless only where `max_iterations` is `group` or more. Needs a key/value store.
         init: see `JacobiSampler`; with `group`, "random" draws from the row's own text so far (prompt and answer) where
             it holds what may be drawn.
+        pool, ngram, pool_size: see `PooledChain`; needs `refresh` "gumbel", whose draws all branches share.
     """
 
     refresh: str = "gumbel"
@@ -232,6 +237,10 @@ class Jacobi(JacobiSampler):
         check_int("max_iterations", self.max_iterations, low=1, none=True)
         check_choice("early_exit", self.early_exit, EARLY_EXITS)
         own = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.pool and self.group is not None:
+            raise ValueError(f"pool={self.pool} has no meaning with group={self.group}: leave it out")
+        if self.pool and self.refresh != "gumbel":
+            raise ValueError(f"refresh={self.refresh!r}: pool={self.pool} needs 'gumbel', whose draws branches share")
         if self.group is None:
             for name in ("max_iterations", "early_exit"):
                 if getattr(self, name) != own[name]:

@@ -1,0 +1,207 @@
+"""A pool of n-grams beside a Jacobi window: what the model has said behind rejected tokens is tried elsewhere.
+
+The idea is Jacobi Forcing's rejection recycling (hao-ai-lab, 2026), and Lookahead decoding's before it (Fu et al.,
+arXiv 2402.02057). A draft x at a slot, and what the model says behind it, are an n-gram even where x is rejected, or
+waits. When the last final token is x, the n-grams of the pool that begin with it are further drafts for the next
+positions: branches beside the window's chain, verified in the same forward.
+
+All branches share the draws of their positions: at each position the token is a function of the text before it. So a
+step commits a prefix of one and the same text, whichever branch holds it, and the longest is taken: the result is that
+of the window alone, in fewer forwards.
+
+`R` rows, `W` slots, `n` the n-grams' length, `N` nodes: the root, the chain of `W - 1` drafts, then the branches one
+after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import rng
+from paradec.checks import check_int
+from paradec.protocol import MemorySpec, Proposal, Query
+from paradec.samplers.causal.base import proposed, read_logits
+from paradec.samplers.causal.chain import ChainSampler
+from paradec.samplers.causal.drafting import tree_query
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.trees import Layout
+from paradec.samplers.causal.verification import Verified, Window, probability
+
+
+@dataclass(frozen=True)
+class PooledChain(ChainSampler):
+    """A window beside which n-grams of a pool are verified. For methods that commit what this step draws, with draws
+    that belong to positions.
+
+    Args:
+        pool: n-grams verified beside the window, at most; 0 is none (Jacobi Forcing's public setting is 4). Needs a
+            model with a key/value store whose queries may say which columns see which.
+        ngram: tokens of an n-gram: the last final one, and `ngram - 1` drafts.
+        pool_size: n-grams that a row keeps; the oldest go.
+    """
+
+    pool: int = 0
+    ngram: int = 4
+    pool_size: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("pool", self.pool, low=0)
+        check_int("ngram", self.ngram, low=2)
+        check_int("pool_size", self.pool_size, low=1)
+
+    def check_model(self, model: Any) -> None:
+        """As for all; ValueError for a pool beside a model whose queries cannot hold branches."""
+        super().check_model(model)
+        if self.pool and not (model.supports_store and model.supports_visibility):
+            raise ValueError(f"pool={self.pool} needs a model that runs over a store; {model.facts.name} does not")
+
+    def _memory(self, dtype: torch.dtype) -> dict[str, MemorySpec]:
+        pooled = {"pool": MemorySpec((self.pool_size, self.ngram), torch.int64, -1, reset="sequence")}
+        return super()._memory(dtype) | (pooled if self.pool else {})
+
+    def _tree(self, state: CausalState) -> Layout | None:
+        """The window's chain and the branches; None where there are none."""
+        length = min(self.ngram, state.width) - 1
+        return layout(state.width, self.pool, length) if self.pool and length else None
+
+    def _nodes(self, state: CausalState, tree: Layout) -> Tensor:
+        """[R, N] int64: the running rows' drafts, -1 where a node has none and behind the row's end."""
+        rows, memory = state.rows, state.memory.read(state.rows)
+        index = torch.as_tensor(rows, device=state.context.device)
+        last = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=index.device)]
+        branches = beginning_with(memory["pool"], last, self.pool, min(self.ngram, state.width) - 1)
+        root = torch.full_like(last, -1).unsqueeze(1)
+        drafts = torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
+        left = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=index.device)
+        return drafts.masked_fill(tree.depths.to(index.device) >= left, -1)
+
+    def query(self, state: CausalState) -> list[Query]:
+        """As `ChainSampler.query`; with a pool, the n-grams that begin with the last final token stand beside the
+        window, and the store takes final tokens alone."""
+        if (tree := self._tree(state)) is None:
+            return super().query(state)
+        rows = state.rows
+        # what the last step made final was evaluated as a draft, which the store did not take
+        last = state.accepted[-1][rows] if state.accepted else 0
+        held = np.where(state.row_step[rows] > 0, state.committed[rows] - last, 0)
+        begin = np.where(held > 0, held + state.shift[:, rows], 0)
+        wanted = np.arange(tree.parents.shape[1])
+        return [tree_query(state, state.store, rows, tree, self._nodes(state, tree), begin, len(wanted) - 1, wanted)]
+
+    def propose(self, state: CausalState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
+        """As `ChainSampler.propose`, of the branch that the model's draws follow longest. Quantities besides: "drafts"
+        [R, W], of that branch up to where it ends; "said" [R, G, n], the step's n-grams."""
+        if (tree := self._tree(state)) is None:
+            return super().propose(state, outputs, queries)
+        rows, logits, width = state.rows, read_logits(state, outputs, queries), state.width
+        device = logits.device
+        positions = torch.as_tensor(state.committed[rows, None], device=device) + tree.depths.to(device)
+        p = state.distribution(logits, rows, positions)
+        tokens = self._fresh(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
+        depth, node = longest(tree, self._nodes(state, tree), tokens)
+        slot, own = torch.arange(width, device=device), positions[:, :width]
+        slots = torch.as_tensor(self._evaluated(state)[:, None], device=device)
+        drawn, taken = tokens.gather(1, node), p.take_along_dim(node.unsqueeze(-1), 1)
+        quantities = {
+            "p": taken,
+            "uniform": torch.zeros((*drawn.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
+            "top_logit": logits.amax(-1),
+            # each draft of the branch is what was drawn before it; behind its end nothing is verified
+            "drafts": torch.where(slot < depth, drawn, -1),
+            "said": said(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram),
+        }
+        if state.logprobs is not None:
+            quantities["log_p"] = state.log_distribution(taken, logits.take_along_dim(node.unsqueeze(-1), 1), rows, own)
+        return proposed(state, queries, drawn, own, probability(taken, drawn), slot < slots, quantities)
+
+    def _window(self, state: CausalState, proposal: Proposal) -> Window:
+        window = super()._window(state, proposal)
+        if "drafts" in proposal.quantities:
+            window.drafts.tokens = proposal.quantities["drafts"]
+        return window
+
+    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+        super()._draft(state, proposal, window, found, count)
+        if "said" in proposal.quantities:
+            held = state.memory.read(proposal.rows)["pool"]
+            state.memory.write("pool", proposal.rows, remembered(held, proposal.quantities["said"]))
+
+
+@lru_cache(maxsize=64)
+def layout(width: int, branches: int, length: int) -> Layout:
+    """A chain of `width - 1` nodes below the root, and `branches` of `length` nodes."""
+    parents = list(range(-1, width - 1))
+    for branch in range(branches):
+        first = width + branch * length
+        parents += [0, *range(first, first + length - 1)]
+    return Layout(torch.tensor([parents]), width - 1, branches + 1)
+
+
+def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
+    """The newest n-grams that begin with a token.
+
+    Args:
+        pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R].
+
+    Returns:
+        [R, count, length] int64: what stands behind it, -1 where there are fewer.
+    """
+    size = pool.shape[1]
+    held = pool[:, :, 0] == token.unsqueeze(1)
+    age = torch.arange(size, device=pool.device)
+    best = torch.where(held, age, size).topk(min(count, size), dim=1, largest=False, sorted=True)
+    found = pool[:, :, 1 : length + 1].take_along_dim(best.indices.unsqueeze(-1), 1)
+    found = found.masked_fill((best.values == size).unsqueeze(-1), -1)
+    return torch.nn.functional.pad(found, (0, 0, 0, count - found.shape[1]), value=-1)
+
+
+def said(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
+    """N-grams of a step: each draft, and the tokens that the model drew for the slots behind it.
+
+    Args:
+        drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something.
+
+    Returns:
+        [R, W - n + 1, n] int64, -1 where a slot was not evaluated.
+    """
+    count = max(drafts.shape[1] - length + 1, 0)
+    columns = [drafts[:, :count]] + [tokens[:, k : k + count] for k in range(1, length)]
+    inside = torch.arange(count, device=drafts.device) + length <= evaluated
+    return torch.stack(columns, -1).masked_fill(~inside.unsqueeze(-1), -1)
+
+
+def remembered(pool: Tensor, new: Tensor) -> Tensor:
+    """The pool [R, S, n] with new n-grams [R, G, n] in front; each once, and the oldest go."""
+    every = torch.cat((new, pool), 1)
+    # those of the pool are distinct already
+    again = (every.unsqueeze(2) == new.unsqueeze(1)).all(-1).tril(-1).any(-1)
+    gone = again | (every < 0).any(-1)
+    order = gone.long().sort(dim=1, stable=True).indices
+    return every.masked_fill(gone.unsqueeze(-1), -1).take_along_dim(order.unsqueeze(-1), 1)[:, : pool.shape[1]]
+
+
+def longest(tree: Layout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The deepest node all of whose path the model has drawn.
+
+    Args:
+        drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn behind each node.
+
+    Returns:
+        How deep it is, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path to it,
+        and from there on the chain's own.
+    """
+    ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
+    drawn = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
+    drawn[:, 0] = True
+    right = ~(~drawn.unsqueeze(1) & ancestors).any(-1)
+    depth, node = torch.where(right, depths, -1).max(1, keepdim=True)
+    slot = torch.arange(tree.depth + 1, device=drafts.device)
+    path = ancestors[0][node.squeeze(1)].unsqueeze(1) & (depths.unsqueeze(1) == slot.unsqueeze(-1))
+    return depth, torch.where(slot <= depth, path.int().argmax(-1), slot)

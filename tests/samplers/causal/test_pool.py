@@ -1,0 +1,164 @@
+"""A pool of n-grams beside a Jacobi window: the tokens of the window alone, fewer forwards, its parts by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_models import tiny_llamagen
+from test_eagle import NEGATIVE, PROMPTS, answers, exactness, tiny_base
+
+import paradec
+from paradec.samplers.causal.pool import beginning_with, layout, longest, remembered, said
+from paradec.samplers.causal.window import Jacobi
+
+# ---- its parts ------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_n_grams_that_begin_with_a_token() -> None:
+    pool = torch.tensor([[[3, 1, 2], [4, 0, 0], [3, 5, 6], [3, 7, 8], [-1, -1, -1]]]).repeat(3, 1, 1)
+    found = beginning_with(pool, torch.tensor([3, 4, 9]), 2, 2)
+    assert found.tolist() == [[[1, 2], [5, 6]], [[0, 0], [-1, -1]], [[-1, -1], [-1, -1]]]
+    assert beginning_with(pool[:, :1], torch.tensor([3, 4, 9]), 3, 1).tolist()[0] == [[1], [-1], [-1]]
+
+
+def test_a_draft_and_what_is_said_behind_it() -> None:
+    drafts, tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
+    found = said(drafts, tokens, torch.tensor([[4], [3]]), 3)
+    assert found.tolist() == [[[1, 6, 7], [2, 7, 8]], [[1, 6, 7], [-1, -1, -1]]]
+    assert said(drafts, tokens, torch.tensor([[4], [3]]), 5).shape == (2, 0, 5)
+
+
+def test_the_pool_is_bounded_and_holds_each_n_gram_once() -> None:
+    pool = torch.full((1, 3, 2), -1)
+    for new in ([[1, 2], [3, 4]], [[1, 2], [-1, -1]], [[5, 6], [7, 8]]):
+        pool = remembered(pool, torch.tensor([new]))
+    assert pool.tolist() == [[[5, 6], [7, 8], [1, 2]]]
+
+
+def test_the_longest_branch_by_a_walk() -> None:
+    """Random drafts and draws of three tokens, against following the draws from the root."""
+    generator, tree, width = torch.Generator().manual_seed(0), layout(5, 3, 2), 5
+    drafts = torch.randint(-1, 3, (300, 11), generator=generator)
+    tokens = torch.randint(0, 3, (300, 11), generator=generator)
+    depth, node = longest(tree, drafts, tokens)
+    paths = [[0, *range(1, width)], *([0, at, at + 1] for at in (5, 7, 9))]
+    deep = set()
+    for row in range(300):
+        walks = []
+        for path in paths:
+            k = 0
+            while k + 1 < len(path) and drafts[row, path[k + 1]] == tokens[row, path[k]]:
+                k += 1
+            walks.append(path[: k + 1])
+        best = max(walks, key=len)
+        assert int(depth[row]) == len(best) - 1 and node[row].tolist() == [*best, *range(len(best), width)]
+        deep.add((len(best), best[-1] >= width))
+    assert {(2, True), (3, True), (4, False)} <= deep
+
+
+# ---- what is decoded ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_k": 3},
+        {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "logprobs": 2},
+    ],
+)
+@pytest.mark.parametrize("settings", [{"pool": 1, "ngram": 2}, {"pool": 4, "ngram": 4, "pool_size": 8}])
+def test_tokens_are_those_of_the_window_alone(settings: dict[str, Any], request_: dict[str, Any]) -> None:
+    base = tiny_base()
+    given = {"max_new_tokens": 24, "seed": 3} | request_
+    expected, alone = answers(Jacobi(window=6), base, PROMPTS, **given)
+    found, state = answers(Jacobi(window=6, **settings), base, PROMPTS, **given)
+    assert found == expected and state.nfe.sum() < alone.nfe.sum()
+    if state.logprobs is not None:
+        for name in ("chosen", "best"):
+            own, other = (getattr(each.logprobs, name) for each in (state, alone))
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-9, equal_nan=True)
+
+
+def test_short_answers_and_windows() -> None:
+    base = tiny_base()
+    for new in (1, 2, 3):
+        given = {"max_new_tokens": new, "temperature": 0}
+        assert answers(Jacobi(pool=3), base, PROMPTS, **given)[0] == answers(Jacobi(), base, PROMPTS, **given)[0]
+    given = {"max_new_tokens": 6, "temperature": 0}
+    assert answers(Jacobi(pool=3, window=1), base, PROMPTS, **given)[1].nfe.tolist() == [6] * 4
+
+
+def test_answers_have_the_model_s_distribution() -> None:
+    """Answers twice as long as the window, against full enumeration."""
+    model = exactness.TableModel.random(3, seed=4, sharpness=2.0)
+    found = exactness.test_case(Jacobi(window=3, pool=2, ngram=3, pool_size=6), model, 3000, seed=1, new=6)
+    assert min(found["p_values"]) > 0.01 / 2 and found["nfe"] < 6
+
+
+@pytest.mark.full
+def test_pictures_are_the_same_in_fewer_forwards() -> None:
+    """The packaged model, labels and seeds that nothing was chosen by."""
+    model = paradec.load("digits-ar")
+    given = {"class_labels": range(10), "seed": 77, "output_type": "latent"}
+    alone = paradec.generate_images(model, sampler=Jacobi(), **given)
+    found = paradec.generate_images(model, sampler=Jacobi(pool=4), **given)
+    assert (found.tokens != alone.tokens).sum() <= 4  # float32: a near-tie may fall the other way
+    assert np.sum(found.row_nfe) < np.sum(alone.row_nfe)
+
+
+def test_rows_copies_and_repeated_steps() -> None:
+    base, method = tiny_base(), Jacobi(window=6, pool=3)
+    given = {"max_new_tokens": 14, "temperature": 0.8}
+    together, whole = answers(method, base, PROMPTS, seed=[5, 6, 7, 8], **given)
+    for row, prompt in enumerate(PROMPTS):
+        alone, state = answers(method, base, prompt, seed=5 + row, **given)
+        assert alone == [together[row]] and state.nfe[0] == whole.nfe[row]
+    prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
+    every = paradec.generate_many(base, prompts, batch_size=2, sampler=method, **given)
+    assert [out.new_tokens[0].tolist() for out in every] == together
+    state = method.start(base, PROMPTS, seed=1, **given)
+    while not state.done:
+        one, two = method.step(base, state), method.step(base, state)
+        assert torch.equal(one.values, two.values) and torch.equal(one.quantities["said"], two.quantities["said"])
+        other = pickle.loads(pickle.dumps(copy.deepcopy(state)))
+        method.commit(state, one)
+        method.commit(other, method.step(base, other))
+        assert torch.equal(state.canvas, other.canvas) and torch.equal(state.memory["pool"], other.memory["pool"])
+        with pytest.raises(ValueError, match="earlier state"):
+            method.commit(state, two)
+    assert state.memory["pool"].shape == (4, 64, 4) and (state.memory["pool"] >= 0).any()
+
+
+def test_over_llamagen_with_guidance() -> None:
+    model = tiny_llamagen()
+    given = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}
+    found = paradec.generate_images(model, sampler=Jacobi(pool=2, ngram=3), **given)
+    assert torch.equal(found.tokens, paradec.generate_images(model, sampler=Jacobi(), **given).tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pool": -1}, "pool=-1 must be an integer of at least 0"),
+        ({"pool": 4, "ngram": 1}, "ngram=1 must be an integer of at least 2"),
+        ({"pool": 4, "pool_size": 0}, "pool_size=0 must be an integer of at least 1"),
+        ({"pool": 4, "group": 8}, "pool=4 has no meaning with group=8"),
+        ({"pool": 4, "refresh": "resample"}, "refresh='resample': pool=4 needs 'gumbel'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Jacobi(**settings)
+
+
+def test_models_without_a_store_are_refused() -> None:
+    base = tiny_base()
+    base.module.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="pool=2 needs a model that runs over a store; LlamaForCausalLM does not"):
+        Jacobi(pool=2).start(base, [1, 2], max_new_tokens=4)
