@@ -10,6 +10,7 @@ Right answers and forwards are the same on every run of one machine; times are n
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 
-import paradec
 from paradec import caches, samplers
 from paradec.attention.sparsed import SparseD
 from paradec.checks import check_int, shown
@@ -480,7 +480,7 @@ def _machine(model: Model, batch: int) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "batch": batch,
-        "paradec": paradec.__version__,
+        "paradec": importlib.import_module("paradec").__version__,  # which lists what is above this module
         "commit": _commit(),
         "torch": torch.__version__,
     }
@@ -488,7 +488,7 @@ def _machine(model: Model, batch: int) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit that paradec runs from; None where it was installed otherwise than from a checkout."""
-    root = Path(paradec.__file__).parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

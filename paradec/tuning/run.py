@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import paradec
 from paradec import caches as cache_plans
+from paradec import samplers as registered
 from paradec.checks import check_choice, check_int, check_model, check_number, shown
 from paradec.evaluation.compare import BASELINE
 from paradec.protocol import Interrupted
@@ -233,7 +233,7 @@ class _Work:
         lengths = spaces.default_block_lengths(self.model, self.positions) if blocks is None else tuple(blocks)
         for half in (self.choosing, self.reporting):  # whatever is wrong with the request itself is an error
             method = Request(**self.base, sampler=spaces.REFERENCE, seed=self.seed)
-            with paradec.samplers.create(spaces.REFERENCE).start(self.model, half.prompts, method).freed_store():
+            with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).freed_store():
                 pass
         return spaces.build_space(self.model, self.choosing.prompts.part(0, 1), self.base, names, cache_names, lengths)
 
@@ -244,7 +244,7 @@ class _Work:
     @property
     def reference(self) -> Request:
         """One token per step."""
-        return Request(**{**self.base, "sampler": paradec.samplers.create(spaces.REFERENCE)})
+        return Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE)})
 
     def seeded(self, request: Request) -> Request:
         return dataclasses.replace(request, seed=self.seed)
