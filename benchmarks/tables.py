@@ -1,6 +1,6 @@
 """Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images, performance, samplers) from
-the results of benchmarks: compare, antibody, digits, estimate, jacobi, caches, canvases, sparsed. One, the samplers'
-settings, is read off their classes.
+the results of benchmarks: compare, antibody, protein, digits, estimate, jacobi, caches, canvases, sparsed. One, the
+samplers' settings, is read off their classes.
 
     python benchmarks/tables.py
 
@@ -141,6 +141,49 @@ def tune_table(results: list[tuple[str, dict[str, Any]]]) -> str:
             cells = [first, what, f"`{row['name']}`", f"{100 * row['score']:.1f}", f"{row['forwards']:.2f}"]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def protein_table(data: dict[str, Any]) -> str:
+    """Recovery, scores and forwards of benchmarks/protein.py, of the settings that were chosen on the other chains."""
+    lines = [
+        "| sampler | setting | forwards | recovered, % | versus baseline (95 %) | score | versus baseline (95 %) "
+        "| said | at 0.1: recovered, % | score |",
+        "|---" * 10 + "|",
+    ]
+    warm = {(each["sampler"], setting(each["changes"])): each for each in data["measuring at 0.1"]}
+    for entry in _whole(data["measuring at 0"]):
+        cells = [f"`{entry['sampler']}`", setting(entry["changes"]), f"{entry['forwards']:.1f}", *_protein_cells(entry)]
+        cells.append(f"{entry['said']:.2f}")
+        other = warm[entry["sampler"], setting(entry["changes"])]
+        cells += [f"{other['recovery']:.1f} ({other['versus_baseline']:+.1f})", f"{other['score']:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def protein_few_table(data: dict[str, Any]) -> str:
+    """The same of ever fewer steps, at both temperatures."""
+    lines = [
+        "| temperature | sampler | forwards | recovered, % | versus baseline (95 %) | score | versus baseline (95 %) |",
+        "|---" * 7 + "|",
+    ]
+    for temperature in ("0", "0.1"):
+        for entry in _whole(data[f"at {temperature}"]):
+            cells = [temperature, f"`{entry['sampler']}`", f"{entry['forwards']:.1f}", *_protein_cells(entry)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _whole(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was measured on as many chains as the baseline, which comes first."""
+    return [entry for entry in entries if len(entry["chains"]) == len(entries[0]["chains"])]
+
+
+def _protein_cells(entry: dict[str, Any]) -> list[str]:
+    found = []
+    for name, change, digits in (("recovery", "versus_baseline", 1), ("score", "score_versus_baseline", 3)):
+        low, high = entry[f"{change}_interval"]
+        found += [f"{entry[name]:.{digits}f}", f"{entry[change]:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"]
+    return found
 
 
 SHORT_DIGITS = ("ar", "sjd", "scd", "speculative", "gsd", "lantern++", "lantern", "zipar, window 3")
@@ -502,6 +545,8 @@ def rendered() -> dict[str, str]:
             "compare_heldout": heldout_table(compare, compare_heldout),
             "antibody": antibody_table(antibody, False),
             "antibody_heldout": antibody_table(antibody_heldout, False),
+            "protein": protein_table(_result("protein")),
+            "protein_few": protein_few_table(_result("protein_few")),
         },
         "docs/diffusion.md": {"probes": probes_table(_result("probes"))},
         "docs/images.md": {

