@@ -88,11 +88,11 @@ def run(
             after(number, len(every))
     except KeyboardInterrupt:
         into.interrupted = True
-    _judge_laws(into.outcomes)
+    judge_laws(into.outcomes)
     return into
 
 
-def _judge_laws(outcomes: list[Outcome]) -> None:
+def judge_laws(outcomes: list[Outcome]) -> None:
     """Agree or differ, by p-values corrected for how many there are (Bonferroni)."""
     tested = [outcome for outcome in outcomes if outcome.fit is not None]
     for outcome in tested:

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from paradec.conformance import law
+from paradec.conformance.run import Outcome, judge_laws
 
 
 @pytest.mark.parametrize(("statistic", "degrees"), [(0.5, 1), (3.0, 2), (49.0, 49), (700.0, 624), (1e4, 600)])
@@ -55,3 +56,12 @@ def test_a_law_and_one_that_is_off() -> None:
 def test_an_answer_of_no_probability_is_named() -> None:
     found = law.fit([[0], [1]], [0.5, 0.5], Counter({(0,): 50, (2,): 1}))
     assert (found.p_value, found.impossible) == (0.0, [2])
+
+
+def test_p_values_are_corrected_for_how_many_laws_were_tested() -> None:
+    def judged(count: int) -> list[str]:
+        found = [Outcome(str(i), "laws", "sjd", "agree", fit=law.Fit(100, 60.0, 30, 0.0005)) for i in range(count)]
+        judge_laws(found)
+        return [outcome.status for outcome in found]
+
+    assert judged(1) == ["differ"] and judged(3) == ["agree"] * 3

@@ -271,3 +271,16 @@ def test_ctrl_c_keeps_what_was_compared() -> None:
     found = asked(interrupted, OWN)
     assert found.interrupted and len(found.outcomes) == 2 and not found.passed
     assert "interrupted" in report.summary(found) and report.data(found)["counts"]["agree"] == 2
+
+
+def test_batches_of_draws_have_seeds_of_their_own() -> None:
+    seen: list[tuple[int, int]] = []
+    answers = own()
+
+    def counted(request: Any) -> Any:
+        seen.append((request["seed"], len(request["prompts"])))
+        first = answers(request | {"prompts": request["prompts"][:1]})["ids"][0]
+        return {"ids": [first] * len(request["prompts"])}
+
+    asked(counted, [LAW], draws=2300)
+    assert seen == [(0, 1000), (1000, 1000), (2000, 300)]
