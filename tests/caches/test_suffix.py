@@ -112,7 +112,7 @@ def test_rows_are_independent(cache: str, suffix: Suffix) -> None:
 def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
     """Every call's positions, and the slots that hold something, are among those that exist."""
     model, sampler = tiny(2), samplers.create("low_confidence")
-    state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "gaussian"), **ASKED)
+    state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **ASKED)
     left_out = 0
     while not state.done:
         there = state.present.copy()
@@ -132,7 +132,7 @@ def test_what_a_block_kept_is_gone_in_the_next() -> None:
     """Keys of masks that the last block kept, and this one does not, are hidden: the step's logits are those of a store
     that never had them."""
     model, sampler = tiny(3), samplers.create("low_confidence")
-    asked = ASKED | {"suffix": Suffix(12, "gaussian", scale=1.2), "cache": "dual"}
+    asked = ASKED | {"suffix": Suffix(12, "uniform", count=5), "cache": "dual"}
     state = sampler.start(model, ROWS, **asked)
     for _ in range(BLOCK + 1):
         sampler.commit(state, sampler.step(model, state))
