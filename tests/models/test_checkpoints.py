@@ -683,6 +683,12 @@ def test_adapters_are_not_read_past(tmp_path: Path) -> None:
         paradec.load(folder)
 
 
+def test_an_adapter_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+    with pytest.raises(paradec.CheckpointError, match="has no config.json, but adapter_config.json; merge the adapter"):
+        paradec.load(tmp_path)
+
+
 def test_empty_folder_and_file(tmp_path: Path) -> None:
     with pytest.raises(paradec.CheckpointError, match="has no config.json"):
         paradec.load(tmp_path)
