@@ -207,18 +207,13 @@ class Stack:
 
     # ---- what -------------------------------------------------------------------------------------------------------
 
-    def _start(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a segment's residual is added to."""
-        whole = self.rule is not None and self.rule.name == "dicache" and position == self.first
-        return walk.entry if whole else _copied(streams)
-
     def _evaluate(
         self, walk: Walk, position: int, tap: StackTap, streams: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if walk.begin >= 0 and _shapes(streams) != _shapes(walk.start):
             self._close(walk)
         if walk.begin < 0:
-            walk.begin, walk.start = position, self._start(walk, position, streams)
+            walk.begin, walk.start = position, _copied(streams)
         output = tap.patch.inner(*args, **kwargs)
         walk.kept.forms[position], walk.returned = self._parted(tap.module, streams, output)
         walk.end = position
@@ -254,6 +249,11 @@ class Stack:
                 for name, residual in added.items()
             }
             walk.residual = added.get(_main(walk.start))
+        else:
+            raise RuntimeError(
+                f"{self.owner.name} does not call block {self.places[walk.end].name}, which it called when it was "
+                "evaluated; call session.reset() where the blocks that are called change"
+            )
         walk.begin, walk.end, walk.returned = -1, -1, {}
 
     def _forecast(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> Any:
@@ -265,16 +265,13 @@ class Stack:
                 "call session.reset() where the blocks that are called change"
             )
         if position in kept.ends:
-            walk.begin, walk.end, walk.start = position, kept.ends[position], self._start(walk, position, streams)
+            walk.begin, walk.end, walk.start = position, kept.ends[position], _copied(streams)
         owner.forecast.append(self.places[position].name)
         if position != walk.end:
             return form.made(streams)
         found = dict(streams)
         for name, history in kept.histories[position].items():
             value = owner.basis.forecast(history, owner.course.index)
-            if self.rule is not None and self.rule.name == "dicache" and len(history.tensors) > 1:
-                new, old = history.tensors
-                value = old + kept.probed.product * (new - old)
             kept.histories[position][name] = owner.basis.roll(history, value)
             found[name] = walk.start[name] + value
         walk.begin, walk.end = -1, -1

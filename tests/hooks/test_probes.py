@@ -132,17 +132,17 @@ def test_transformers(name: str) -> None:
 
 
 class Toy(nn.Module):
-    """Residual blocks whose outputs change with the step; `control` is added behind each of them."""
+    """Residual blocks whose outputs change with the step; `control` is added behind each of them. `count` are called."""
 
     def __init__(self, blocks: int = 5, control: bool = False):
         super().__init__()
         draw = torch.Generator().manual_seed(3)
         self.blocks = nn.ModuleList([ToyBlock(draw) for _ in range(blocks)])
-        self.control = control
+        self.control, self.count = control, blocks
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         step = timestep.flatten()[0].to(hidden_states.dtype)
-        for block in self.blocks:
+        for block in list(self.blocks)[: self.count]:
             hidden_states = block(hidden_states, step)
             if self.control:
                 hidden_states = hidden_states + 0.1 * step
@@ -419,6 +419,19 @@ def test_what_is_no_stack() -> None:
     with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
         toy_run(single, latent)
     assert kinds(session) == "F...F...F."
+
+
+def test_blocks_that_are_called_change() -> None:
+    """A forecast that has no place to go, or a block that has no form, is no silent wrong answer."""
+    latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
+    for first, then in ((5, 4), (4, 5)):
+        module = Toy(5)
+        with accelerate(module, FirstBlock(9.0)):
+            module.count = first
+            module(latent, timestep=time)
+            module.count = then
+            with pytest.raises(RuntimeError, match="blocks.4.*session.reset"):
+                module(latent, timestep=time + 1)
 
 
 def test_settings_are_checked() -> None:

@@ -147,15 +147,6 @@ class Reuse(Basis):
 
 
 @dataclass(frozen=True)
-class Aligned(Reuse):
-    name = "aligned"
-    slots = 2
-
-    def weights(self, nodes, step, count):
-        return [1.0, 0.0][:count]
-
-
-@dataclass(frozen=True)
 class Newton(Basis):
     """The polynomial through the last `order + 1` evaluations, wherever they stood: exact up to degree `order`."""
 
@@ -268,4 +259,4 @@ def mode_forecast(snapshots: Tensor, ahead: float) -> Tensor:
     return (modes @ (values**ahead * amplitudes)).real
 
 
-BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newton, Hermite, Reuse, FoCa, DMD, Aligned)}
+BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newton, Hermite, Reuse, FoCa, DMD)}
