@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import paradec
+from paradec.cli.work import load_draft_model
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter
@@ -327,15 +328,10 @@ def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
     assert found.new_tokens.shape == (4, 9)
 
 
-def test_over_llamagen() -> None:
+def test_over_llamagen(loaded: Any) -> None:
     """An image model of ours, with guidance from both branches: the codes of decoding one by one."""
-    pytest.importorskip("transformers.models.muse_glimmer_assistant")
     model = tiny_llamagen()
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        made = checkpoint(hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
-        drafter = paradec.load_drafter(write(Path(folder), *made), base=model)
+    drafter = loaded(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
     given = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}
     found = paradec.generate_images(model, sampler=speculative(drafter), **given)
     plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **given)
@@ -418,6 +414,13 @@ def test_what_does_not_fit_is_refused(loaded: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
     with pytest.raises(CheckpointError, match="whose network transformers has from 5.23 on; this is"):
         loaded(base)
+
+
+@pytest.mark.parametrize("transformers_format", [False, True])
+def test_the_command_line_takes_both_formats(tmp_path: Path, transformers_format: bool) -> None:
+    made = in_tree(*checkpoint()) if transformers_format else checkpoint()
+    folder = write(tmp_path / "d", *made)
+    assert isinstance(load_draft_model(str(folder), tiny_base(layers=4)), DFlashDrafter)
 
 
 def test_nan_of_the_drafter_is_named(loaded: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import paradec
+from paradec.cli.work import load_draft_model
 from paradec.samplers.causal.lantern import Lantern
 from paradec.samplers.causal.lookup import PromptLookup, look_up
 from paradec.samplers.causal.speculative import Speculative
@@ -169,6 +170,10 @@ def test_a_preset_keeps_it(tmp_path: Any) -> None:
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Speculative(**settings)
+
+
+def test_the_command_line_takes_its_name() -> None:
+    assert load_draft_model("prompt_lookup", None) == "prompt_lookup"
 
 
 def test_lantern_refuses_it() -> None:
