@@ -170,6 +170,7 @@ def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) ->
     )
     print(found)
     print(f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of the CPU")
+    found.failures = [reason.partition(": ")[0] for reason in found.failures]  # the rest has paths of this machine
     return found
 
 
