@@ -126,23 +126,6 @@ def antibody_table(data: dict[str, Any], defaults_only: bool) -> str:
     return "\n".join(lines)
 
 
-def tune_table(results: list[tuple[str, dict[str, Any]]]) -> str:
-    """What `paradec tune` chose, beside settings made by hand, on the reported half of benchmarks/tune.py's prompts."""
-    lines = ["| model, prompts | | setting | score, % | forwards |", "|---|---|---|---|---|"]
-    for model, data in results:
-        tuning = data["tuning"]
-        rows = [("tuned", data["chosen"])]
-        rows += [("by hand, same rule, same prompts", data["fair"]), ("by hand, best here", data["oracle"])]
-        rows += [("baseline", {**tuning["default"]["reported"], "name": tuning["default"]["name"]})]
-        rows += [("one token per step", {**tuning["reference"], "name": "low_confidence"})]
-        count = tuning["setup"]["prompts"]
-        for index, (what, row) in enumerate(rows):
-            first = f"{model}, {count['choose']} choose, {count['report']} here" if not index else ""
-            cells = [first, what, f"`{row['name']}`", f"{100 * row['score']:.1f}", f"{row['forwards']:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def protein_table(data: dict[str, Any]) -> str:
     """Recovery, scores and forwards of benchmarks/protein.py, of the settings that were chosen on the other chains."""
     lines = [

@@ -119,6 +119,8 @@ def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], *
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
     found = tuned(model, questions, options, samplers=options.names)
+    if options.alone:
+        return {"tuning": found.to_dict()}
     first, second = halves(prompts_of(questions), 0)
     return beside(
         found,
@@ -146,6 +148,8 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
     special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
     names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
     found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
+    if options.alone:
+        return {"tuning": found.to_dict()}
     first, second = halves(asked, 0)
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
     more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
@@ -166,6 +170,7 @@ def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) ->
     )
     print(found)
     print(f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of the CPU")
+    found.failures = [reason.partition(": ")[0] for reason in found.failures]  # the rest has paths of this machine
     return found
 
 
@@ -213,6 +218,7 @@ def main() -> None:
     parser.add_argument("--prompts", help="a file of JSON lines")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--samplers", help="names, separated by commas; by default all")
+    parser.add_argument("--alone", action="store_true", help="without the settings made by hand, for time")
     options = parser.parse_args()
     options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)

@@ -62,7 +62,10 @@ PresetOut = Annotated[
 ]
 Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all that was measured.")]
 PointNumber = Annotated[int | None, typer.Option(help="Which point of the front --out is; by default the chosen one.")]
-Tolerance = Annotated[float, typer.Option(help="Points of score that the preset may lie below the best.")]
+Tolerance = Annotated[
+    float,
+    typer.Option(help="Points of score that the preset may lie below the baseline, or below what is certainly better."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the halves, the proposals and the draws.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, not as text.")]
 

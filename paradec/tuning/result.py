@@ -56,7 +56,7 @@ class Tuning:
     costs: tuple[str, ...]
     """The objectives beside the score: "forwards", "seconds" or both."""
     tolerance: float
-    """Points of score that the chosen one may lie below the best, on the choosing half."""
+    """Points of score that the chosen one may lie below what `choose` asks for, on the choosing half."""
     points: list[Point]
     """The front, the cheapest first."""
     chosen: int | None
@@ -258,8 +258,8 @@ class Tuning:
         if self.chosen is not None:
             cost = self.costs[-1]
             notes.append(
-                f"*: chosen, the fewest {cost} among those at most {self.tolerance:g} points below the best score on "
-                "the prompts that chose."
+                f"*: chosen, the fewest {cost} among those at most {self.tolerance:g} points below the baseline's "
+                "score (the best one's, where that is separated from it) on the prompts that chose."
             )
         if self.points and self.reference is None:
             notes.append("Scores are those of the prompts that chose, which flatter: the other half was not measured.")
@@ -299,15 +299,37 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
     return [found[place] for place in sorted(found, key=lambda place: place[1:])]
 
 
-def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float) -> int | None:
+def choose(
+    points: Sequence[Point],
+    costs: Sequence[str],
+    tolerance: float,
+    baseline: Measured | None = None,
+    groups: Sequence[str] = (),
+) -> int | None:
     """Which point becomes the preset: the least of the last cost among those whose score, on the choosing half, is at
-    most `tolerance` (a share) below the best; None where there is none."""
+    most `tolerance` (a share) below what is asked for; None where there is no point.
+
+    Asked for is the baseline's score. The best score of many is the luckiest one as well; so it takes the baseline's
+    place only where it is separated from it, by the paired bootstrap over groups, and where there is no baseline.
+
+    Args:
+        baseline: on the choosing half. groups: of every choosing prompt.
+    """
     if not points:
         return None
-    least = max(point.choosing.mean("score") for point in points) - tolerance
+    scores = [point.choosing.mean("score") for point in points]
+    asked = max(scores)
+    if baseline is not None:
+        better = [
+            score
+            for point, score in zip(points, scores, strict=True)
+            if grouped_bootstrap([a - b for a, b in zip(point.choosing.score, baseline.score, strict=True)], groups)[0]
+            > 0
+        ]
+        asked = max([baseline.mean("score"), *better])
     # a share of right answers is no sum of tenths: 97.8 - 1 is 96.8, whatever the last bit says
-    good = [k for k, point in enumerate(points) if point.choosing.mean("score") >= least - 1e-9]
-    return min(good, key=lambda k: (points[k].choosing.mean(costs[-1]), -points[k].choosing.mean("score")))
+    good = [k for k, score in enumerate(scores) if score >= asked - tolerance - 1e-9]
+    return min(good, key=lambda k: (points[k].choosing.mean(costs[-1]), -scores[k]))
 
 
 def thinned(points: list[Point], chosen: int | None, most: int = MOST_POINTS) -> tuple[list[Point], int | None]:

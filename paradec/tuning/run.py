@@ -88,7 +88,8 @@ def tune(
         minutes: begin no trial or rung later than this; None has no limit. The report comes on top.
         study: an SQLite file that keeps everything; the same call goes on with it, after Ctrl-C, a crash, or in several
             processes at once.
-        tolerance: points of score, of 100, that the preset may lie below the best on the choosing half.
+        tolerance: points of score, of 100, that the preset may lie below the baseline, `threshold` at its defaults, on
+            the choosing half; below the best where that is separated from the baseline, or the baseline was left out.
         loss: points below the best from which on a setting is of no interest.
         eta: how much rungs grow, and how many trials are dropped at each.
         batch: prompts decoded together. seed: of the halves, the proposals, and samplers that draw.
@@ -412,14 +413,17 @@ class _Search:
             if candidate is not None and measured is not None:
                 points.setdefault(candidate.name, Point(candidate, self.work.request_of(candidate), measured))
         front = pareto(list(points.values()), self.work.costs, self.work.loss)
-        kept, chosen = thinned(front, choose(front, self.work.costs, self.tolerance))
+        default = points.get(BASELINE)
+        baseline = None if default is None else default.choosing
+        groups = [entry.group for entry in self.work.choosing.asked]
+        kept, chosen = thinned(front, choose(front, self.work.costs, self.tolerance, baseline, groups))
         return Tuning(
             setup=self.setup,
             costs=self.work.costs,
             tolerance=100 * self.tolerance,
             points=kept,
             chosen=chosen,
-            default=points.get(BASELINE),
+            default=default,
             groups=[entry.group for entry in self.work.reporting.asked],
             trials=counts,
             failures=list(failures),

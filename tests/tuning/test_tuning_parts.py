@@ -310,6 +310,13 @@ def test_the_front_and_what_is_chosen_from_it() -> None:
     assert [entry.name for entry in front] == ["e", "c", "b"], "the cheapest first; d loses too much, f is b again"
     assert choose(front, ("forwards",), 0.01) == 1 and choose(front, ("forwards",), 0.0) == 2
     assert choose(front, ("forwards",), 0.05) == 0 and choose([], ("forwards",), 0.01) is None
+    # what is asked for is the baseline's score, unless a better one is separated from it
+    lucky = Point(Candidate("h"), Request(), Measured([1.0, *[0.9] * 3], [None] * 4, [9] * 4, [0.0] * 4, [0.0] * 4))
+    names, base = list("abcd"), front[2].choosing
+    assert choose([*front, lucky], ("forwards",), 0.0, base, names) == 2, "better on one of four prompts by chance"
+    surely = point("i", 0.95, 9)
+    assert choose([*front, surely], ("forwards",), 0.0, base, names) == 3
+    assert choose(front, ("forwards",), 0.0, point("z", 0.85, 9).choosing, names) == 2, "they are separated from it"
     kept, chosen = thinned(front, 1, most=2)
     assert [entry.name for entry in kept] == ["e", "c", "b"] and chosen == 1, "the ends and the chosen one stay"
     many = pareto([point(f"p{k}", 0.80 + 0.01 * k, 1 + k) for k in range(10)], ("forwards",), 0.2)
