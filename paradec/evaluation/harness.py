@@ -73,6 +73,7 @@ class ParadecLM(TemplateLM):
         pretrained: what `paradec.load` takes, or a model; None is the small one inside the package.
         batch_size: rows decoded together; the batch stays full (`generate_many`). Scores depend on it no more than
             rounding does, and in float64 not at all.
+        max_batch_size: not used; the harness gives one.
         device, dtype, revision: as in `paradec.load`.
         preset: a request, or a file that `Request.save` wrote.
         seed: of all draws.

@@ -111,6 +111,14 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 
 
+def test_what_the_model_says_wins_over_the_task(packaged64: Model) -> None:
+    task = {"do_sample": False, "temperature": 0.0, "until": []}
+    entry, _ = ParadecLM(packaged64)._asked("Sort: pear fig apple", task)
+    assert entry["temperature"] == 0.0
+    entry, _ = ParadecLM(packaged64, temperature=0.7)._asked("Sort: pear fig apple", task)
+    assert "temperature" not in entry  # the request's 0.7 stands
+
+
 def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
     lm, text = ParadecLM(packaged64), "Sort: pear fig apple"
     chat = lm.apply_chat_template([{"role": "user", "content": text}])
