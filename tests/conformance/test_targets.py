@@ -170,6 +170,9 @@ def test_the_first_difference_is_found() -> None:
     *before, last = answer.steps
     found = difference(case, Answer(answer.ids, [*before, last[:1], last[1:]]))
     assert found is not None and (found.step, found.position, found.found) == (len(before), last[1][1], None)
+    # the answer is whole, but not by the forwards that are said
+    found = difference(case, Answer(answer.ids, before))
+    assert found is not None and (found.step, found.found) == (len(before), None)
     # steps may agree and the answer not
     ids = [[*answer.ids[0][:-1], answer.ids[0][-1] - 1]]
     found = difference(case, Answer(ids, answer.steps))
