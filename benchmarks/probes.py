@@ -14,7 +14,7 @@ no more steps than a budget, the setting with the smallest error is chosen; repo
 
 Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are
 measured in one of the runs that choose. The committed result also has DiCache (arXiv 2508.17356), as it was at that
-commit; it did not pay, and is not part of paradec. Writes benchmarks/results/probes.json.
+commit; it paid on the trained model alone, and is not part of paradec yet. Writes benchmarks/results/probes.json.
 """
 
 from __future__ import annotations

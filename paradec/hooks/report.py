@@ -78,8 +78,9 @@ class Report:
         for name, settings in self.settings.items():
             target = "named modules" if settings.modules else settings.target
             lines.append(
-                f"{name}: target {target}, basis {settings.basis}, order {settings.order}; {len(self.modules[name])} "
-                f"modules hooked, {self.coverage[name]:.0%} of the parameters left out at a forecast step"
+                f"{name}: target {target}, basis {settings.forecaster.name}, order {settings.order}; "
+                f"{len(self.modules[name])} modules hooked, "
+                f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
             )
         return "\n".join([*lines, *self.notes, self.short])
 

@@ -132,7 +132,7 @@ def test_transformers(name: str) -> None:
 
 
 class Toy(nn.Module):
-    """Residual blocks whose outputs change with the step; `control` is added behind each of them. `count` are called."""
+    """Residual blocks that change with the step: `count` are called, and `control` is added behind each of them."""
 
     def __init__(self, blocks: int = 5, control: bool = False):
         super().__init__()
