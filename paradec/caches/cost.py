@@ -50,6 +50,8 @@ class CacheCost:
 
     def advice(self) -> str | None:
         """Why the cache was not worth it and what to use instead; None where it was, or where there is none."""
+        if self.cache == "causal":  # the store of drafts is no choice
+            return None
         calls = max(map(sum, zip(self.full_forwards, self.partial_forwards)), default=0)
         if not self.store_bytes or any(self.reused_tokens) or calls < FEW or self.share < WORTHWHILE:
             return None
