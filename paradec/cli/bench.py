@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated, Any
 
 import typer
 
 import paradec
-from paradec.cli import options, show, tables
-from paradec.cli.compare import Limit, Out, Plot, Resume, Seed, measured
+from paradec.cli import options, show
+from paradec.cli.compare import Limit, Out, Plot, Resume, Seed, check_files, measured, tell
 
 bench = typer.Typer(help="Measure what samplers are worth.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -56,17 +54,11 @@ def parallel(
     as_json: options.AsJson = False,
 ) -> None:
     """Sweep samplers over ParallelBench's waiting lines and Latin squares: score over tokens per forward, and AUP."""
-    options.check_writable("--out", out)
-    options.check_writable("--plot", plot)
-    if resume and out is None:
-        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+    check_files(out, plot, resume)
 
     from paradec import evaluation
     from paradec.evaluation import parallel as benches
-    from paradec.evaluation.plot import check_plot, frontier
 
-    if plot is not None:
-        check_plot(plot)
     names = options.names(samplers)
     for name in benches.SWEEPS if names is None else names:
         benches.sweep(name, settings)
@@ -85,14 +77,5 @@ def parallel(
         block_length=block_length,
         **wanted,
     )
-    if out is not None and found.results:
-        found.to_json(out)
-    if plot is not None and found.results:
-        frontier(found, plot)
-    if as_json:
-        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
-    else:
-        tables.comparison(found.columns(), found.table())
-        if code:
-            print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
+    tell(found, code, out, plot, as_json)
     raise typer.Exit(code)

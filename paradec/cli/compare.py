@@ -61,17 +61,11 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare samplers, each with several settings: right answers beside the forwards that they took."""
-    options.check_writable("--out", out)
-    options.check_writable("--plot", plot)
-    if resume and out is None:
-        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+    check_files(out, plot, resume)
 
     from paradec import evaluation
-    from paradec.evaluation.plot import check_plot, frontier
 
     # Everything is checked before the model is loaded, which may take minutes.
-    if plot is not None:
-        check_plot(plot)
     names = options.names(samplers)
     evaluation.configurations(names)
     paradec.caches.create(cache)
@@ -90,17 +84,36 @@ def compare(
     request |= {"max_new_tokens": max_new_tokens, "block_length": block_length}
     loaded = paradec.load(model, dtype=dtype, device=device)
     found, code = measure(loaded, out, questions=questions, names=names, resume=earlier, **request)
+    tell(found, code, out, plot, as_json)
+    raise typer.Exit(code)
+
+
+def check_files(out: Path | None, plot: Path | None, resume: bool) -> None:
+    """Raise ValueError unless a comparison can be written where it is to go."""
+    options.check_writable("--out", out)
+    options.check_writable("--plot", plot)
+    if resume and out is None:
+        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+    if plot is not None:
+        from paradec.evaluation.plot import check_plot
+
+        check_plot(plot)
+
+
+def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bool) -> None:
+    """Write a `Comparison` to its files and print it; `code` is the exit code, of an interrupted one not 0."""
     if out is not None and found.results:
         found.to_json(out)
     if plot is not None and found.results:
+        from paradec.evaluation.plot import frontier
+
         frontier(found, plot)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
-    else:
-        tables.comparison(found.columns(), found.table())
-        if code:
-            print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
-    raise typer.Exit(code)
+        return
+    tables.comparison(found.columns(), found.table())
+    if code:
+        print("interrupted: the configurations that were not finished are missing", file=sys.stderr)
 
 
 def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:

@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+from paradec.caches.store import KeyValueStore
 from paradec.checks import shown
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, positive, stored_weights
@@ -124,16 +124,6 @@ class DFlashDrafter(FeatureDrafter):
     def mask_token_id(self) -> int:
         """The id that stands for a token to draft."""
         return self.settings.mask_token_id
-
-    def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """An empty store of the layers' keys and values of what was read; a token's slot is its position.
-
-        Raises:
-            ValueError: it would not fit into what the device has.
-        """
-        needed = store_bytes(self.module.config, rows, length, self.dtype)
-        check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
-        return KeyValueStore(rows, length, self.device)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
         """Draft a block for each row of the call.

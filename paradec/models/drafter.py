@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from paradec.caches.store import KeyValueStore, check_memory, store_bytes
 from paradec.checks import check_model, shown
 from paradec.models.adapter import Model
 from paradec.models.facts import ModelFacts
@@ -43,6 +44,16 @@ class FeatureDrafter:
         """The parameters' dtype."""
         found: torch.dtype = next(self.module.parameters()).dtype
         return found
+
+    def make_store(self, rows: int, length: int) -> KeyValueStore:
+        """An empty store of the layers' keys and values of what was read; a token's slot is its position.
+
+        Raises:
+            ValueError: it would not fit into what the device has.
+        """
+        needed = store_bytes(self.module.config, rows, length, self.dtype)
+        check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
+        return KeyValueStore(rows, length, self.device)
 
     def bound(self, model: Model) -> Self:
         """The drafter over what `base` became for one request (image models know its rows in a copy).

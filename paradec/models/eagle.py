@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+from paradec.caches.store import KeyValueStore
 from paradec.checks import shown
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
@@ -124,16 +124,6 @@ class EagleDrafter(FeatureDrafter):
         if isinstance(base, LlamaGenModel):
             heads = {"n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads}
             self.raster = dataclasses.replace(base.module.config, **heads)
-
-    def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """An empty store of the layer's keys and values. A token's slot is its position; slot 0 stays empty.
-
-        Raises:
-            ValueError: it would not fit into what the device has.
-        """
-        needed = store_bytes(self.module.config, rows, length, self.dtype)
-        check_memory(needed, self.device, None, f"the drafter's key/value store of {rows} x {length} positions")
-        return KeyValueStore(rows, length, self.device)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
         """Evaluate tokens of positions 1 and on.
