@@ -3,7 +3,7 @@
 A contestant is a name and a function that does the whole task once and returns its result (a tensor, or lists of
 tokens). All of them do it once per turn, each turn in another order, so that what else the machine does falls on all
 alike. Ratios are taken within a turn; their median and quartiles are reported, beside the medians themselves. CPU time
-is the process's own. So is the memory that a turn takes at most above what the process held before its first one.
+is the process's own. So is the memory that the last turn takes at most, above what the process held before it.
 
 Where a library comes from:
 
@@ -19,6 +19,7 @@ Nothing of a reference is copied here: scripts call its public functions.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -114,6 +115,12 @@ def resident(what: str) -> int:
     return 0
 
 
+def give_back() -> None:
+    """Let the C library give what is free of its heap back to the system, so that a turn does not find it there."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def forget_peak() -> None:
     """Let VmHWM begin anew."""
     with contextlib.suppress(OSError):
@@ -133,20 +140,20 @@ class Contestant:
     times: Times = field(default_factory=Times)
     result: Any = None
     peak: int = 0
-    """Most bytes that its process held during a turn, above what it held before the first: the model is not in it."""
-    before: int | None = None
+    """Most bytes that its process held during the last turn, above what it held before it: the model is not in it, nor
+    what the first turn imports and compiles."""
 
     def turn(self) -> tuple[float, float]:
         """Do it once; seconds of CPU and of wall time."""
         with self.around:
             gc.collect()  # what the others left is not this one's to sweep
-            if self.before is None:
-                self.before = resident("VmRSS")
+            give_back()
+            before = resident("VmRSS")
             forget_peak()
             cpu, wall = time.process_time(), time.perf_counter()
             self.result = self.run()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            self.peak = max(self.peak, resident("VmHWM") - self.before)
+            self.peak = resident("VmHWM") - before
             return cpu, wall
 
 
