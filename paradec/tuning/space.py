@@ -274,7 +274,7 @@ def domains(cls: type[Any]) -> dict[str, Span | Choice]:
 def _domain(cls: type[Any], setting: str, values: list[Any]) -> Span | Choice:
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if len(numbers) < len([value for value in values if value is not None]) or len(set(numbers)) < 2:
-        return Choice(tuple(dict.fromkeys(values)))
+        return Choice(tuple({json.dumps(plain(value), sort_keys=True): value for value in values}.values()))
     whole = all(isinstance(value, int) for value in numbers)
     low, high = min(numbers), max(numbers)
     log = low > 0 and high >= LOG * low
