@@ -221,7 +221,7 @@ def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) 
             assert domain.whole == all(isinstance(value, int) for value in values)
             assert not domain.log or domain.low > 0
         else:
-            assert set(values) <= set(domain.values)
+            assert all(value in domain.values for value in values)  # some are mappings
 
 
 def test_a_range_by_hand() -> None:
