@@ -119,7 +119,7 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
 # ---- masked models --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in MASKED if name not in ("freedave", "learn2pd")])
+@pytest.mark.parametrize("name", [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")])
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
     """Every sampler in the registry, those that write a position several times included."""
     sampler = masked_sampler(name)

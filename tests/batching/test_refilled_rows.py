@@ -122,7 +122,7 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
         "temperature": draw.choice((0.0, 0.8)),
         "guidance_scale": draw.choice((1.0, 1.0, 1.5)),
         "seed": draw.randrange(2**31),
-        "logprobs": draw.choice((None, 2)),
+        "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
     }
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)

@@ -341,7 +341,7 @@ def test_where_it_has_no_meaning_it_is_refused_by_name() -> None:
 
 def test_every_other_cache_is_named() -> None:
     assert set(caches.names()) - set(WITH) == {
-        *("dkv_decode", "dkv_greedy", "dkv_prefill", "dkv_pd", "block", "hierarchical", "recap")
+        *("delayed", "dkv_decode", "dkv_greedy", "dkv_prefill", "dkv_pd", "block", "hierarchical", "recap")
     }
 
 

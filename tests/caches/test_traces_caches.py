@@ -154,7 +154,7 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", DKV)
+@pytest.mark.parametrize("name", [n if at % 2 else pytest.param(n, marks=pytest.mark.full) for at, n in enumerate(DKV)])
 def test_dkv(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     exact = precision == "float64"

@@ -18,7 +18,7 @@ PROMPT, ANSWER = [7, 8, 9, 10, 11, 12], 16
 ALIGNED = [7, 8, 9, 10, 11, 12, 13, 14]
 """Whole blocks of a block-causal model: where a prompt ends inside one, `steps` have no even plan."""
 KINDS = [("bidirectional", "same"), ("bidirectional", "shifted"), ("block_causal", "same"), ("block_causal", "shifted")]
-ANY_ORDER = ("dkv_greedy",)
+ANY_ORDER = ("dkv_greedy", "d2")
 """Caches whose steps depend on which positions are decided, not on how many."""
 
 

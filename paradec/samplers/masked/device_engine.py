@@ -78,6 +78,7 @@ class Engine(CanvasState):
         self.live = torch.ones((), dtype=torch.bool, device=device)
         """False makes every step one that no row needs: graphs are warmed up and captured so."""
         self.flags = numbers(4)
+        self.pipelined = False  # these rows are decoded by the plain loop
         self.shares = self._time_shares(self.sampler.eps) if isinstance(self.sampler, DreamSampler) else None
         self.generator = None
         self.model: Any = None

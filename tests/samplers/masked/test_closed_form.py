@@ -116,6 +116,7 @@ ONE_STEP: dict[str, dict] = {
     "localleap": {"anchor_threshold": 0.0, "relaxed_threshold": 0.0},
     "adablock": {"threshold": 0.0},
     "learn2pd": {"filter_threshold": 0.0},
+    "lopa": {"base": {"sampler": "threshold", "threshold": 0.0}},
     "wino": {"threshold": 0.0, "cap_low": N, "cap_share": 1.0},
     "editing": {"threshold": 0.0, "editing_threshold": 1.0},
     "saber": {"minimum": N},
@@ -126,9 +127,9 @@ ONE_STEP: dict[str, dict] = {
 """Settings at which a block is one step, for the samplers that `steps=1` does not tell so."""
 TILTS = {"credit", "union"}
 """Those whose defaults draw from other logits than the model's: right answers, in other proportions."""
-FROM_THIS_STEP = {"ccd": {"history": 1}}
-"""Settings with which tokens are drawn from this step's logits alone, where the defaults average over earlier steps:
-these did not know what has been decided since."""
+FROM_THIS_STEP = {"ccd": {"history": 1}, "lopa": {"branches": 0}}
+"""Settings with which tokens are drawn from this step's logits alone, where the defaults average over earlier steps or
+add a token of the last one: these did not know what has been decided since."""
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 

@@ -41,6 +41,7 @@ from paradec.models.adapter import Model
 METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
 NAMES = [name for name in trace_names(*METHODS) if cache_of(load_trace(name)) == "none"]
 ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
+ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Replayed by the other files of this kind."""
 
 
