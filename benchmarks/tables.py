@@ -436,17 +436,35 @@ def estimate_daily_table(data: dict[str, Any]) -> str:
 
 def peers_text_table(data: dict[str, Any]) -> str:
     """Whole decodes beside public decoders of LLaDA, with quartiles."""
-    lines = ["| beside | CPU time over theirs | wall time over theirs | tokens | patched |", "|---" * 5 + "|"]
+    lines = ["| beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens | patched |"]
+    lines.append("|---" * 6 + "|")
     for name, case in data["cases"].items():
         (reference,) = (who for who in case["contestants"] if not who.startswith("paradec"))
         for who, one in case["contestants"].items():
             if who != reference:
                 quartiles = (one[f"{clock}_over_{reference}"] for clock in ("cpu", "wall"))
                 cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles]
+                cells.append(f"{one['peak_mib']:.0f} / {case['contestants'][reference]['peak_mib']:.0f}")
                 same = one["compared_with"]
                 cells.append("equal" if same["equal"] else f"{same['agreeing']:.0%} equal")
                 told = name if who == "paradec" else f"{name}, {who.removeprefix('paradec ')}"
                 lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
+    return "\n".join(lines)
+
+
+def peers_sjd_table(data: dict[str, Any]) -> str:
+    """Pictures by `sjd` beside its public code, with quartiles: whole ones, and one forward."""
+    lines = ["| | codes | forwards, ours / theirs | CPU time over theirs | of a forward | peak MiB, ours / theirs |"]
+    lines.append("|---" * 6 + "|")
+    for name, case in data["cases"].items():
+        ours, theirs = case["paradec"], case["sjd"]
+        low, middle, high = ours["cpu_over_sjd"]
+        forward = middle * theirs["forwards"] / ours["forwards"]
+        same = "drawn" if "compared_with" not in ours else "equal" if ours["compared_with"]["equal"] else "differ"
+        cells = [f"`{name}`", same, f"{ours['forwards']} / {theirs['forwards']}"]
+        cells += [f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{forward:.2f}"]
+        cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -555,6 +573,7 @@ def rendered() -> dict[str, str]:
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
+            "peers_sjd": peers_sjd_table(_result("peers_sjd")),
             "peers_pictures": peers_pictures_table(*(_result(f"peers_pictures_{size}") for size in ("tiny", "wide"))),
         },
     }
