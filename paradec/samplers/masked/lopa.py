@@ -136,7 +136,8 @@ class LoPA(MaskedSampler):
         """Make the state of one request: see `MaskedSampler.start`.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, `rng="reference"` or `logprobs`; the message names it.
+            ValueError, TypeError: an argument out of its range, `rng="reference"`, `logprobs`, or a model that reads the
+                order of tokens; the message names it.
         """
         request = request_for(self, request, arguments)
         if request.rng == "reference":
@@ -148,6 +149,11 @@ class LoPA(MaskedSampler):
             raise ValueError(
                 f"logprobs={request.logprobs} does not work with sampler 'lopa': tokens that a branch adds are of an "
                 "earlier step; leave logprobs out"
+            )
+        if self.branches and getattr(model, "reads_order", False):
+            raise ValueError(
+                f"sampler 'lopa' does not work with {model.facts.name}, which reads the order of tokens: what a branch "
+                "adds and what is read from it are decided in one step; use its base, or branches=0"
             )
         return super().start(model, prompt, request, attention_mask=attention_mask)
 
@@ -260,7 +266,7 @@ class LoPA(MaskedSampler):
         if 0 in committed.tolist():
             raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {int(rows[committed.argmin()])}")
 
-        window.write(state.canvas, written)
+        state.write(written)
         for name in self.base.memory():
             state.memory.write(name, rows, picked([step.memory[name] for step in taken], best))
         if self.branches:

@@ -107,6 +107,21 @@ def test_drafts_stand_in_the_order_of_their_steps(model: ProteinMPNNModel) -> No
         assert found.nfe < wanted.nfe and found.row_forwards > sum(found.row_nfe)
 
 
+def test_branches_are_refused_and_lopa_without_them_is_its_base(model: ProteinMPNNModel) -> None:
+    """A branch's token would come before those of its own step, which no order of steps says."""
+    prompt = model.prompt("short", fixed=range(9))
+    with pytest.raises(ValueError, match="sampler 'lopa' does not work with .* reads the order of tokens"):
+        paradec.generate(model, prompt, sampler="lopa")
+    asked = {"temperature": 0.5, "seed": 2}
+    wanted = paradec.generate(model, prompt, sampler="threshold", **asked)
+    found = paradec.generate(model, prompt, sampler=paradec.samplers.create("lopa", branches=0), **asked)
+    assert torch.equal(found.sequences, wanted.sequences) and found.nfe == wanted.nfe > 1
+    sampler = paradec.samplers.create("lopa", branches=0)
+    state = sampler.start(model, prompt, **asked)
+    decode(sampler, model, state)
+    assert set(state.decided_at[0, 10:].tolist()) == set(range(wanted.nfe))
+
+
 @pytest.mark.parametrize(
     ("name", "settings"), [("editing", {"threshold": 0.3, "editing_threshold": 0.2}), ("saber", {})]
 )
@@ -144,7 +159,8 @@ QUICK = ("threshold", "random", "editing", "ccd", "wino")
 def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, name: str) -> None:
     """A row in a batch of unequal chains is what it is alone, given residues stay, and a step repeated is the step."""
     prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
-    given = {"temperature": 0.3, "seed": [1, 2], "sampler": name}
+    sampler = paradec.samplers.create(name, **({"branches": 0} if name == "lopa" else {}))
+    given = {"temperature": 0.3, "seed": [1, 2], "sampler": sampler}
     if not fits(name, model):
         with pytest.raises(ValueError, match=f"sampler {name!r} evaluates masks"):
             paradec.generate(model, prompts, **given)
@@ -156,7 +172,6 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
         assert (tokens[1:] < 20).all()
         alone = paradec.generate(model, prompt, **(given | {"seed": row + 1}))
         assert torch.equal(alone.sequences[0], tokens)
-    sampler = paradec.samplers.create(name)
     state = sampler.start(model, prompts, temperature=0.3, seed=3)
     decode(sampler, model, state, lambda *_: True)
     kept = state.decided_at.clone()
