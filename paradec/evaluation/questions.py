@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paradec.checks import check_int, shown
 from paradec.evaluation.tasks import get_task, load_prompts, spread
 from paradec.registry import unknown
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,7 @@ def read_questions(
         OSError: the file cannot be read.
     """
     check_int("limit", limit, low=1, none=True)
-    questions = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                questions.append(_question(line))
-            except ValueError as error:
-                raise ValueError(f"{str(file)!r}, line {number}: {error}") from None
+    questions = of_lines(file, _question)
     by_task: dict[str, list[Question]] = {}
     for question in questions:
         by_task.setdefault(question.task, []).append(question)
@@ -98,6 +94,18 @@ def read_questions(
     if not questions:
         raise ValueError(f"{str(file)!r} has no prompts")
     return [question for name, group in by_task.items() if name in wanted for question in spread(group, limit)]
+
+
+def of_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T]:
+    """What `read` makes of each line of a file that is not empty. Raises what it raises; ValueErrors name the line."""
+    found = []
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(read(line))
+            except ValueError as error:
+                raise ValueError(f"{str(file)!r}, line {number}: {error}") from None
+    return found
 
 
 def _question(line: str) -> Question:

@@ -8,11 +8,10 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paradec.checks import check_int, shown
-from paradec.evaluation.questions import Question, judge
+from paradec.evaluation.questions import Question, judge, of_lines
 from paradec.registry import unknown
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "group")
@@ -64,13 +63,7 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
         ValueError: a line that is no such object, or no prompts; the message names the line. OSError: no such file.
     """
     check_int("limit", limit, low=1, none=True)
-    found = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                found.append(_of_line(line))
-            except ValueError as error:
-                raise ValueError(f"{str(file)!r}, line {number}: {error}") from None
+    found = of_lines(file, _of_line)
     if not found:
         raise ValueError(f"{str(file)!r} has no prompts")
     return found[:limit]

@@ -136,8 +136,8 @@ class LoPA(MaskedSampler):
         """Make the state of one request: see `MaskedSampler.start`.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, `rng="reference"`, `logprobs`, or a model that reads the
-                order of tokens; the message names it.
+            ValueError, TypeError: an argument out of its range, `rng="reference"`, `logprobs`, or a model that reads
+                the order of tokens; the message names it.
         """
         request = request_for(self, request, arguments)
         if request.rng == "reference":
