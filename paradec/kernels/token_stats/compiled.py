@@ -1,7 +1,8 @@
-"""The "chunked" path in compiled code: one pass over the vocabulary for the largest logits, and one for all sums.
+"""The "chunked" path in compiled code: one pass over the vocabulary, in stretches that stay near the core.
 
 For large vocabularies on CPUs, where a caller has put compiled sums in its thread's place (`serving`). What it computes
-is what `paradec.kernels.token_stats` says of the float32 paths; the exponential is evaluated once and never written.
+is what `paradec.kernels.token_stats` says of the float32 paths. Each stretch is summed beside its own largest logit, so
+that it is read from memory once; what is left are few numbers a row, which are put together in float64.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 from paradec.compiling import CompiledFunction, failures, first_line
 from paradec.kernels.token_stats.reference import TokenStats
 
-STRETCH = 512
-"""Words that are summed in float32 before float64 goes on."""
-FLOOR, LEAST = -87.0, 2e-38
-"""Where differences to the best word are cut off, and a bit more than the exponential there: see `portable`."""
-SURE = 1e-25
-"""A sum of all others' shares below which what is cut off would show in float32. Such rows are summed word by word."""
+STRETCH = 256
+"""Words that are summed in float32, beside the largest of them, before float64 goes on."""
+FLOOR, FAR = -87.0, -1000.0
+"""Where differences to the largest are cut off, since processors take long over exponentials that are no normal
+numbers: in float32 within a stretch, whose sum is 1 at least; in float64 between stretches, where it is nothing."""
+LOWEST = -3e38
+"""Stands for the largest of a stretch in which all words are excluded."""
 SERVED = frozenset(("second_prob", "margin", "entropy", "logsumexp", "gap", "nonfinite"))
 """The fields that follow from the sums."""
 
@@ -61,65 +63,58 @@ class CompiledSums:
         function = self._functions.get(key)
         if function is None:
             function = self._functions.setdefault(key, CompiledFunction(_sums))
-        at, top, second = _two_best(rows)
         if len(rows) > 1:
-            for tensor in (rows, top):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            torch._dynamo.maybe_mark_dynamic(rows, 0)
         try:
-            sums = function(rows, top)
+            stretches = function(rows)
         except failures() as error:
             self.failed = first_line(error)
             return None
-        rest, weight = (part.sum(-1, dtype=torch.float64) for part in sums)
-        top, second = top.squeeze(-1).double(), second.double()
-        # the sums leave out words as good as the best one, and count what is cut off
-        apart = (second == top) | (rest < SURE)
-        if apart.any():
-            rest[apart], weight[apart] = _exact_sums(rows[apart], at[apart])
         lead = logits.shape[:-1]
-        found = [each.view(lead) for each in (at.squeeze(-1), top, second, rest, weight)]
+        found = [each.view(lead) for each in _joined(rows, *stretches)]
         return _stats(*found, logits=logits, ids=ids)
 
 
-def _sums(logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Over all words below the best one, for each stretch of logits [n, V] apart [n, S] float32: sum exp(z - m), and
-    sum exp(z - m) (z - m). top: m [n, 1]."""
+def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each stretch of logits [n, V], [n, S] float32: its largest m, sum exp(z - m), and sum exp(z - m) (z - m)."""
     whole = logits.shape[-1] // STRETCH * STRETCH
-    found = [_shares(logits[:, :whole].unflatten(-1, (-1, STRETCH)), top.unsqueeze(-1))]
-    if whole < logits.shape[-1]:
-        rest, weight = _shares(logits[:, whole:], top)
-        found.append((rest.unsqueeze(-1), weight.unsqueeze(-1)))
-    return torch.cat([rest for rest, _ in found], -1), torch.cat([weight for _, weight in found], -1)
+    found = _stretches(logits[:, :whole].unflatten(-1, (-1, STRETCH)))
+    if whole == logits.shape[-1]:
+        return found
+    highest, mass, weight = zip(found, _stretches(logits[:, whole:].unsqueeze(1)), strict=True)
+    return torch.cat(highest, -1), torch.cat(mass, -1), torch.cat(weight, -1)
 
 
-def _shares(logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    apart = (logits.float() - top.float()).clamp(min=FLOOR)
+def _stretches(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [n, S, W], [n, S] each."""
+    logits = logits.float()
+    highest = logits.amax(-1, keepdim=True)
+    apart = (logits - highest.clamp(min=LOWEST)).clamp(min=FLOOR)
     share = apart.exp()
-    return torch.where(apart < 0, share, 0.0).sum(-1), (apart * share).sum(-1)
+    return highest.squeeze(-1), share.sum(-1), (apart * share).sum(-1)
 
 
-def _exact_sums(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of whole rows [n, V] in float64 [n], over all words but that at `at` [n, 1]; what is cut off counts as
-    exactly nothing."""
-    apart = (rows.float() - rows.gather(-1, at).float()).clamp_(min=FLOOR).scatter_(-1, at, FLOOR)
-    share = torch.threshold_(apart.exp(), LEAST, 0.0)
-    return share.sum(-1, dtype=torch.float64), apart.mul_(share).sum(-1, dtype=torch.float64)
-
-
-def _two_best(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows [n, V]: where the largest is, the lowest index on ties [n, 1]; it [n, 1]; and the second largest [n]."""
+def _joined(
+    rows: Tensor, highest: Tensor, mass: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows [n, V] and their stretches [n, S] put together, [n] each: where the largest logit m is (the lowest index on
+    ties); it, the second largest, sum exp(z - m) and sum exp(z - m) (z - m) over all words but that one, in float64."""
     words = rows.shape[-1]
-    whole = words // STRETCH * STRETCH
-    highest = rows[:, :whole].unflatten(-1, (-1, STRETCH)).amax(-1)
-    if whole < words:
-        highest = torch.cat((highest, rows[:, whole:].amax(-1, keepdim=True)), -1)
     top, stretch = highest.max(-1, keepdim=True)
     column = stretch * STRETCH + torch.arange(STRETCH)
-    near = rows.gather(-1, column.clamp(max=words - 1)).masked_fill_(column >= words, -torch.inf)
+    near = rows.gather(-1, column.clamp(max=words - 1)).double().masked_fill_(column >= words, -torch.inf)
     place = near.argmax(-1, keepdim=True)
-    second = near.scatter_(-1, place, -torch.inf).amax(-1)
-    elsewhere = highest.scatter_(-1, stretch, -torch.inf).amax(-1)
-    return stretch * STRETCH + place, top, second.maximum(elsewhere)
+    near.scatter_(-1, place, -torch.inf)
+    others, top = highest.double().scatter_(-1, stretch, -torch.inf), top.double()
+    second = near.amax(-1).maximum(others.amax(-1))
+    # the best word's own stretch is summed anew, word by word: less the best one it may be next to nothing
+    apart = (near - top).clamp_(min=FAR)
+    share = apart.exp()
+    below = others.sub_(top).clamp_(min=FAR)
+    scale = below.exp()
+    rest = torch.linalg.vecdot(scale, mass.double()) + share.sum(-1)
+    weights = torch.linalg.vecdot(scale, below.mul_(mass).add_(weight)) + torch.linalg.vecdot(share, apart)
+    return (stretch * STRETCH + place).squeeze(-1), top.squeeze(-1), second, rest, weights
 
 
 def _stats(

@@ -12,9 +12,9 @@ from torch import Tensor
 from paradec import rng
 from paradec.kernels.token_stats.reference import EPSILON, Draws, TokenStats
 
-CPU_CHUNK = 2**18
-"""Words that "chunked" holds at a time on the CPU, if a row is no longer: 1 MB, which pays for the calls and is still
-near the core."""
+CPU_CHUNK = 2**17
+"""Words that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, which pays for the calls and is still
+near the core, twice and beside the logits."""
 SEARCH_CHUNK = 2**22
 """Words among which "chunked" looks for the two best of each row at a time on the CPU: few enough to be there still
 when they are read again."""
@@ -28,11 +28,10 @@ NOISE_CHUNK = 2**22
 """The same where noise is drawn, which takes some 100 bytes a word while it is made."""
 STRETCH = 2**9
 """Words whose largest is found before an index is looked for; less where that divides the vocabulary."""
-LOG2_E = math.log2(math.e)
-FLOOR = -106.0
-"""Where a word's difference to the second best, over the temperature and in units of ln 2, is cut off: what is below
-2**-106 of it is nothing beside it in float64. Processors take ten times as long over an exponential whose result is no
-normal number, as at low temperatures and of excluded words."""
+FLOOR = -73.5
+"""Where a word's difference to the second best, over the temperature, is cut off: what is below 2**-106 of it is
+nothing beside it in float64. Processors take ten times as long over an exponential whose result is no normal number, as
+at low temperatures and of excluded words."""
 
 
 def portable_stats(
@@ -145,7 +144,7 @@ class _Sums(NamedTuple):
     mass: Tensor
     """Sum of the shares of all words but the best."""
     weight: Tensor | None
-    """Sum of share x (logit - second) / temperature over them, in units of ln 2."""
+    """Sum of share x (logit - second) / temperature over them."""
     others: Tensor | None
     """Sum of p / (p + EPSILON / 2) over them."""
 
@@ -176,8 +175,10 @@ def _sums(logits: Tensor, wanted: frozenset[str], temperature: float, scratch: T
         if rows.dtype != own.dtype:
             rows = apart.copy_(rows)
         torch.sub(rows, own, out=apart)
-        apart.mul_(LOG2_E / temperature).clamp_(min=FLOOR).scatter_(-1, best, FLOOR)
-        torch.exp2(apart, out=share)
+        if temperature != 1:
+            apart.mul_(1 / temperature)
+        apart.clamp_(min=FLOOR).scatter_(-1, best, FLOOR)
+        torch.exp(apart, out=share)
         masses.append(share.sum(-1))
         if "smoothed_entropy" in wanted:
             # with s the share, p / (p + EPSILON / 2) is 1 - h / (s + h), where h is EPSILON / 2 as a share
@@ -221,7 +222,7 @@ def _from_sums(
         margin = best - second_prob
     if weight is not None:
         # sum of exp(z) z over the others, with z = (logit - top) / temperature; of no share, where none is left
-        spread = ((math.log(2) * weight + mass * below) * ratio).masked_fill_(ratio == 0, 0)
+        spread = ((weight + mass * below) * ratio).masked_fill_(ratio == 0, 0)
         entropy = (rest.log1p() - spread / total).masked_fill_(nonfinite, torch.nan)
         if others is not None:
             # p ln(p + e) is p ln p + p ln(1 + e/p), and that addend e p / (p + e/2) to within e/13: no second logarithm
