@@ -141,15 +141,49 @@ def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     return run
 
 
-def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """dInfer: block by block, the compiled threshold rule; no cache, or the dual one."""
+def _import_dinfer(checkout: Path) -> None:
+    """Let `dinfer` be found without what its packages import: models for newer releases, and servers."""
     sys.meta_path.append(StandIns("vllm", "sglang", "flashinfer", "deepspeed"))  # type: ignore[arg-type]
     for name, folder in (("dinfer", "dinfer"), ("dinfer.model", "dinfer/model")):
-        package = sys.modules[name] = types.ModuleType(name)  # without what it imports: models for newer releases
+        package = sys.modules[name] = types.ModuleType(name)
         package.__path__ = [str(checkout / "python" / folder)]
     alone = sys.modules["vllm.distributed"] = types.ModuleType("vllm.distributed")
     alone.get_tensor_model_parallel_rank = lambda: 0  # type: ignore[attr-defined]
     alone.get_tensor_model_parallel_world_size = lambda: 1  # type: ignore[attr-defined]
+
+
+def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """dInfer's compiled threshold rule alone: one block, whose logits are given."""
+    _import_dinfer(checkout)
+    from dinfer.decoding.parallel_strategy import ThresholdParallelDecoder
+
+    decoder = ThresholdParallelDecoder(0, threshold=task["threshold"], mask_id=task["mask"], eos_id=task["end"])
+    steps = rule_logits(task["words"], task["rows"], task["block"], task["steps"])
+
+    def run() -> Any:
+        block = torch.full((task["rows"], task["block"]), task["mask"])
+        for logits in steps:
+            decoder.decode(logits, 0, task["block"], block)
+        return block
+
+    return run
+
+
+def rule_logits(words: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
+    """Logits [rows, block, words] of steps that are sure of block / steps more positions each, from the left."""
+    draw, found = torch.Generator().manual_seed(0), []
+    more = block // steps
+    for step in range(steps):
+        logits = 2 * torch.randn((rows, block, words), generator=draw)
+        place = torch.randint(words - 2, (rows, more, 1), generator=draw)
+        logits[:, step * more : (step + 1) * more].scatter_(-1, place, 40.0)
+        found.append(logits)
+    return found
+
+
+def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
+    """dInfer: block by block, the compiled threshold rule; no cache, or the dual one."""
+    _import_dinfer(checkout)
     import dinfer.model.modeling_llada as classes
     from dinfer.decoding.generate_uniform import BlockWiseDiffusionLLM
     from dinfer.decoding.parallel_strategy import ThresholdParallelDecoder
@@ -167,7 +201,13 @@ def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     return run
 
 
-REFERENCES = {"llada": llada, "fast_dllm": fast_dllm, "dkv_cache": dkv_cache, "dinfer": dinfer}
+REFERENCES = {
+    "llada": llada,
+    "fast_dllm": fast_dllm,
+    "dkv_cache": dkv_cache,
+    "dinfer": dinfer,
+    "dinfer_rule": dinfer_rule,
+}
 
 
 def main() -> None:

@@ -1,0 +1,118 @@
+"""What a step takes outside of the model's call, beside dInfer's compiled rule: the same logits, in turns.
+
+    python benchmarks/peers/rule.py --python ENVIRONMENT/bin/python --dinfer CHECKOUT [--turns 15]
+
+The threshold rule at 0.9 fills blocks of 32 in eight steps whose logits are given. dInfer's is its decoder's `decode`
+alone, compiled by torch as it is published. Ours is everything between two calls of the model, `query`, `propose` and
+`commit`, and gets the logits of undecided positions alone, as its calls of the model return them; uncompiled, and with
+compiled statistics. One thread, CPU time of the process. Tokens are compared. Writes benchmarks/results/peers_rule.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Checkout, Contestant, Elsewhere
+from cpu_compile import random_model
+from provenance import write_result
+from text_reference import rule_logits
+
+import paradec
+from paradec import compiling
+from paradec.kernels.token_stats.compiled import CompiledSums, serving
+
+RESULT = common.BENCHMARKS / "results" / "peers_rule.json"
+BLOCK, STEPS, THRESHOLD = 32, 8, 0.9
+CASES = ((126_464, 1), (126_464, 4), (32_000, 1), (32_000, 8))
+"""Words and rows."""
+
+
+class Ours:
+    """The rule over given logits. A state of one block is made before the clocks start."""
+
+    def __init__(self, model: Any, logits: list[torch.Tensor], sums: CompiledSums | None):
+        self.model, self.logits, self.sums = model, list(logits), sums
+        self.method: Any = paradec.samplers.create("threshold", threshold=THRESHOLD)
+        self.state: Any = None
+        with self.around(), torch.inference_mode():
+            self._steps(wanted=True)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        prompts = [[1, 2]] * len(self.logits[0])
+        self.state = self.method.start(self.model, prompts, max_new_tokens=BLOCK, block_length=BLOCK)
+        with serving(self.sums), compiling.kept():
+            yield
+
+    def _steps(self, wanted: bool = False) -> None:
+        """wanted: keep of each step's logits those that it asks for, once."""
+        for step, logits in enumerate(self.logits):
+            (query,) = self.method.query(self.state)
+            if wanted and query.columns is not None:
+                index = query.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+                self.logits[step] = logits = logits.gather(1, index)
+            self.method.commit(self.state, self.method.propose(self.state, [logits], [query]))
+
+    def __call__(self) -> torch.Tensor:
+        with torch.inference_mode():
+            self._steps()
+        found: torch.Tensor = self.state.canvas[:, -BLOCK:]
+        return found.clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dinfer", type=Path, required=True, metavar="CHECKOUT")
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--turns", type=int, default=15)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    checkout = Checkout(given.dinfer)
+    result: dict[str, Any] = {**common.machine(), "turns": given.turns, "block": BLOCK, "steps": STEPS, "cases": {}}
+    for words, rows in CASES:
+        model = random_model(words, torch.float32, hidden_size=48, num_hidden_layers=1, intermediate_size=48)
+        logits = rule_logits(words, rows, BLOCK, STEPS)
+        task = {
+            "words": words, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": words - 1,
+            "end": words - 2, "version": checkout.commit,
+        }  # fmt: skip
+        contestants = []
+        for name, sums in (("paradec", None), ("paradec compiled", CompiledSums())):
+            own = Ours(model, logits, sums)
+            contestants.append(Contestant(name, own, around=Around(own)))
+        with tempfile.TemporaryDirectory() as away:
+            path = Path(away) / "task.json"
+            path.write_text(json.dumps(task))
+            script = Path(__file__).with_name("text_reference.py")
+            with Elsewhere("dinfer", given.python, script, "dinfer_rule", str(checkout.folder), str(path)) as peer:
+                contestants.append(peer)
+                common.alternate(contestants, given.turns, warm_up=3)
+        found = common.report(contestants, ("dinfer",), {each.name: "dinfer" for each in contestants[:-1]})
+        result["cases"][f"{words} words, {rows} rows"] = {"contestants": found}
+        print(common.show(f"{words} words, {rows} rows", found, ("dinfer",)), flush=True)
+    write_result(RESULT, result)
+
+
+class Around(contextlib.AbstractContextManager[None]):
+    """A contestant's surroundings, entered anew for every turn."""
+
+    def __init__(self, own: Ours):
+        self.own, self.open = own, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self.open.enter_context(self.own.around())
+
+    def __exit__(self, *reason: Any) -> None:
+        self.open.close()
+
+
+if __name__ == "__main__":
+    main()
