@@ -5,7 +5,8 @@
 The threshold rule at 0.9 fills blocks of 32 in eight steps whose logits are given. dInfer's is its decoder's `decode`
 alone, compiled by torch as it is published. Ours is everything between two calls of the model, `query`, `propose` and
 `commit`, and gets the logits of undecided positions alone, as its calls of the model return them; uncompiled, and with
-compiled statistics. One thread, CPU time of the process. Tokens are compared. Writes benchmarks/results/peers_rule.json.
+compiled statistics. One thread, CPU time of the process. Tokens are compared. Writes
+benchmarks/results/peers_rule.json.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class CompiledSums:
         function = self._functions.get(key)
         if function is None:
             function = self._functions.setdefault(key, CompiledFunction(_sums))
+        torch._dynamo.mark_static(rows, 1)  # a second vocabulary would leave the length open, and its passes apart
         if len(rows) > 1:
             torch._dynamo.maybe_mark_dynamic(rows, 0)
         try:
