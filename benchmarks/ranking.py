@@ -204,8 +204,8 @@ def packaged(slots: int) -> Place:
         entries = [
             e for e in entries if e.kind == "today" or "suffix" in e.more or e.more.get("cache") in ("d2", "dual")
         ]
-    prompts[1][90 if few else 180 :] = []
-    sizes = {"batch": 15, "choosing": 30 if few else 60, "timed": 15 if few else 30}  # as many of every task
+    prompts[1][90 if few else 360 :] = []
+    sizes = {"batch": 15, "choosing": 30 if few else 120, "timed": 15 if few else 60}  # as many of every task
     shared = {"max_new_tokens": slots}
     return Place(f"packaged-{slots}", model, model, prompts, entries, slots, 32, shared=shared, **sizes)
 
