@@ -325,7 +325,7 @@ class Ranking:
     def to_data(self) -> list[dict[str, Any]]:
         found, base = [], self.rows[0]
         for row in self.rows:
-            against = {}
+            against: dict[str, dict[str, Any]] = {}
             for label, kinds in (("today", ("today",)), ("older", ("today", "knobs"))):
                 against[label] = {}
                 for cost in COSTS:
@@ -357,7 +357,9 @@ def measure(place: Place) -> dict[str, Any]:
     first, second = (
         Half(name, place.model, half, None, None) for name, half in zip(("choosing", "reported"), place.halves)
     )
-    rows, refused, entries = [], {}, {}
+    rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+    entries: dict[str, Entry] = {}
     baseline = place.entries[0].name
     for entry in place.entries:
         try:
@@ -376,8 +378,8 @@ def measure(place: Place) -> dict[str, Any]:
     reported = [Reported(entries[name], decode(place, second, entries[name], len(second))[0]) for name in names]
     plain = Half("reported", place.plain, place.halves[1], None, None)
     for turn in range(TURNS):
-        for row in (reported[turn:] + reported[:turn])[:: -1 if turn % 2 else 1]:
-            row.turns.append(decode(place, plain, row.entry, place.timed)[1])
+        for one in (reported[turn:] + reported[:turn])[:: -1 if turn % 2 else 1]:
+            one.turns.append(decode(place, plain, one.entry, place.timed)[1])
     asked = place.halves[1]
     ranking = Ranking(reported, [a.group for a in asked], [str(k // place.batch) for k in range(len(asked))])
     sizes = {"choosing": place.choosing, "reported": len(asked), "timed": place.timed, "batch": place.batch}
