@@ -1,6 +1,6 @@
-"""Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images, performance, samplers) from
-the results of benchmarks: compare, antibody, protein, digits, estimate, jacobi, caches, canvases, sparsed. One, the
-samplers' settings, is read off their classes.
+"""Writes tables of README.md and docs/ (attention, caches, canvases, comparison, images, performance, ranking,
+samplers) from the results of benchmarks: compare, antibody, protein, digits, estimate, jacobi, caches, canvases,
+ranking_text, sparsed. One, the samplers' settings, is read off their classes.
 
     python benchmarks/tables.py
 
@@ -498,6 +498,72 @@ def pipelined_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+COSTS = {"forwards": "forwards", "positions": "positions", "cpu": "CPU seconds"}
+"""Of benchmarks/ranking.py."""
+
+
+def ranking_table(place: dict[str, Any]) -> str:
+    """What was reported at one place of benchmarks/ranking.py: by kind, the least CPU first."""
+    lines = [
+        "| kind | candidate | score, % | versus `threshold` (95 %) | forwards | positions | CPU, ms | of `threshold`'s "
+        "| above today's by |",
+        "|---" * 9 + "|",
+    ]
+    kinds = ("today", "knobs", "new")
+    for row in sorted(place["reported"], key=lambda row: (kinds.index(row["kind"]), row["cpu"])):
+        change, low, high = (100 * value for value in row["versus_baseline"])
+        middle, least, most = row["cpu_of_baseline"]
+        above = [COSTS[cost] for cost, found in row["against"]["today"].items() if found["above"]]
+        cells = [row["kind"], row["name"], f"{100 * row['score']:.1f}", f"{change:+.1f} ({low:+.1f} to {high:+.1f})"]
+        cells += [f"{row['forwards']:.2f}", f"{row['positions']:.0f}", f"{1e3 * row['cpu']:.1f}"]
+        cells += [f"{middle:.2f} ({least:.2f}-{most:.2f})", ", ".join(above)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ranking_places_table(data: dict[str, Any]) -> str:
+    """How much was measured at each place of benchmarks/ranking.py."""
+    lines = ["| place | candidates | prompts that choose | reported candidates | prompts | in a turn | in a batch |"]
+    lines.append("|---" * 7 + "|")
+    for name, place in data["places"].items():
+        sizes = place["prompts"]
+        cells = [len(place["choosing"]), sizes["choosing"], len(place["reported"]), sizes["reported"]]
+        lines.append("| " + " | ".join([name, *map(str, [*cells, sizes["timed"], sizes["batch"]])]) + " |")
+    return "\n".join(lines)
+
+
+def ranking_answers_table(data: dict[str, Any]) -> str:
+    """By place and cost of benchmarks/ranking.py: how many new candidates stand above the others, and the best one."""
+    lines = ["| place | cost | above today's rules | above those with knobs too |", "|---" * 4 + "|"]
+    for name, place in data["places"].items():
+        for cost, label in COSTS.items():
+            cells = [_best_above(place["reported"], cost, rivals) for rivals in ("today", "older")]
+            lines.append(f"| {name} | {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _best_above(rows: list[dict[str, Any]], cost: str, rivals: str) -> str:
+    """The highest score of what is above and not clearly worse than the baseline, the cheaper one of equal ones."""
+    good = [row for row in rows if row["against"][rivals][cost]["above"] and row["versus_baseline"][2] >= 0]
+    if not good:
+        return "none"
+    best = max(good, key=lambda row: (row["score"], -row[cost]))
+    nearest, ratio = (best["against"][rivals][cost][key] for key in ("nearest", "ratio"))
+    beside = f"{ratio:.2f} of {nearest}" if nearest else "nothing is as good"
+    return f"{len(good)}; {best['name']}: {100 * best['score']:.1f} %, {beside}"
+
+
+def ranking_alone_table(place: dict[str, Any]) -> str:
+    """What each addition does to `threshold`, on the half that chose."""
+    lines = ["| `threshold` with | score, % | forwards | positions | CPU, ms |", "|---" * 5 + "|"]
+    for row in place["choosing"]:
+        rule, *more = row["name"].split(", ")
+        if rule == "threshold" and not {"suffix", "cache"} <= {entry.split()[0] for entry in more}:
+            cells = [", ".join(more) or "nothing", f"{100 * row['score']:.1f}", f"{row['forwards']:.2f}"]
+            lines.append("| " + " | ".join([*cells, f"{row['positions']:.0f}", f"{1e3 * row['cpu']:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
 def probes_table(data: dict[str, Any]) -> str:
     """Ways to decide when to evaluate: error, with half of its 95 % interval, at each budget of evaluated steps."""
     models, budgets = list(data["results"]), data["facts"]["budgets"]
@@ -524,7 +590,7 @@ def rendered() -> dict[str, str]:
     """
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
-    canvases = _result("canvases")
+    canvases, ranking = _result("canvases"), _result("ranking_text")
     tables = {
         "README.md": {"headline": headline_table(compare)},
         "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
@@ -548,6 +614,14 @@ def rendered() -> dict[str, str]:
             "antibody_heldout": antibody_table(antibody_heldout, False),
             "protein": protein_table(_result("protein")),
             "protein_few": protein_few_table(_result("protein_few")),
+        },
+        "docs/ranking.md": {
+            "ranking_places": ranking_places_table(ranking),
+            "ranking_answers": ranking_answers_table(ranking),
+            "ranking_64": ranking_table(ranking["places"]["packaged-64"]),
+            "ranking_256": ranking_table(ranking["places"]["packaged-256"]),
+            "ranking_antibody": ranking_table(ranking["places"]["antibody"]),
+            "ranking_alone": ranking_alone_table(ranking["places"]["packaged-64"]),
         },
         "docs/diffusion.md": {"probes": probes_table(_result("probes"))},
         "docs/images.md": {

@@ -1,0 +1,406 @@
+"""Rules, suffix windows, caches, open blocks and branches in one ranking: chosen on half the prompts, reported on half.
+
+    python benchmarks/ranking.py text [--places packaged-64 packaged-256 antibody]
+
+Three places: the packaged model with answers of 64 and of 256 slots, and AntiBERTy, which fills antibodies of which
+90 % is masked (benchmarks/antibody.py's masks under seed 0). Candidates are of three kinds: `today`, a rule alone in
+the model's own blocks, as docs/comparison.md has them; `knobs`, such a rule with an older cache or another length of
+block; `new`, whatever has a suffix window, the caches `d2` or `delayed`, pipelined blocks, Fast-dLLM++'s profile or
+LoPA's branches, alone and together.
+
+Every candidate decodes the first prompts of the half that chooses. On the other half only those are measured that were
+on a front of score over forwards, over positions or over CPU seconds there: of `today` and of `knobs` among
+themselves, of `new` among all. CPU seconds are the process's, of one thread: after a warm-up every candidate has its
+turn, in another order each time, and ratios are taken within a turn.
+
+A candidate stands *above* a set of others at a cost if each of them is clearly worse, or clearly dearer: the paired
+95 % interval of the difference lies on one side of zero, or, of CPU seconds, the ratios of all turns on one side of
+one. Intervals are bootstraps over prompts (over antibodies), of positions over batches, which are counted together.
+They are not widened for how many were looked at. While candidates are chosen for AntiBERTy, canvases that were
+evaluated before are looked up; CPU seconds of that stage leave them out, those that are reported do not. Writes
+benchmarks/results/ranking_text.json; places that are not asked for stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import COMMIT, write_result
+
+import paradec
+from paradec import FixedBlocks, PipelinedBlocks, evaluation
+from paradec.evaluation import Configuration
+from paradec.tuning.halving import fronts
+from paradec.tuning.measuring import Failed, Half, Measured
+from paradec.tuning.prompts import Asked, halves, prompts_of
+from paradec.tuning.result import grouped_bootstrap
+from paradec.tuning.scoring import Scorer
+
+FILE = Path(__file__).resolve().parent / "results" / "ranking_text.json"
+COSTS = ("forwards", "positions", "cpu")
+LOSS = 0.05
+"""Of the baseline's score; what loses more on the half that chooses is not measured again."""
+TURNS = 3
+
+
+# Candidates ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sampler with settings, and what the request says beside it."""
+
+    kind: str
+    """"today", "knobs" or "new"."""
+    configuration: Configuration
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Of `paradec.Request`: suffix, cache, blocks."""
+
+    @property
+    def name(self) -> str:
+        parts = [self.configuration.name]
+        blocks = self.more.get("blocks")
+        if isinstance(blocks, PipelinedBlocks):
+            parts.append(f"pipelined {blocks.length}" + (f" (add {blocks.add:g})" if blocks.add != 0.1 else ""))
+        elif blocks is not None:
+            parts.append(f"blocks {blocks.length}")
+        parts += [f"{key} {self.more[key]}" for key in ("suffix", "cache") if key in self.more]
+        return ", ".join(parts)
+
+    def request(self, positions: int, length: int, **shared: Any) -> paradec.Request:
+        """What decodes an answer of so many positions, whose blocks are `length` long unless the entry says another."""
+        own = self.more.get("blocks")
+        blocks = -(-positions // (length if own is None else own.length))
+        more = self.configuration.request(positions, blocks)
+        return paradec.Request(sampler=self.configuration.make(), seed=0, **shared, **more, **self.more)
+
+
+def _configurations(*entries: str | tuple[str, dict[str, Any]]) -> list[Configuration]:
+    return [Configuration(entry) if isinstance(entry, str) else Configuration(*entry) for entry in entries]
+
+
+BASELINE = Configuration("threshold")
+PROFILES = _configurations(*(("factor", {"profile": True, "margin": margin}) for margin in (0.25, 0.5, 0.75)))
+BOTH = Configuration("intersection", {"rules": ("localleap", "entropy_threshold")})
+
+
+def packaged_entries() -> list[Entry]:
+    """Of text: fronts of docs/comparison.md, what is older than this ranking, and what is new."""
+    today = _configurations(
+        *("threshold", "credit", "localleap", "entropy_threshold", "factor", "hierarchy", "factor+localleap"),
+        *("klass+persistence", "learn2pd"),
+        ("threshold", {"threshold": 0.7}),
+        ("factor", {"factor": 0.7}),
+        ("entropy_threshold", {"threshold": 0.25}),
+        ("persistence", {"threshold": 0.9}),
+        ("entropy_bound", {"gamma": 0.5}),
+        ("topk_margin", {"steps": 1 / 8}),
+    )
+    found = [Entry("today", each) for each in [*today, BOTH]]
+    fixed = {length: {"blocks": FixedBlocks(length)} for length in (8, 16, 32)}
+    for rule in (BASELINE, BOTH):
+        found += [Entry("knobs", rule, fixed[length]) for length in (8, 16)]
+        found += [Entry("knobs", rule, {**fixed[length], "cache": "dual"}) for length in (8, 16, 32)]
+        found.append(Entry("knobs", rule, {**fixed[16], "cache": "prefix"}))
+    found.append(Entry("knobs", BASELINE, {**fixed[8], "cache": "vicinity"}))
+
+    branches = _configurations(
+        *(("lopa", {"branches": count}) for count in (2, 4)),
+        ("lopa", {"branches": 2, "base": {"sampler": "entropy_threshold"}}),
+    )
+    pipelined = [{"blocks": PipelinedBlocks(length)} for length in (8, 16, 32)]
+    found += [Entry("new", each) for each in (*PROFILES, *branches)]
+    for length, windows in (
+        (8, ("8", "16")),
+        (16, ("8", "16", "32", "gaussian:32")),
+        (32, ("16", "32", "gaussian:32")),
+    ):
+        found += [Entry("new", BASELINE, {**fixed[length], "suffix": suffix}) for suffix in windows]
+    for length in (8, 16):
+        found += [Entry("new", BASELINE, {**fixed[length], "cache": cache}) for cache in ("d2", "delayed")]
+    found += [Entry("new", BASELINE, blocks) for blocks in (*pipelined, {"blocks": PipelinedBlocks(8, add=0.5)})]
+    found += [Entry("new", BASELINE, {**blocks, "cache": "delayed"}) for blocks in pipelined[:2]]
+
+    rules = [BASELINE, BOTH, *_configurations("localleap", "entropy_threshold"), *PROFILES[1:], branches[0]]
+    for place in (
+        {**fixed[16], "suffix": "16"},
+        {**pipelined[1], "suffix": "16"},
+        {**pipelined[0], "suffix": "8"},
+    ):
+        for rule in rules:
+            found.append(Entry("new", rule, place))
+            if place["suffix"] == "16":
+                caches = ("dual",) if rule.sampler == "lopa" else ("d2", "dual")
+                found += [Entry("new", rule, {**place, "cache": cache}) for cache in caches]
+    return list({entry.name: entry for entry in found}.values())
+
+
+def antibody_entries() -> list[Entry]:
+    """Of a model that runs over no store, where every position is asked: no caches, no suffix."""
+    today = _configurations(
+        *("threshold", "hierarchy", "klass+persistence"),
+        *(("factor", {"factor": factor}) for factor in (0.7, 1.9)),
+        ("hierarchy", {"threshold": 0.7, "low_threshold": 0.3}),
+        ("editing", {"threshold": 0.5}),
+        ("credit", {"threshold": 0.5}),
+        ("union", {"rules": ("credit", "hierarchy")}),
+        ("ccd_agree", {"warmup": 1, "expand_ratio": 15.0}),
+        *((name, {"steps": 1 / 8}) for name in ("maskgit_plus", "topk_margin")),
+    )
+    found = [Entry("today", each) for each in today]
+    quick = Configuration("factor", {"factor": 1.9})
+    found += [Entry("knobs", quick, {"blocks": FixedBlocks(length)}) for length in (32, 64)]
+    found.append(Entry("knobs", Configuration("topk_margin", {"steps": 1 / 8}), {"blocks": FixedBlocks(32)}))
+    branches = _configurations(
+        ("lopa", {"branches": 2, "base": {"sampler": "threshold", "threshold": 0.7}}),
+        ("lopa", {"branches": 2, "base": {"sampler": "factor", "factor": 1.9}}),
+        ("lopa", {"branches": 2, "base": {"sampler": "hierarchy", "threshold": 0.7, "low_threshold": 0.3}}),
+    )
+    found += [Entry("new", each) for each in (*PROFILES[:2], *branches)]
+    found += [Entry("new", quick, {"blocks": PipelinedBlocks(length)}) for length in (16, 32, 64)]
+    found += [Entry("new", each, {"blocks": PipelinedBlocks(32)}) for each in (Configuration("hierarchy"), PROFILES[1])]
+    return found
+
+
+# Places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Place:
+    """A model, prompts in two halves, and what is decoded there."""
+
+    name: str
+    model: Any
+    """What scores are measured with; it may look up what it has evaluated before."""
+    plain: Any
+    """What CPU seconds are measured with."""
+    halves: tuple[list[Asked], list[Asked]]
+    entries: list[Entry]
+    positions: int
+    length: int
+    batch: int
+    choosing: int
+    """Prompts that choose: the first of their half."""
+    timed: int
+    """Reported prompts that a turn decodes."""
+    shared: dict[str, Any]
+
+    def request(self, entry: Entry) -> paradec.Request:
+        return entry.request(self.positions, self.length, **self.shared)
+
+
+def packaged(slots: int) -> Place:
+    model, few = paradec.load(), slots > 64
+    prompts = halves(prompts_of(evaluation.packaged_questions()), 0)
+    entries = packaged_entries()
+    if few:  # in canvases that the model was never trained on: what evaluates all of one, and what has a window
+        entries = [
+            e for e in entries if e.kind == "today" or "suffix" in e.more or e.more.get("cache") in ("d2", "dual")
+        ]
+    prompts[1][90 if few else 360 :] = []
+    sizes = {"batch": 15, "choosing": 30 if few else 120, "timed": 15 if few else 60}  # as many of every task
+    shared = {"max_new_tokens": slots}
+    return Place(f"packaged-{slots}", model, model, prompts, entries, slots, 32, shared=shared, **sizes)
+
+
+def antibody() -> Place:
+    from antibody import Remembering, read_chains
+    from antibody_model import load_antiberty
+
+    real, asked = load_antiberty(), []
+    for chain in read_chains():
+        ids = real.tokenizer(" ".join(chain.residues))["input_ids"]
+        at = (chain.masked(0) + 1).tolist()
+        masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
+        asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
+    special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
+    positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
+    sizes = {"batch": 4, "choosing": 8, "timed": 2}
+    shared, parts = {"suppress_tokens": special}, halves(asked, 0)
+    parts[1][20:] = []
+    return Place("antibody", Remembering(real), real, parts, antibody_entries(), positions, 512, shared=shared, **sizes)
+
+
+PLACES = {
+    "packaged-64": lambda: packaged(64),
+    "packaged-256": lambda: packaged(256),
+    "antibody": antibody,
+}
+
+
+# Measuring -------------------------------------------------------------------------------------------------------
+
+
+def decode(place: Place, half: Half, entry: Entry, count: int) -> tuple[Measured, float]:
+    """The first `count` prompts of a half with one candidate, and the CPU seconds of a prompt.
+
+    Raises:
+        Failed, ValueError: it does not work.
+    """
+    request, begin = place.request(entry), time.process_time()
+    found = half.measure(request, 0, count, place.batch, Scorer("answers"), {})
+    return found, (time.process_time() - begin) / count
+
+
+def chosen(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
+    """Names of what is measured again: fronts over each cost, of what loses at most `LOSS` of the baseline's score.
+
+    `today` is held against itself alone, `knobs` against both, `new` against all, so that nothing older is hidden by
+    something new. Of equal points the first counts.
+    """
+    least = next(row["score"] for row in rows if row["name"] == baseline) - LOSS - 1e-9
+    found = {baseline}
+    for cost in COSTS:
+        for kinds in (("today",), ("today", "knobs"), ("today", "knobs", "new")):
+            rivals: dict[tuple[float, ...], Mapping[str, Any]] = {}
+            for row in rows:
+                if row["kind"] in kinds and row["score"] >= least:
+                    rivals.setdefault((row["score"], row[cost]), row)
+            levels = fronts(list(rivals))
+            front = [row for row, level in zip(rivals.values(), levels, strict=True) if level == 0]
+            found |= {row["name"] for row in front if row["kind"] == kinds[-1]}
+    return [row["name"] for row in rows if row["name"] in found]
+
+
+@dataclass
+class Reported:
+    """What one candidate did on the reported half, one entry per prompt, and per turn."""
+
+    entry: Entry
+    measured: Measured
+    turns: list[float] = field(default_factory=list)
+    """CPU seconds of a prompt."""
+
+    def mean(self, cost: str) -> float:
+        return statistics.median(self.turns) if cost == "cpu" else self.measured.mean(cost)
+
+
+@dataclass
+class Ranking:
+    """Comparisons of what was reported."""
+
+    rows: list[Reported]
+    """The baseline first."""
+    groups: list[str]
+    """Of every prompt: what is drawn together by the bootstraps of scores and forwards."""
+    batches: list[str]
+    """Of every prompt: what was decoded together."""
+
+    def difference(self, ours: Reported, other: Reported, of: str) -> tuple[float, float, float]:
+        """Mean difference of scores, forwards or positions, with its paired 95 % interval."""
+        pairs = zip(getattr(ours.measured, of), getattr(other.measured, of), strict=True)
+        values = [a - b for a, b in pairs]
+        groups = self.batches if of == "positions" else self.groups
+        return (sum(values) / len(values), *grouped_bootstrap(values, groups))
+
+    def cheaper(self, ours: Reported, other: Reported, cost: str) -> bool:
+        """Whether ours is clearly cheaper."""
+        if cost == "cpu":
+            return max(a / b for a, b in zip(ours.turns, other.turns, strict=True)) < 1
+        return self.difference(ours, other, cost)[2] < 0
+
+    def worse(self, ours: Reported, other: Reported) -> bool:
+        """Whether ours is clearly worse."""
+        return self.difference(ours, other, "score")[2] < 0
+
+    def nearest(self, ours: Reported, kinds: Sequence[str], cost: str) -> Reported | None:
+        """The cheapest of some kinds that is not clearly worse than ours."""
+        rivals = [row for row in self.rows if row.entry.kind in kinds and row is not ours]
+        alike = [row for row in rivals if not self.worse(row, ours)]
+        return min(alike, key=lambda row: row.mean(cost), default=None)
+
+    def above(self, ours: Reported, kinds: Sequence[str], cost: str) -> bool:
+        """Whether all of some kinds are clearly worse than ours, or clearly dearer."""
+        rivals = [row for row in self.rows if row.entry.kind in kinds and row is not ours]
+        return all(self.worse(row, ours) or self.cheaper(ours, row, cost) for row in rivals)
+
+    def to_data(self) -> list[dict[str, Any]]:
+        found, base = [], self.rows[0]
+        for row in self.rows:
+            against: dict[str, dict[str, Any]] = {}
+            for label, kinds in (("today", ("today",)), ("older", ("today", "knobs"))):
+                against[label] = {}
+                for cost in COSTS:
+                    nearest = self.nearest(row, kinds, cost)
+                    against[label][cost] = {
+                        "above": row.entry.kind == "new" and self.above(row, kinds, cost),
+                        "nearest": None if nearest is None else nearest.entry.name,
+                        "ratio": None if nearest is None else row.mean(cost) / nearest.mean(cost),
+                    }
+            ratios = [a / b for a, b in zip(row.turns, base.turns, strict=True)]
+            found.append(
+                {
+                    "name": row.entry.name,
+                    "kind": row.entry.kind,
+                    "score": row.measured.mean("score"),
+                    "interval": list(grouped_bootstrap(row.measured.score, self.groups)),
+                    "versus_baseline": list(self.difference(row, base, "score")),
+                    **{cost: row.mean(cost) for cost in COSTS},
+                    "cpu_of_baseline": [statistics.median(ratios), min(ratios), max(ratios)],
+                    "cpu_turns": row.turns,
+                    "against": against,
+                }
+            )
+        return found
+
+
+def measure(place: Place) -> dict[str, Any]:
+    """Both stages."""
+    first, second = (
+        Half(name, place.model, half, None, None) for name, half in zip(("choosing", "reported"), place.halves)
+    )
+    rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+    entries: dict[str, Entry] = {}
+    baseline = place.entries[0].name
+    for entry in place.entries:
+        try:
+            decode(place, first, entry, min(2, place.choosing))  # warm
+            found, cpu = decode(place, first, entry, place.choosing)
+        except (Failed, ValueError) as error:
+            refused[entry.name] = str(error)
+            print(f"{place.name}: {entry.name} is left out: {error}", flush=True)
+            continue
+        entries[entry.name] = entry
+        row = {"name": entry.name, "kind": entry.kind, "score": found.mean("score"), "forwards": found.mean("forwards")}
+        rows.append(row | {"positions": found.mean("positions"), "cpu": cpu})
+        print("{name}: {score:.3f} in {forwards:.2f}, {positions:.0f}, {cpu:.4f} s".format(**rows[-1]), flush=True)
+    names = chosen(rows, baseline)
+    print(f"{place.name}: {len(names)} of {len(rows)} are reported", flush=True)
+    reported = [Reported(entries[name], decode(place, second, entries[name], len(second))[0]) for name in names]
+    plain = Half("reported", place.plain, place.halves[1], None, None)
+    for turn in range(TURNS):
+        for one in (reported[turn:] + reported[:turn])[:: -1 if turn % 2 else 1]:
+            one.turns.append(decode(place, plain, one.entry, place.timed)[1])
+    asked = place.halves[1]
+    ranking = Ranking(reported, [a.group for a in asked], [str(k // place.batch) for k in range(len(asked))])
+    sizes = {"choosing": place.choosing, "reported": len(asked), "timed": place.timed, "batch": place.batch}
+    found_rows = ranking.to_data()
+    for row in found_rows:
+        print(json.dumps(row), flush=True)
+    return {"commit": COMMIT, "prompts": sizes, "choosing": rows, "reported": found_rows, "refused": refused}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("text",))
+    parser.add_argument("--places", nargs="+", choices=tuple(PLACES), default=list(PLACES))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.places:
+        found = measure(PLACES[name]())
+        places = json.loads(FILE.read_text(encoding="utf-8"))["places"] if FILE.exists() else {}
+        kept = {place: {**places, name: found}[place] for place in PLACES if place in {**places, name: found}}
+        write_result(FILE, {"device": "cpu, 1 thread", "torch": torch.__version__, "turns": TURNS, "places": kept})
+
+
+if __name__ == "__main__":
+    main()
