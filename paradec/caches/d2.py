@@ -88,7 +88,9 @@ class D2Cache(SubsetCache):
         if shift:  # the first position of all has its own logits
             masks[:, 0] |= masks[:, 1]
             masks[:, 1:-1], masks[:, -1] = masks[:, 2:].copy(), False
-        needed = masks | (log.changed_at[rows] == state.row_step[rows, None] - 1)
+        new = log.changed_at[rows] == state.row_step[rows, None] - 1
+        # what lies behind a row is no edge of a gap
+        needed = masks | (new & (np.arange(new.shape[1]) < state.length[rows, None]))
         if state.present is not None:  # what exists since this block has opened has no keys yet
             needed |= state.present[rows] & ~log.stored[rows]
         return between(needed, self.inflate_w)
