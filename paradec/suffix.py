@@ -26,7 +26,7 @@ SUFFIX_STREAM = 6
 """Draws that choose which masks are kept; the block's first position stands in the place of the step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Suffix:
     """Which masks behind the open block a step evaluates. They are chosen when a block opens and stay while it is open;
     all keep their true position ids.
@@ -73,6 +73,9 @@ class Suffix:
             if value != default and self.density != owner:
                 raise ValueError(f"{name}={shown(value)} is a setting of density={owner!r}, not of {self.density!r}")
 
+    def __repr__(self) -> str:
+        return f"Suffix({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
     # ---- as data --------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,29 +93,31 @@ class Suffix:
         """
         if value is None or isinstance(value, cls):
             return value
-        if isinstance(value, Mapping):
-            try:
-                return cls(**value)
-            except TypeError:
-                known = ", ".join(f.name for f in fields(cls))
-                raise ValueError(f"suffix={shown(dict(value))} must have no other settings than {known}") from None
-        if isinstance(value, str):
-            return cls._of_text(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"suffix={shown(value)} must be paradec.Suffix(...), a window, or a text as 'gaussian:64'")
-        return cls(value)
+        try:
+            return cls(**cls._settings(value))
+        except ValueError as error:
+            raise ValueError(f"suffix={shown(value)}: {error}") from None
 
     @classmethod
-    def _of_text(cls, text: str) -> Suffix:
-        density, *numbers = text.split(":") if text[:1].isalpha() else ["cut", text]
-        check_choice("suffix", density, DENSITIES)
+    def _settings(cls, value: Any) -> Mapping[str, Any]:
+        """The settings that a short form stands for."""
+        if isinstance(value, Mapping):
+            known = [f.name for f in fields(cls)]
+            if not set(value) <= set(known):
+                raise ValueError(f"it has no other settings than {', '.join(known)}")
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"window": value}
+        if not isinstance(value, str):
+            raise ValueError("it must be paradec.Suffix(...), a window, or a text as 'gaussian:64'")
+        density, *numbers = value.split(":") if value[:1].isalpha() else ["cut", value]
         try:
             window, *count = map(int, numbers)
         except ValueError:
             window, count = 0, [0, 0]
-        if len(count) != (density == "uniform"):
-            raise ValueError(f"suffix={shown(text)} must be as '64', 'gaussian:64' or 'uniform:64:16' (16 of 64)")
-        return cls(window, density, count=count[0] if count else None)
+        if density not in DENSITIES or len(count) != (density == "uniform"):
+            raise ValueError("it must be as '64', 'gaussian:64' or 'uniform:64:16' (16 of 64)")
+        return {"window": window, "density": density, "count": count[0] if count else None}
 
     # ---- what it works with ---------------------------------------------------------------------------------------
 

@@ -32,11 +32,13 @@ class D2Cache(SubsetCache):
     of the open block come first. Only what is evaluated can be decided. Models that predict shifted have the position
     left of each of these masks evaluated in its place, since its logits stand there.
 
-    Two things differ from the public code. It never renews the confidences that it has written at the first step, by an
-    oversight; here they are those of the last step that read the mask, and where none has, density alone decides (masks
-    behind the open block have no logits here). And its third part is left out: positions that a rollout of attention
-    finds important. On two small models masks and new tokens carried the method, and reading attention takes an
-    attention that writes its weights.
+    Three things differ from the public code, two of them oversights of it. It never renews the confidences that it has
+    written at the first step; here they are those of the last step that read the mask, and where none has, density
+    alone decides (masks behind the open block have no logits here). It takes what was undecided in the block before the
+    last step for the block's length, since its loop has cut the block down to that in place, so that masks at the end
+    of a half-filled block are not looked for, however dense; here blocks keep their length. And its third part is left
+    out: positions that a rollout of attention finds important. On two small models masks and new tokens carried the
+    method, and reading attention takes an attention that writes its weights.
 
     Args:
         current_k: masks that a step evaluates, at least 1.
@@ -86,7 +88,9 @@ class D2Cache(SubsetCache):
         if shift:  # the first position of all has its own logits
             masks[:, 0] |= masks[:, 1]
             masks[:, 1:-1], masks[:, -1] = masks[:, 2:].copy(), False
-        needed = masks | (log.changed_at[rows] == state.row_step[rows, None] - 1)
+        new = log.changed_at[rows] == state.row_step[rows, None] - 1
+        # what lies behind a row is no edge of a gap
+        needed = masks | (new & (np.arange(new.shape[1]) < state.length[rows, None]))
         if state.present is not None:  # what exists since this block has opened has no keys yet
             needed |= state.present[rows] & ~log.stored[rows]
         return between(needed, self.inflate_w)
@@ -102,8 +106,7 @@ class D2Cache(SubsetCache):
         ahead = undecided & (column >= start)
         enough = ahead.cumsum(1) >= self.current_k
         last = np.where(enough.any(1), enough.argmax(1), state.length[rows] - 1)[:, None]
-        blocks = (last - start) // (end - start) + 1
-        ahead &= column < start + blocks * (end - start)
+        ahead &= column < self.stop(state, rows, last)
         decided = ~undecided
         decided = np.where(inside, decided, decided[np.arange(len(rows)), state.length[rows] - 1, None])
         scores = self.confidence(state, rows) * density(decided, self.sigma)
@@ -113,6 +116,13 @@ class D2Cache(SubsetCache):
         chosen = np.zeros_like(ahead)
         np.put_along_axis(chosen, best, True, axis=1)
         return chosen & ahead
+
+    def stop(self, state: CanvasState, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """[N, 1] int64: where the block ends that has the position `last` [N, 1], all blocks being as long as the open
+        one."""
+        start, end = state.block_start[rows, None], state.block_end[rows, None]
+        found: np.ndarray = start + ((last - start) // (end - start) + 1) * (end - start)
+        return found
 
     def confidence(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         """[N, L] float64: what masks are ranked by, beside the density."""

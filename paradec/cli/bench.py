@@ -42,6 +42,7 @@ def parallel(
     tasks: Tasks = None,
     limit: Limit = None,
     cache: options.Cache = "none",
+    suffix: options.Suffix = None,
     batch: options.Batch = 1,
     seed: Seed = 0,
     max_new_tokens: options.MaxNewTokens = None,
@@ -63,7 +64,8 @@ def parallel(
     for name in benches.SWEEPS if names is None else names:
         benches.sweep(name, settings)
     wanted: dict[str, Any] = {"form": form or ("packaged" if model is None else "names"), "tasks": options.names(tasks)}
-    wanted |= {"limit": limit, "names": names, "settings": settings, "cache": cache, "batch": batch, "seed": seed}
+    wanted |= {"limit": limit, "names": names, "settings": settings, "batch": batch, "seed": seed}
+    wanted |= {"cache": cache, "suffix": paradec.Suffix.of(suffix)}
     benches.parallel_questions(wanted["form"], wanted["tasks"], limit)
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     show.quiet_loading()

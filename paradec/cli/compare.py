@@ -47,6 +47,7 @@ def compare(
     limit: Limit = None,
     samplers: Samplers = None,
     cache: options.Cache = "none",
+    suffix: options.Suffix = None,
     attention: options.Attention = None,
     attention_set: options.AttentionSet = None,
     batch: options.Batch = 1,
@@ -70,6 +71,7 @@ def compare(
     evaluation.configurations(names)
     paradec.caches.create(cache)
     attends = options.attention_of(attention, attention_set)
+    window = paradec.Suffix.of(suffix)
     check_int("batch", batch, low=1)
     check_int("seed", seed, low=0, high=2**63 - 1)
     for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
@@ -80,7 +82,7 @@ def compare(
         questions = evaluation.read_questions(prompts, options.names(tasks), limit)
     earlier = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     show.quiet_loading()
-    request = {"cache": cache, "attention": attends, "batch": batch, "seed": seed}
+    request = {"cache": cache, "suffix": window, "attention": attends, "batch": batch, "seed": seed}
     request |= {"max_new_tokens": max_new_tokens, "block_length": block_length}
     loaded = paradec.load(model, dtype=dtype, device=device)
     found, code = measure(loaded, out, questions=questions, names=names, resume=earlier, **request)

@@ -35,6 +35,7 @@ from paradec.prompts import encode
 from paradec.protocol import Interrupted, Sampler, plain
 from paradec.request import Request
 from paradec.samplers.masked.start import attention_of, block_policy
+from paradec.suffix import Suffix
 
 SCHEMA = "paradec-compare/1"
 BASELINE = "threshold"
@@ -328,6 +329,7 @@ def compare(
     names: str | Iterable[str | Configuration] | None = None,
     cache: str = "none",
     attention: str | SparseD | None = None,
+    suffix: Suffix | int | str | None = None,
     batch: int = 1,
     seed: int = 0,
     max_new_tokens: int | None = None,
@@ -343,7 +345,7 @@ def compare(
         names: as in `configurations`; None takes every registered sampler of the masked family, and `COMBINATIONS`,
             where the request suits them. The baseline is measured in any case.
         cache: a name that `paradec.caches.names()` lists.
-        attention: as in `paradec.generate`.
+        attention, suffix: as in `paradec.generate`.
         batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in
             float32, up to near-ties).
         seed: of the samplers that draw.
@@ -361,6 +363,7 @@ def compare(
     """
     todo = configurations(names)
     caches.create(cache)
+    suffix = Suffix.of(suffix)
     check_int("batch", batch, low=1)
     check_int("seed", seed, low=0, high=2**63 - 1)
     check_int("max_new_tokens", max_new_tokens, low=1, none=True)
@@ -372,7 +375,8 @@ def compare(
     attention_of(Request(attention=attention), Configuration(BASELINE).make(), model)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     if names is None:
-        asked = {"cache": cache, "attention": attention, "max_new_tokens": new, "block_length": block_length}
+        asked: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix}
+        asked |= {"max_new_tokens": new, "block_length": block_length}
         todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
     setup = {
         "model": model.facts.name,
@@ -386,13 +390,15 @@ def compare(
     }
     if attention is not None:  # earlier results have no such entry
         setup["attention"] = attention if isinstance(attention, str) else attention.to_dict()
+    if suffix is not None:
+        setup["suffix"] = suffix.to_dict()
     comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
     finished = {} if resume is None else _finished(resume, setup)
     work = [_expected_forwards(configuration, new) for configuration in todo]
     # in order, and with all that was resumed, asked for or not: nothing measured is lost
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
     comparison.results = [finished[name] for name in order if name in finished]
-    request = {"cache": cache, "attention": attention, "seed": seed}
+    request = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
     request |= {"max_new_tokens": new, "block_length": block_length}
     done = 0.0
 

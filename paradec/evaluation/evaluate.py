@@ -226,6 +226,7 @@ def _estimate(recipe: Recipe, method: Any, device: str, prompt_tokens: int) -> d
             prompt=prompt_tokens,
             answer=new,
             cache=request.get("cache") or "none",
+            suffix=request.get("suffix"),
             attention=request.get("attention"),
             tokens_per_forward=per_forward,
             block=None if block is None else min(block, new),

@@ -17,6 +17,7 @@ from paradec.evaluation.compare import BASELINE, Comparison, Configuration, Prog
 from paradec.evaluation.questions import Question, packaged_questions
 from paradec.evaluation.waiting_line import NAMES, waiting_line_questions
 from paradec.models.adapter import Model
+from paradec.suffix import Suffix
 
 Changes = Mapping[str, Any]
 
@@ -98,6 +99,7 @@ def parallel(
     max_new_tokens: int | None = None,
     block_length: int | None = None,
     cache: str = "none",
+    suffix: Suffix | int | str | None = None,
     batch: int = 1,
     seed: int = 0,
     resume: Comparison | None = None,
@@ -127,7 +129,8 @@ def parallel(
     questions = parallel_questions(form, tasks, limit)
     model = paradec.load() if model is None else model
     new = 64 if max_new_tokens is None and form == "names" else max_new_tokens
-    asked = {"cache": cache, "max_new_tokens": new or model.default_max_new_tokens, "block_length": block_length}
+    asked = {"cache": cache, "suffix": suffix, "block_length": block_length}
+    asked |= {"max_new_tokens": new or model.default_max_new_tokens}
     for configuration in configurations:  # not after hours
         with configuration.make().start(model, questions[0].prompt, **asked).freed_store():
             pass
@@ -141,6 +144,7 @@ def parallel(
         questions=questions,
         names=configurations,
         cache=cache,
+        suffix=suffix,
         batch=batch,
         seed=seed,
         max_new_tokens=new,

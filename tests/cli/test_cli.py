@@ -109,6 +109,27 @@ def test_compare_takes_an_attention(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "attention" in result.stderr
 
 
+def test_suffix_windows(tmp_path: Path) -> None:
+    """They reach the request, cost less, and are part of what a comparison was."""
+    flags = ("--sampler", "low_confidence", "--block-length", 8, "--seed", 0)
+    for said in ("8", "gaussian:16", "uniform:16:4"):
+        data = report(PROMPT, *flags, "--suffix", said)
+        request: dict[str, Any] = {"sampler": "low_confidence", "block_length": 8, "suffix": said, "seed": 0}
+        expected = paradec.generate(paradec.load(), PROMPT, **request)
+        assert data["text"] == expected.text and data["forwarded_tokens"] == expected.forwarded_tokens
+        assert data["forwarded_tokens"] < report(PROMPT, *flags)["forwarded_tokens"]
+    turns = ok("chat", "--suffix", 8, "--block-length", 8, "--sampler", "low_confidence", stdin=PROMPT + "\n")
+    assert turns.splitlines()[0] == paradec.generate(paradec.load(), PROMPT, **request | {"suffix": 8}).text
+    out = tmp_path / "results.json"
+    one = ("--samplers", "low_confidence", "--tasks", "copy", "--limit", 1, "--block-length", 8, "--json")
+    plain, cut = (json.loads(ok("compare", *one, *more)) for more in ((), ("--suffix", "8", "--out", out)))
+    assert cut["setup"]["suffix"] == {"window": 8} and "suffix" not in plain["setup"]
+    evaluated = [[each["forwarded_tokens"] for each in data["results"]] for data in (plain, cut)]
+    assert all(less < more for more, less in zip(*evaluated, strict=True))
+    result = run("compare", *one, "--out", out, "--resume")
+    assert result.exit_code == 2 and "suffix" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -406,6 +427,7 @@ REQUESTS = [
     ("--set", "threshold=1e400"),
     ("--set", "threshold=" + 9999 * "["),
     ("--attention", ""),
+    *(("--suffix", value) for value in ("", "x", "-1", "1.5", "64:3", "gaussian", "gaussian:0", "uniform:4:9", HUGE)),
     ("--trace", "FOLDER"),
     ("--trace", "FILE/steps.json"),
     ("--trace", "caf\udce9.json"),
@@ -446,6 +468,7 @@ COMPARE = [
     ("--samplers", "no-such-sampler"),
     ("--samplers", ""),
     ("--cache", ""),
+    *(("--suffix", value) for value in ("", "x", "-1")),
     ("--prompts", "FILE"),
     ("--prompts", "FOLDER"),
     ("--prompts", "missing.jsonl"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,12 @@ def test_there_are_recipes() -> None:
     values = {path.stem: Recipe.load(path).published for path in RECIPES}
     assert values["llada-8b-instruct-gsm8k-blocks"]["value"] == 78.6
     assert values["llada-8b-base-mmlu"] is None
+
+
+def test_a_dry_run_knows_of_a_suffix_window(no_harness: None) -> None:
+    recipe = Recipe.load(TESTS.parent / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml")
+    cut = dataclasses.replace(recipe, request={**recipe.request, "suffix": "gaussian:32"})
+    assert running.plan(cut)["estimate"]["seconds"] < running.plan(recipe)["estimate"]["seconds"]
 
 
 def test_a_dry_run_fits_a_terminal(no_harness: None) -> None:
