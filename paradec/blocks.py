@@ -97,7 +97,7 @@ class PipelinedBlocks(FixedBlocks):
     positions are decided: one a step, and none behind an end of the text. The sampler's rule sees all open blocks
     together; the token that it commits in any case is the best one of the first block that is not full, not of all.
 
-    Works with the samplers that have no schedule over steps and take nothing back, on all models, with the usual block
+    Works with the samplers that need no schedule over steps and take nothing back, on all models, with the usual block
     caches, and with `delayed`, which is made for it. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
 
     Args:

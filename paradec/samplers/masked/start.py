@@ -49,7 +49,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     holes = any(mask in row for row in rows)
     new = _new_tokens(model, rows, request.max_new_tokens, holes)
     policy = block_policy(sampler, model, request.blocks, request.block_length, holes)
-    check_pipelined(sampler, policy)
+    check_pipelined(sampler, policy, request.steps)
     # where decoding starts, and where text begins that nothing given follows
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
     answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != mask), 0) for r in rows], np.int64)
