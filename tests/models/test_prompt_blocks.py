@@ -49,15 +49,16 @@ def plain_logits(model: Model, ids: list[int], prompt: int) -> Tensor:
 def plain_loop(model: Model, prompt: list[int], new: int, threshold: float, add: float) -> list[list[tuple[int, int]]]:
     """D2F's loop of one row: what each forward commits. Blocks open one by one; every open one commits what passes, and
     the first one its best where nothing does."""
-    ids = [*prompt, *[MASK] * (-(-new // BLOCK) * BLOCK)]
+    mask = model.facts.mask_id
+    ids = [*prompt, *[mask] * (-(-new // BLOCK) * BLOCK)]
     first, opened, calls = len(prompt), 1, []
 
     def cells(block: int) -> list[int]:
-        return [i for i in range(first + block * BLOCK, first + (block + 1) * BLOCK) if ids[i] == MASK]
+        return [i for i in range(first + block * BLOCK, first + (block + 1) * BLOCK) if ids[i] == mask]
 
-    while MASK in ids:
+    while mask in ids:
         p = plain_logits(model, ids, first)
-        p[:, MASK] = -torch.inf
+        p[:, mask] = -torch.inf
         sure, token = p.softmax(-1).max(-1)
         chosen = {i for block in range(opened) for i in cells(block) if sure[i] >= threshold}
         own = next(cells(block) for block in range(opened) if cells(block))
