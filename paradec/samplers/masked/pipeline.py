@@ -46,6 +46,13 @@ def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, pro
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
 
+def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
+    """Where the open blocks of a row begin, whose window is [start, end)."""
+    first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
+    length = state.blocks.length
+    return [start, *range(start + length - (start - first) % length, end, length)]
+
+
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
     """[R, W] int64: for positions in blocks that must make progress, the number of the block; -1 for others.
 

@@ -26,6 +26,8 @@ from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
 from paradec.samplers.statistics import best_one
+from paradec.trace import Trace
+from paradec.traces.payload import run_data
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -402,6 +404,31 @@ def test_states_and_settings_can_be_copied(model: Model) -> None:
             while not each.done:
                 sampler.commit(each, sampler.step(model, each))
     assert all(torch.equal(state.canvas, other.canvas) for other in others)
+
+
+def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:
+    """Each of them, in files and on pages too; a run with one open block says nothing of the kind."""
+    for align in ("prompt", "absolute"):
+        out = decode(model, sampler="threshold", blocks=PipelinedBlocks(4, align=align, add=0.25))
+        most = 0
+        for step in out.trace.steps:
+            for row, (span, starts) in enumerate(zip(step.blocks, step.starts, strict=True)):
+                if span is None:
+                    assert starts is None
+                    continue
+                first = len(ROWS[row]) if align == "prompt" else 0
+                inside = [p for p in range(span[0] + 1, span[1]) if (p - first) % 4 == 0]
+                assert starts == [span[0], *inside]
+                most = max(most, len(starts))
+        assert most > 1
+        out.trace.save(tmp_path / "run.json")
+        again = Trace.load(tmp_path / "run.json")
+        assert [step.starts for step in again.steps] == [step.starts for step in out.trace.steps]
+        told = run_data(out.trace, "run")["steps"]
+        assert [step["o"] for step in told] == [step.starts for step in out.trace.steps]
+    fixed = decode(model, sampler="threshold", blocks=FixedBlocks(4))
+    assert all(step.starts is None for step in fixed.trace.steps)
+    assert all("o" not in step for step in run_data(fixed.trace, "run")["steps"])
 
 
 def test_requests_are_saved_and_read(tmp_path: Any) -> None:
