@@ -97,7 +97,7 @@ class PipelinedBlocks(FixedBlocks):
     positions are decided: one a step, and none behind an end of the text. The sampler's rule sees all open blocks
     together; the token that it commits in any case is the best one of the first block that is not full, not of all.
 
-    Works with the samplers that have no schedule over steps and take nothing back, on all models, with the usual block
+    Works with the samplers that need no schedule over steps and take nothing back, on all models, with the usual block
     caches, and with `delayed`, which is made for it. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
 
     Args:
@@ -129,7 +129,7 @@ class PipelinedBlocks(FixedBlocks):
 
     def for_model(self, model: Any) -> PipelinedBlocks:
         """The policy with its blocks counted from where the model's are."""
-        own = "absolute" if model.facts.topology == "block_causal" else "prompt"
+        own = model.facts.block_align if model.facts.topology == "block_causal" else "prompt"
         return replace(self, align=own) if self.align == "model" else self
 
 
@@ -176,7 +176,9 @@ class AdaptiveBlocks(BlockPolicy):
     window: float = 0.25
     min_length: int = 1
     model_block: int | None = field(default=None, repr=False)
-    """Set by `for_model`: blocks do not cross those that a block-causal model was trained with."""
+    model_align: str = field(default="absolute", repr=False)
+    """Set by `for_model`: blocks do not cross those that a block-causal model was trained with, and where these are
+    counted from."""
 
     reads_logits: ClassVar[bool] = True
 
@@ -191,7 +193,10 @@ class AdaptiveBlocks(BlockPolicy):
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
         end = np.minimum(start + np.maximum(self._window(prompt_length, length), self.length), length)
-        return end if self.model_block is None else np.minimum(end, (start // self.model_block + 1) * self.model_block)
+        if self.model_block is None:
+            return end
+        first = prompt_length if self.model_align == "prompt" else 0
+        return np.minimum(end, ((start - first) // self.model_block + 1) * self.model_block + first)
 
     def count(self, prompt_length: int, length: int) -> None:
         return None
@@ -229,10 +234,10 @@ class AdaptiveBlocks(BlockPolicy):
             read = _readings(model.tokenizer)[: facts.vocab_size]
             found = {i for i, text in enumerate(read) if text in texts or self._ends(text, texts)}
             ids |= found - {facts.mask_token_id}
-        if ids:
-            return replace(self, delimiters=tuple(sorted(ids)), model_block=facts.block_length)
         own = facts.block_length
-        fixed = FixedBlocks(self.length) if own is None else FixedBlocks(own, align="absolute")
+        if ids:
+            return replace(self, delimiters=tuple(sorted(ids)), model_block=own, model_align=facts.block_align)
+        fixed = FixedBlocks(self.length) if own is None else FixedBlocks(own, align=facts.block_align)
         why = "has no tokenizer" if model.tokenizer is None else "has no such token"
         warnings.warn(
             f"delimiters={self.delimiters} name no token, {facts.name} {why}: blocks stay {fixed.length} long; "

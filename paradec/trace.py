@@ -43,6 +43,9 @@ class TraceStep:
     """Which positions of each row were evaluated."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
     """The open block of each row, or its window of drafts; None where the row took no part."""
+    starts: list[list[int] | None] | None = field(default=None, compare=False)
+    """With pipelined blocks, where each row's open blocks begin, from left to right: `blocks` reaches from the first of
+    them to the end of the last. None where the row took no part."""
     rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
     """(row, position, token) of the drafts that were evaluated and did not become final."""
     rules: list[int] | None = field(default=None, compare=False)
@@ -79,6 +82,7 @@ class Notes:
     nfe: list[int]
     evaluated: list[list[Span]] | None = None
     blocks: list[Span | None] | None = None
+    starts: list[list[int] | None] | None = None
     draft_nfe: list[int] | None = None
     drafts: set[tuple[int, int, int]] | None = None
     """(row, position, token) of all drafts that are evaluated; None where nothing is drafted."""
@@ -183,7 +187,7 @@ class Trace:
         step.nfe, step.draft_nfe, step.evaluated, step.blocks = (
             notes.nfe, notes.draft_nfe, notes.evaluated, notes.blocks
         )  # fmt: skip
-        step.seconds, step.pictures = seconds, pictures
+        step.seconds, step.pictures, step.starts = seconds, pictures, notes.starts
         if notes.drafts is not None:
             written = {(row, position, token) for row, position, token, _ in commits}
             step.rejected = sorted(notes.drafts - written)

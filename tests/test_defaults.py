@@ -229,6 +229,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "window": 0.25,
         "min_length": 1,
         "model_block": None,
+        "model_align": "absolute",
     },
     "SparseD": {
         "select": 0.3,

@@ -335,12 +335,11 @@ def _rounded(state: CanvasState, sizes: np.ndarray, multiple: int) -> int:
     return int(min(-(-sizes.max() // multiple) * multiple, state.canvas.shape[1]))
 
 
-def outward(state: CanvasState, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A range, widened to whole blocks of a block-causal model: inside one, every position sees every other."""
-    block = state.facts.block_length
+def outward(state: CanvasState, rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges of `rows` [N], widened to whole blocks of a block-causal model: inside one, positions see each other."""
     if state.facts.topology != "block_causal":
         return start, stop
-    return start // block * block, -(-stop // block) * block
+    return state.facts.block_bounds(start, stop, state.prompt_length[rows])
 
 
 def buckets(sizes: np.ndarray, exact: bool, most: int = 3, waste: float = 1.1) -> list[Any]:

@@ -36,11 +36,11 @@ class BlockCache(RangeCache):
 
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         rows = state.window.rows
-        state.cache_state[rows] = outward(state, state.block_start[rows], state.block_end[rows])[0]
+        state.cache_state[rows] = outward(state, rows, state.block_start[rows], state.block_end[rows])[0]
 
     def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.zeros(len(rows), bool)
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        start, stop = outward(state, state.block_start[rows], state.block_end[rows])
+        start, stop = outward(state, rows, state.block_start[rows], state.block_end[rows])
         return np.minimum(start, state.cache_state[rows]), stop

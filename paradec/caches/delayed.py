@@ -70,4 +70,4 @@ class DelayedCache(RangeCache):
         return fresh
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, state.cache_state[rows, 0], state.length[rows])
+        return outward(state, rows, state.cache_state[rows, 0], state.length[rows])

@@ -31,4 +31,4 @@ class DkvPrefill(RangeCache):
         return state.row_step[rows] == 0
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, state.prompt_length[rows] - state.facts.shift, state.length[rows])
+        return outward(state, rows, state.prompt_length[rows] - state.facts.shift, state.length[rows])

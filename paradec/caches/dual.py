@@ -27,4 +27,4 @@ class DualCache(PrefixCache):
     device_step = True
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, state.block_start[rows], state.block_end[rows])
+        return outward(state, rows, state.block_start[rows], state.block_end[rows])

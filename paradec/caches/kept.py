@@ -209,6 +209,11 @@ def plan_reuse(
         raise ValueError(f"{given[0]} needs a cache that keeps keys and values; cache={cache.name!r} keeps none")
     if branches > 1:
         raise ValueError(f"{given[0]} does not work with guidance_scale: its second branch has the prompt masked")
+    if model.facts.prompt_aligned:
+        raise ValueError(
+            f"{given[0]} does not work with {model.facts.name}: its prompt is one block, in which every key depends on "
+            "all of it"
+        )
     if share and not model.shares_prefix:
         raise ValueError(
             f"share_prefix=True needs attn_implementation 'sdpa' or 'eager'; {model.facts.name} has another"

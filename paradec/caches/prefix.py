@@ -37,4 +37,4 @@ class PrefixCache(RangeCache):
         return state.block_step[rows] == 0
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, state.block_start[rows], state.length[rows])
+        return outward(state, rows, state.block_start[rows], state.length[rows])

@@ -57,4 +57,4 @@ class VicinityCache(RangeCache):
         return due if every is None else due | (state.block_step[rows] % every == 0)
 
     def range(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return outward(state, state.block_start[rows] - self.prefix_look, state.block_end[rows] + self.after_look)
+        return outward(state, rows, state.block_start[rows] - self.prefix_look, state.block_end[rows] + self.after_look)

@@ -64,7 +64,9 @@ def estimate(
             `paradec compare` reports leaves out what stands behind the end of an answer; here there is none.)
         price_per_hour: of one device.
         block: positions of a block; None is the model's own default (32 for LLaDA, the whole answer for Dream). Of a
-            causal model the tokens that a forward verifies, 1 by default.
+            causal model the tokens that a forward verifies, 1 by default. One is open at a time: how many
+            `paradec.PipelinedBlocks` have open only decoding shows (give what they evaluate together). Blocks counted
+            from a prompt's end (D2F's) are taken for such as are counted from position 0.
         dtype: "bfloat16", "float16" or "float32"; None is the configuration's, else bfloat16.
         group: devices that share every matrix (tensor parallel).
         efficiency: the share of the device's rates that is reached, in (0, 1]; 1 is the bound.

@@ -116,9 +116,10 @@ def _spans(facts: ModelFacts, context: int, length: int) -> list[_Span]:
     stop, block = context + length, facts.block_length
     if facts.topology != "block_causal" or block is None:
         return [_Span(context, stop, stop)]
-    cuts = [context, *range((context // block + 1) * block, stop, block), stop]
+    first = context if facts.prompt_aligned else 0
+    cuts = [context, *range(context + block - (context - first) % block, stop, block), stop]
     longest = facts.max_length or stop + block
-    return [_Span(a, b, min(-(-b // block) * block, longest)) for a, b in itertools.pairwise(cuts)]
+    return [_Span(a, b, min(first - (first - b) // block * block, longest)) for a, b in itertools.pairwise(cuts)]
 
 
 def _masked(row: list[int], facts: ModelFacts, span: _Span, hidden: Sequence[int]) -> list[int]:

@@ -243,10 +243,11 @@ class BlockCausalModule(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         facts = model.facts
-        if facts.topology != "block_causal" or facts.prediction != "same":
+        if facts.topology != "block_causal" or facts.prediction != "same" or facts.prompt_aligned:
+            where = ", in blocks from the prompt's end" if facts.prompt_aligned else ""
             raise ValueError(
-                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}; LLaDA2Pipeline takes block_causal "
-                "models that predict in place ('same')"
+                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}{where}; LLaDA2Pipeline takes "
+                "block_causal models that predict in place ('same'), with blocks from position 0"
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
         self._wrap = model._wrap

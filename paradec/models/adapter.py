@@ -390,6 +390,14 @@ class Decoder(Model):
             f"topology={self.facts.topology!r}"
         )
 
+    def _origin(self, query: Query) -> Tensor | None:
+        """[R, 1] int64: where the rows' blocks are counted from; None is position 0."""
+        if not self.facts.prompt_aligned:
+            return None
+        if query.origin is None:
+            raise ValueError(f"{self.facts.name} counts its blocks from the prompt's end: the query needs `origin`")
+        return query.origin.unsqueeze(1)
+
     def _plan(self, query: Query) -> Any:
         """What the attention follows: the query's plan, unless the query says which column sees which as well."""
         query.attention.attended = False
@@ -410,8 +418,9 @@ class Decoder(Model):
             mask, keys = store.visible(query)
             structure = None  # the store's mask has it
         if structure is None and self.facts.topology == "block_causal":
-            length = self.facts.block_length or 1
-            structure = (query.positions // length)[:, :, None] >= (keys // length)[:, None, :]
+            origin = self._origin(query)
+            own = self.facts.block_numbers(query.positions, origin)
+            structure = own[:, :, None] >= self.facts.block_numbers(keys, origin)[:, None, :]
         elif structure is None and self.facts.topology == "causal":
             if mask is not None or store is not None or not self._masks_itself:
                 structure = query.positions[:, :, None] >= keys[:, None, :]

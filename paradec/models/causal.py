@@ -60,8 +60,9 @@ def load_causal(
     Raises:
         CheckpointError: files that are missing, wrong, or of another kind of model.
     """
-    for name in ("mask_token_id", "block_length"):
+    for name in ("mask_token_id", "block_length", "topology", "adapter"):
         if (value := options.pop(name, None)) is not None:
+            value = getattr(value, "source", value)
             raise CheckpointError(f"{name}={value} is for masked models; {source!r} holds a causal language model")
     default_attention(attn_implementation, source, "causal")
     if fetch(source, "adapter_config.json", revision) is not None:

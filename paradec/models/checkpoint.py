@@ -123,9 +123,7 @@ def read_json(source: str, filename: str, revision: str | None, required: bool =
     path = fetch(source, filename, revision)
     if path is None:
         if required:
-            adapter = filename == "config.json" and fetch(source, "adapter_config.json", revision) is not None
-            why = ", but adapter_config.json; merge the adapter into its base model first" if adapter else ""
-            raise CheckpointError(f"{source!r} has no {filename}{why}")
+            raise CheckpointError(f"{source!r} has no {filename}")
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paradec.checks import check_choice, check_int
 
 PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
+BLOCK_ALIGNS = ("absolute", "prompt")
 HOLE = -1
 """What stands for a position to fill in the ids of models without a mask token, which decode canvases of noise."""
 
@@ -28,6 +30,8 @@ class ModelFacts:
         topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
             encoder of what is final, and a bidirectional block of noise behind it (DiffusionGemma).
         block_length: the block of a block-causal model, and the canvas of one with canvases.
+        block_align: where the blocks of a block-causal model are counted from: "absolute" is position 0 (SDAR, LLaDA2),
+            "prompt" the end of the prompt, which is one block whatever its length (D2F).
         name: what messages call it.
 
     Raises:
@@ -42,12 +46,14 @@ class ModelFacts:
     prediction: str = "same"
     topology: str = "bidirectional"
     block_length: int | None = None
+    block_align: str = "absolute"
     name: str = "model"
 
     def __post_init__(self) -> None:
         check_int("vocab_size", self.vocab_size, low=1)
         check_choice("prediction", self.prediction, PREDICTIONS)
         check_choice("topology", self.topology, TOPOLOGIES)
+        check_choice("block_align", self.block_align, BLOCK_ALIGNS)
         for name in ("mask_token_id", "pad_token_id"):
             check_int(name, getattr(self, name), low=0, high=self.vocab_size - 1, none=True)
         for eos in self.eos_token_ids:
@@ -60,6 +66,8 @@ class ModelFacts:
             check_int("block_length", self.block_length, low=1)
         elif self.block_length is not None:
             raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
+        if self.block_align != "absolute" and self.topology != "block_causal":
+            raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
         check_int("max_length", self.max_length, low=1, none=True)
 
     @property
@@ -92,6 +100,31 @@ class ModelFacts:
     def block_unit(self) -> int:
         """Neighbouring positions that see each other whatever the order: the block of a block-causal model, else 1."""
         return self.block_length or 1 if self.topology == "block_causal" else 1
+
+    @property
+    def prompt_aligned(self) -> bool:
+        """Whether blocks are counted from the end of each row's prompt, which is a block of its own."""
+        return self.block_align == "prompt"
+
+    def block_numbers(self, positions: Any, origin: Any = None) -> Any:
+        """The blocks that positions stand in, of a block-causal model; the prompt's is -1 where blocks begin behind it.
+
+        Args:
+            positions: int64 of any shape, a tensor or an array.
+            origin: [R, 1] int64, the ends of the rows' prompts; only for models that count from there.
+        """
+        if not self.prompt_aligned:
+            return positions // self.block_unit
+        return ((positions - origin) // self.block_unit).clip(-1)
+
+    def block_bounds(self, start: Any, stop: Any, origin: Any) -> tuple[Any, Any]:
+        """Ranges [start, stop), widened to whole blocks of a block-causal model; int64 arrays, as is `origin`."""
+        block = self.block_unit
+        if not self.prompt_aligned:
+            return start // block * block, -(-stop // block) * block
+        start, stop = start - origin, stop - origin
+        inside = start >= 0  # else the range begins inside the prompt, and is all of it
+        return (start // block * block + origin) * inside, (-(-stop // block)).clip(0) * block + origin
 
     @property
     def shift(self) -> int:

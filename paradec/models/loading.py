@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.resources
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from paradec.checks import check_int, shown
-from paradec.models import causal, cpu_dtypes
+from paradec.checks import check_choice, check_int, shown
+from paradec.models import causal, cpu_dtypes, lora
 from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Decoder, Model
 from paradec.models.checkpoint import (
@@ -33,10 +34,22 @@ from paradec.models.images.loading import (
     load_image_model,
     packaged_image,
 )
+from paradec.models.lora import LoRA
 from paradec.models.pretrained import read_module, reason
 from paradec.models.saving import Published
 from paradec.models.tensor_parallel import asked
-from paradec.models.text import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, sdar, stable_diffcoder
+from paradec.models.text import (
+    d2f,
+    diffusion_gemma,
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2,
+    llada_moe,
+    sdar,
+    stable_diffcoder,
+)
+from paradec.models.text.qwen import stated_block
 from paradec.models.vocabulary import facts_of, tokenizer_of
 from paradec.models.wrapping import default_attention, implementation, wrap
 
@@ -86,6 +99,8 @@ def load(
     revision: str | None = None,
     mask_token_id: int | None = None,
     block_length: int | None = None,
+    topology: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     gguf_file: str | None = None,
     **image_options: Any,
@@ -115,7 +130,7 @@ def load(
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file, as
-            "folder/file.gguf" or "owner/repository/file.gguf".
+            "folder/file.gguf" or "owner/repository/file.gguf", or a LoRA adapter alone, which names its base.
         dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's.
         device: where to put the model; None is the CPU, or what `device_map`/`tp_plan` say.
         device_map, quantization_config, revision: as in transformers' `from_pretrained`.
@@ -127,6 +142,11 @@ def load(
         mask_token_id: overrides the checkpoint's; needed where it names none.
         block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed
             where it names none. (How an answer is cut is for `generate(block_length=...)`.)
+        topology: "block_causal" for LLaDA's and Dream's formats with weights that were trained with blocks which see
+            the prompt and earlier blocks only, counted from the prompt's end (D2F); needs `block_length`. None is what
+            the format says, and for adapters with D2F's published names that, in blocks of 32.
+        adapter: a folder or hub repository with a LoRA adapter in peft's format (adapter_config.json and
+            adapter_model.safetensors), which is merged into the weights; for LLaDA's and Dream's formats and kin.
         offload_folder: where weights that `device_map` puts on the disk are kept, as in `from_pretrained`; mixtures of
             experts need one, since their files hold the experts one by one.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
@@ -145,6 +165,8 @@ def load(
         "quantization_config": quantization_config,
         "mask_token_id": mask_token_id,
         "block_length": block_length,
+        "topology": topology,
+        "adapter": adapter,
         "offload_folder": offload_folder,
     }
     if source is None:
@@ -160,6 +182,12 @@ def load(
         raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
     check_int("mask_token_id", mask_token_id, low=0, none=True)
     check_int("block_length", block_length, low=1, none=True)
+    if topology is not None:
+        check_choice("topology", topology, ("bidirectional", "block_causal"))
+    if adapter is not None:
+        if not isinstance(adapter, (str, os.PathLike)) or not os.fspath(adapter):
+            raise ValueError(f"adapter={shown(adapter)} must be a folder or a hub repository id")
+        for_text["adapter"] = os.fspath(adapter)
     if offload_folder is not None and (not isinstance(offload_folder, (str, os.PathLike)) or not str(offload_folder)):
         raise ValueError(f"offload_folder={shown(offload_folder)} must be the path of a folder")
     dtype = _dtype(dtype)
@@ -168,6 +196,8 @@ def load(
         raise ValueError(f"device={device!s} goes with neither device_map nor tp_plan; give one of them")
     implementation(attn_implementation)
     source, gguf_file = gguf.file_of(os.fspath(source), gguf_file)
+    if adapter is None and gguf_file is None and (alone := _adapter_alone(source, revision)):
+        source, revision, for_text["adapter"] = *alone, lora.read_lora(source, revision)
     others = {"device_map": device_map, "quantization_config": quantization_config, "gguf_file": gguf_file}
     plan = asked(tp_plan, tp_timeout, others | {"offload_folder": offload_folder})
     options = {name: value for name, value in for_text.items() if name != "tp_timeout"} | {"tp_plan": plan}
@@ -196,7 +226,7 @@ def load(
     if image_options:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
-        for name in ("mask_token_id", "block_length"):
+        for name in ("mask_token_id", "block_length", "topology", "adapter"):
             if options.pop(name) is not None:
                 raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
         if options.pop("tp_plan") is not None:
@@ -219,6 +249,8 @@ def _language_model(
     *,
     mask_token_id: int | None,
     block_length: int | None,
+    topology: str | None,
+    adapter: str | LoRA | None,
     **options: Any,
 ) -> Decoder:
     """What `load` does for masked language models; `options` are for `from_pretrained`."""
@@ -227,20 +259,29 @@ def _language_model(
     if family.fused is not None:
         _check_fused(source, hf_config, options)
     quantised = _quantised(source, config, hf_config)
-    if fetch(source, "adapter_config.json", revision) is not None:
-        raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
-    block_length = _block_length(source, config, family, block_length)
+    if adapter is not None:
+        adapter = _adapter(source, family, quantised, adapter, options)
+    elif fetch(source, lora.CONFIG, revision) is not None:
+        raise CheckpointError(
+            f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
+            "merged into the weights there"
+        )
+    family, block_length = _blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
     stored = stored_weights(source, revision)
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
         names = {published_to_own(name, family.key_mapping or {}): name for name in stored}
     else:
         names = check_weights(source, stored, hf_config, family.key_mapping or {})
+    if adapter is not None:
+        adapter.check(source, stored)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
     facts = facts_of(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
+    if adapter is not None:
+        adapter.merge(module, family.key_mapping or {})
     if device is not None:
         module = module.to(device)
     default_new = generation.get("max_new_tokens")
@@ -326,6 +367,64 @@ def _family(source: str, config: dict[str, Any]) -> Family:
         f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
         "language models of transformers. Load another model with transformers and give it to paradec.wrap"
     )
+
+
+def _adapter_alone(source: str, revision: str | None) -> tuple[str, str | None] | None:
+    """The base of a folder or repository that holds nothing but an adapter, and its revision; None for all others."""
+    if os.path.isfile(source) or source in PACKAGED_IMAGES or source in PACKAGED_PIPELINES:
+        return None
+    if fetch(source, "config.json", revision) is not None or fetch(source, lora.CONFIG, revision) is None:
+        return None
+    return lora.base_of(source, revision)
+
+
+def _adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
+    """The adapter, read. Raises CheckpointError: one that does not work with this checkpoint or these options."""
+    name = adapter if isinstance(adapter, str) else adapter.source
+    why = None
+    if family.experts or family.fused is not None:
+        why = "its matrices do not stand in the module as they stand in the file"
+    elif quantised or options.get("quantization_config") is not None:
+        why = "quantised weights cannot take a product"
+    elif options.get("tp_plan") is not None:
+        why = "each process of tp_plan reads a part of each matrix"
+    if why is not None:
+        raise CheckpointError(
+            f"adapter={name!r} does not work for {source!r} here: {why}; merge it with peft (merge_and_unload) and "
+            "load what that saves"
+        )
+    return lora.read_lora(adapter) if isinstance(adapter, str) else adapter
+
+
+def _blocks(
+    source: str,
+    config: dict[str, Any],
+    family: Family,
+    given: int | None,
+    topology: str | None,
+    adapter: LoRA | None,
+) -> tuple[Family, int | None]:
+    """The family as this checkpoint was trained, and the block. Bidirectional families may have been trained in blocks
+    from the prompt's end.
+
+    Raises:
+        CheckpointError: a topology that is not the checkpoint's, or blocks without a length.
+    """
+    if family.block_length is not None:
+        if topology == "bidirectional":
+            raise CheckpointError(f"topology={topology!r} does not fit {source!r}, which is block-causal")
+        return family, _block_length(source, config, family, given)
+    stated = stated_block(config, d2f.STATED)
+    named = d2f.is_published(None if adapter is None else adapter.source)
+    if topology == "bidirectional" or (topology is None and stated is None and not named):
+        return family, _block_length(source, config, family, given)
+    length = next((n for n in (given, stated, d2f.BLOCK_LENGTH if named else None) if n is not None), None)
+    if length is None:
+        raise CheckpointError(
+            f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
+            "(D2F's scripts have 32 to 64)"
+        )
+    return replace(family, block_length=partial(d2f.given, length), block_align="prompt"), length
 
 
 def _block_length(source: str, config: dict[str, Any], family: Family, given: int | None) -> int | None:

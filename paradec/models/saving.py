@@ -21,6 +21,7 @@ from paradec.checks import check_int, shown
 from paradec.models.checkpoint import INDEX, Stored, check_weights
 from paradec.models.family import Family
 from paradec.models.stacked import Fetched, Part, parts_of
+from paradec.models.text import d2f
 from paradec.models.vocabulary import stated_ends
 
 OWN_FORMAT = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
@@ -137,6 +138,8 @@ def _stated(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     name = published.family.block_name
     if name is not None and config.get(name) != facts.block_length:
         config[name] = facts.block_length
+    if facts.prompt_aligned:
+        config[d2f.STATED] = facts.block_length
     known = {} if tokenizer is None else tokenizer.get_vocab()
     found = {
         "mask_token_id": (config, generation, tokenizer, {"mask_token_id": known.get(published.family.mask_token)}),

@@ -46,6 +46,7 @@ def facts_of(
             prediction=family.prediction,
             topology=family.topology,
             block_length=block_length,
+            block_align=family.block_align,
             name=os.path.basename(source.rstrip("/")) or source,
         )
     except ValueError as error:

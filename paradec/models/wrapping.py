@@ -36,6 +36,7 @@ def wrap(
     prediction: str | None = None,
     topology: str | None = None,
     block_length: int | None = None,
+    block_align: str = "absolute",
     tokenizer: Any = None,
     max_length: int | None = None,
     attn_implementation: str = "sdpa",
@@ -59,6 +60,8 @@ def wrap(
             topology="causal" the latter.
         topology: "bidirectional", "block_causal" (with `block_length`) or "causal". A module of one's own must be so by
             itself: no mask is passed to it (SDAR's remote code, called with ids alone, is causal; `load` reads those).
+        block_align: where the blocks of a block-causal model begin: "absolute" is position 0, "prompt" the end of the
+            prompt, which is a block of its own (D2F); the latter for transformers' causal language models alone.
         max_length: positions the model can take; read from its config when left out.
 
     Raises:
@@ -123,8 +126,11 @@ def wrap(
         prediction=prediction,
         topology=topology,
         block_length=block_length,
+        block_align=block_align,
         name=name,
     )
+    if adapter is not Decoder and facts.prompt_aligned:
+        raise ValueError(f"block_align='prompt' does not work with {name}, which is not told where a prompt ends")
     sparse = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
     own: str | None = None
     if adapter is Decoder:

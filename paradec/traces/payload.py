@@ -157,6 +157,8 @@ def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool)
         data["s"] = _number(step.seconds)
     if step.blocks is not None:
         data["b"] = step.blocks[:rows]
+    if step.starts is not None:
+        data["o"] = step.starts[:rows]
     if step.evaluated is not None and spans:
         data["e"] = step.evaluated[:rows]
     if step.rejected and drafts:

@@ -679,13 +679,15 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 def test_adapters_are_not_read_past(tmp_path: Path) -> None:
     folder = write(tmp_path, LLADA)
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
-    with pytest.raises(paradec.CheckpointError, match="adapter_config.json; merge"):
+    with pytest.raises(
+        paradec.CheckpointError, match="holds an adapter_config.json beside a config.json; give adapter"
+    ):
         paradec.load(folder)
 
 
 def test_an_adapter_alone_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
-    with pytest.raises(paradec.CheckpointError, match="has no config.json, but adapter_config.json; merge the adapter"):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    with pytest.raises(paradec.CheckpointError, match="names no base_model_name_or_path; give load.base, adapter="):
         paradec.load(tmp_path)
 
 

@@ -328,6 +328,28 @@ def test_narrower_numbers(loaded: Any, dtype: torch.dtype) -> None:
     assert found.new_tokens.shape == (4, 9)
 
 
+def test_bfloat16_is_greedy_but_for_near_ties(loaded: Any) -> None:
+    """Every token is the best of the bfloat16 model's own logits for the text before it, one row and one call at a
+    time, or as good to within what bfloat16 tells apart."""
+    exact, tokens = 0, 0
+    for seed in range(6):
+        base = tiny_base(layers=4, seed=seed)
+        base.module.to(torch.bfloat16)
+        found, state = answers(speculative(loaded(base)), base, PROMPTS, max_new_tokens=16, temperature=0)
+        assert (state.nfe < 16).any()  # some draft was accepted
+        for prompt, new in zip(PROMPTS, found, strict=True):
+            assert len(new) == 16
+            for place, token in enumerate(new):
+                with torch.no_grad():
+                    logits = base.module(torch.tensor([prompt + new[:place]])).logits[0, -1].float()
+                best = float(logits.max())
+                # two steps of bfloat16, of logits whose sums were made in another order
+                assert best - float(logits[token]) <= 2 * 2**-7 * max(abs(best), 1)
+                exact += int(logits.argmax()) == token
+                tokens += 1
+    assert exact >= 0.97 * tokens
+
+
 def test_over_llamagen(loaded: Any) -> None:
     """An image model of ours, with guidance from both branches: the codes of decoding one by one."""
     model = tiny_llamagen()

@@ -51,6 +51,8 @@ class MaskedSampler(Sampler):
         score_from: "raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the
             tempered and filtered distribution that tokens are drawn from (Dream).
         uses_steps: whether `steps` means something to the method (see `Sampler`).
+        least_by_steps: whether the schedule of `steps` says only what a step commits at least, beside what the rule
+            finds without it; then pipelined blocks take the method, without `steps`.
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
         rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
@@ -77,6 +79,7 @@ class MaskedSampler(Sampler):
     reads: ClassVar[tuple[str, ...]] = ("confidence",)
     score: ClassVar[str] = "confidence"
     score_from: ClassVar[str] = "raw"
+    least_by_steps: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"
     rereads: ClassVar[bool] = False

@@ -71,6 +71,7 @@ class Combination(MaskedSampler):
             score=self.rules[0].score,
             score_from=self.rules[0].score_from,
             uses_steps=any(rule.uses_steps for rule in self.rules),
+            least_by_steps=all(rule.least_by_steps or not rule.uses_steps for rule in self.rules),
             may_wait=self._may_wait(),
             rereads=any(rule.rereads for rule in self.rules),
             fuses=any(member.fuses for member in self.members),

@@ -134,6 +134,7 @@ def batch_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: n
             "positions": query.positions[called],
             "wanted": query.wanted[called],
             "valid": None if query.valid is None else query.valid[called],
+            "origin": None if query.origin is None else query.origin[called],
             "store_rows": None if query.store_rows is None else query.store_rows[called],
             "store_index": None if query.store_index is None else query.store_index[index],
             "slots": None,
@@ -176,7 +177,7 @@ def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np
     number = torch.arange(most, device=device).repeat_interleave(width)
     visible = (number[:, None] == number).expand(count, -1, -1)
     if state.facts.topology == "block_causal":
-        block = positions // state.facts.block_unit
+        block = state.facts.block_numbers(positions, None if query.origin is None else query.origin.unsqueeze(1))
         visible = visible & (block[:, :, None] >= block[:, None, :])
     valid = None
     if query.valid is not None or (copies < most).any():

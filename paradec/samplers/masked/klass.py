@@ -35,6 +35,9 @@ class KLASS(LowConfidence):
     threshold below about 20, so that nothing is ready before step h + 1. A position that a cache leaves out of a step
     keeps its last distribution and its count.
 
+    With pipelined blocks, which take no `steps`, what is ready in any open block goes; a block that must make progress
+    and has nothing ready commits its most confident position.
+
     Presets: "llada" (GSM8K; the paper cuts blocks of 64) and "dream". `steps` plans the schedule and does not bound the
     forwards: a step with one ready position commits that one only, as in the public code.
 
@@ -49,6 +52,7 @@ class KLASS(LowConfidence):
     name = "klass"
     paper = "KLASS"
     arxiv = "2511.05664"
+    least_by_steps = True
     summary = "every sure token whose distribution has stopped changing, else the most confident ones"
     frontier = (
         {"confidence_threshold": 0.6, "kl_threshold": 0.015},
@@ -82,4 +86,4 @@ class KLASS(LowConfidence):
 
     def select(self, view: View) -> Tensor:
         ready = (view.scores > self.confidence_threshold) & (view.updates["stable"] >= self.history)
-        return torch.where(ready.any(-1, keepdim=True), ready, view.top(view.scores, view.quota))
+        return torch.where(ready.any(-1, keepdim=True), ready, view.scheduled())

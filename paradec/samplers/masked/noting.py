@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paradec.samplers.masked import reference
+from paradec.samplers.masked.pipeline import open_starts
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import MaskedProposal
 from paradec.trace import Notes
@@ -21,6 +22,10 @@ def complete(sampler: Any, state: MaskedState, proposal: MaskedProposal, notes: 
     notes.blocks = [None] * state.batch
     for row, end in zip(rows, ends, strict=True):
         notes.blocks[row] = (int(state.block_start[row]), end)
+    if state.pipelined:
+        notes.starts = [
+            None if span is None else open_starts(state, row, *span) for row, span in enumerate(notes.blocks)
+        ]
     rules: dict[tuple[int, int], str] = {}
     positions = proposal.positions.tolist()
     if sampler.names_rules:

@@ -34,6 +34,9 @@ class Persistence(LowConfidence):
     of a step keeps its count. To add the rule to another one instead of the schedule, see `union`. `steps` plans the
     schedule and bounds the forwards only with end_threshold=0: ends that have to wait are not made up for.
 
+    With pipelined blocks, which take no `steps`, the schedule's tokens are the most confident ones of the blocks that
+    must make progress.
+
     Keeps a token and a count per position of the block.
     """
 
@@ -44,6 +47,7 @@ class Persistence(LowConfidence):
     name = "persistence"
     paper = "CORA-Diff"
     arxiv = ""
+    least_by_steps = True
     summary = "the most confident tokens on schedule, and sure ones that were the best before"
     reads = ("confidence", "best_token")
     frontier = ({"threshold": 0.9}, {"threshold": 0.7})
@@ -62,7 +66,7 @@ class Persistence(LowConfidence):
     def select(self, view: View) -> Tensor:
         early_end = torch.isin(view.tokens, view.ends) & (view.scores < self.end_threshold) & view.candidates
         scores = view.scores.masked_fill(early_end, LAST)
-        scheduled = view.top(scores, view.quota)
+        scheduled = view.scheduled(scores)
         lasting = (scores >= self.threshold) & (self.run(view) >= self.persist)
         return (scheduled | lasting) & (scores > LAST) | view.best(scores)
 

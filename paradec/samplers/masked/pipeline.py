@@ -17,8 +17,8 @@ from paradec.checks import shown
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 
 
-def check_pipelined(sampler: Any, policy: Any) -> None:
-    """Raise ValueError where a sampler cannot work in several blocks at once."""
+def check_pipelined(sampler: Any, policy: Any, steps: int | None = None) -> None:
+    """Raise ValueError where a sampler, or a request with these `steps`, cannot work in several blocks at once."""
     if not isinstance(policy, PipelinedBlocks):
         return
     why = None
@@ -26,12 +26,17 @@ def check_pipelined(sampler: Any, policy: Any) -> None:
         why = "it takes back what it decided in one open block"
     elif sampler.assesses or sampler.shadows:
         why = "it judges one block at a time"
-    elif sampler.uses_steps:
+    elif sampler.uses_steps and not sampler.least_by_steps:
         why = "its schedule is of one block after the other"
     if why is not None:
         raise ValueError(
             f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: {why}; use paradec.FixedBlocks, or a "
             "rule without a schedule, e.g. sampler='threshold'"
+        )
+    if sampler.uses_steps and steps is not None:
+        raise ValueError(
+            f"steps={steps} does not work with blocks={shown(policy)}: steps are spread over one block after the "
+            "other; leave steps out"
         )
 
 
@@ -39,6 +44,13 @@ def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, pro
     """[R, W] int64: the blocks that positions stand in, counted from the one that begins at `block_start` [R, 1]."""
     first = 0 if policy.align == "absolute" else prompt_length
     return (positions - first) // policy.length - (block_start - first) // policy.length
+
+
+def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
+    """Where the open blocks of a row begin, whose window is [start, end)."""
+    first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
+    length = state.blocks.length
+    return [start, *range(start + length - (start - first) % length, end, length)]
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:

@@ -94,6 +94,8 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         index=part.index,
         kind=part.kind,
     )
+    if state.facts.prompt_aligned:
+        query.origin = per_branch(state, state.prompt_length[rows])
     if state.store is not None:
         query.store_index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
         query.store_rows = torch.as_tensor(query.store_index, device=device)
@@ -102,8 +104,8 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
         reach = int(state.ends_now(rows).max())
         if state.facts.topology == "block_causal":
-            block = state.facts.block_unit
-            reach = min(reach, int(part.positions.max()) // block * block + block)
+            last = part.positions.max(1)
+            reach = min(reach, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
         query.reach = reach + -reach % state.stored_cache.shape_multiple
     whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, row_index, whole

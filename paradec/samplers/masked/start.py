@@ -49,7 +49,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     holes = any(mask in row for row in rows)
     new = _new_tokens(model, rows, request.max_new_tokens, holes)
     policy = block_policy(sampler, model, request.blocks, request.block_length, holes)
-    check_pipelined(sampler, policy)
+    check_pipelined(sampler, policy, request.steps)
     # where decoding starts, and where text begins that nothing given follows
     starts = np.array([row.index(mask) if mask in row else len(row) for row in rows], np.int64)
     answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != mask), 0) for r in rows], np.int64)
@@ -72,7 +72,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     ends = lengths + new
     if facts.topology == "block_causal" and new:
         # such models were trained on whole blocks: the last one is decoded whole, and cut afterwards
-        ends += -ends % facts.block_length
+        ends = facts.block_bounds(starts, ends, starts)[1]
         if facts.max_length is not None:
             ends = np.minimum(ends, facts.max_length)
     longest = int(ends.max())
@@ -207,7 +207,7 @@ def block_policy(
                 f"block_length={block_length} does not fit {model.facts.name}, which was trained with blocks of {own}; "
                 f"give {own}, or a divisor or a multiple of it"
             )
-        return FixedBlocks(block_length, align="absolute")
+        return FixedBlocks(block_length, align=model.facts.block_align)
     if policy is not None:
         if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
             raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
@@ -218,7 +218,7 @@ def block_policy(
             )
         return policy.for_model(model) if hasattr(policy, "for_model") else policy
     if model.facts.topology == "block_causal":
-        return FixedBlocks(model.facts.block_length, align="absolute")
+        return FixedBlocks(model.facts.block_length, align=model.facts.block_align)
     if model.default_block_length is not None and not holes:
         return FixedBlocks(model.default_block_length)
     return WholeCanvas()

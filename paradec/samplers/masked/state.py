@@ -251,7 +251,7 @@ class MaskedState(CanvasState, State):
         self.commits += 1
         self._steps += self.running
         if self.settled is not None:
-            self.settled[rows] = outward(self, self.block_start[rows], self.block_end[rows])[0]
+            self.settled[rows] = outward(self, rows, self.block_start[rows], self.block_end[rows])[0]
         if not self.window.whole:
             committed, of_running = np.zeros(self.batch, np.int64), committed
             committed[rows] = of_running

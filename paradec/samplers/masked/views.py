@@ -85,6 +85,12 @@ class View:
         scores = self.scores if scores is None else scores
         return best_one(scores) if self.leading is None else best_of_blocks(scores, self.leading, self.candidates)
 
+    def scheduled(self, scores: Tensor | None = None) -> Tensor:
+        """[R, W] bool: the `quota` highest of `scores` (None: the view's); with pipelined blocks, which no schedule
+        counts through, `best`."""
+        scores = self.scores if scores is None else scores
+        return self.top(scores, self.quota) if self.leading is None else self.best(scores)
+
 
 @dataclass
 class Stage:

@@ -26,6 +26,8 @@ from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
 from paradec.samplers.statistics import best_one
+from paradec.trace import Trace
+from paradec.traces.payload import run_data
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -50,7 +52,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 
 @pytest.mark.parametrize("forced", ["first", "active"])
 @pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
-@pytest.mark.parametrize("sampler", ["threshold", "credit", "factor"])
+@pytest.mark.parametrize("sampler", ["threshold", "credit", "factor", "klass", "persistence", "klass+persistence"])
 def test_full_blocks_alone_are_fixed_blocks(sampler: str, cache: str, forced: str, model: Model) -> None:
     """Step by step, with an end of text too."""
     for request in ({"temperature": 0.7}, {"eos_early_stop": True}):
@@ -198,6 +200,105 @@ def test_rules_that_force_their_own_best_still_move_the_first_block() -> None:
     assert found == [[4], [3, 8], [2, 7], [1, 6], [5]]
 
 
+# ---- rules whose schedule says what goes at least --------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Distributions that settle while a row fills up: the more is decided, the surer and the calmer."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+        drawn = torch.Generator().manual_seed(seed)
+        self.calm = torch.randn(64, VOCAB, generator=drawn, dtype=torch.float64)
+        self.shaken = torch.randn(64, 64, VOCAB, generator=drawn, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        size = input_ids.shape[1]
+        decided = (input_ids != MASK).sum(1)
+        return self.calm[:size] * (decided / 4)[:, None, None] + self.shaken[decided, :size] * 0.3
+
+
+def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: PipelinedBlocks) -> list[list[tuple]]:
+    """KLASS and persistence over several open blocks in plain Python: what each forward commits. What is remembered is
+    kept by position; the first block that is not full commits its best where nothing of it is ready."""
+    ids, new = [*prompt, *[MASK] * 12], range(len(prompt), len(prompt) + 12)
+    before: dict[int, Any] = {}
+    run: dict[int, int] = {}
+    opened, calls, size = 1, [], policy.length
+
+    def left(block: int) -> list[int]:
+        return [i for i in new if (i - len(prompt)) // size == block and ids[i] == MASK]
+
+    while MASK in ids:
+        logits = module(torch.tensor([ids]))[0]
+        logits[:, MASK] = -torch.inf
+        banned = logits.softmax(-1)
+        open_ = [i for block in range(opened) for i in left(block)]
+        for i in open_:
+            if rule.name == "klass":
+                now = banned[i].float()
+                last = before.get(i, torch.zeros(VOCAB))
+                divergence = float((now * ((now + 1e-12) / (last + 1e-12)).log()).sum())
+                run[i] = run.get(i, 0) + 1 if divergence < rule.kl_threshold else 0
+            else:
+                now = int(banned[i].argmax())
+                run[i] = run.get(i, 0) + 1 if before.get(i) == now else 1
+            before[i] = now
+        sure = {i: float(banned[i].max()) for i in open_}
+        if rule.name == "klass":
+            chosen = {i for i in open_ if sure[i] > rule.confidence_threshold and run[i] >= rule.history}
+        else:
+            chosen = {i for i in open_ if sure[i] >= rule.threshold and run[i] >= rule.persist}
+        own = next(left(block) for block in range(opened) if left(block))
+        best = max(own, key=lambda i: (sure[i], -i))
+        if rule.name == "persistence" or not chosen & set(own):
+            chosen.add(best)
+        calls.append(sorted((i, int(banned[i].argmax())) for i in chosen))
+        for i, token in calls[-1]:
+            ids[i] = token
+        if not any(left(block) for block in range(opened)) or size - len(left(opened - 1)) >= policy.add * size:
+            opened = min(opened + 1, -(-len(new) // size))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        samplers.create("klass", confidence_threshold=0.3, kl_threshold=0.3, history=2),
+        samplers.create("klass", confidence_threshold=0.3, kl_threshold=0.2, history=1),
+        samplers.create("persistence", threshold=0.5, persist=2, end_threshold=0),
+        samplers.create("persistence", threshold=0.4, persist=3, end_threshold=0),
+    ],
+    ids=lambda rule: f"{rule.name}-{getattr(rule, 'history', getattr(rule, 'persist', 0))}",
+)
+def test_rules_with_memory_are_a_plain_loop(rule: Any) -> None:
+    """Rows of several lengths in a batch are loops of their own, and something is ready that no block had to commit."""
+    ahead = 0
+    for seed in range(4):
+        module = Slow(seed)
+        slow = paradec.wrap(module, mask_token_id=MASK, prediction="same", topology="bidirectional")
+        for policy in (PipelinedBlocks(4, add=0.25), PipelinedBlocks(3, add=0.6)):
+            out = decode(slow, ROWS, sampler=rule, blocks=policy)
+            for row, prompt in enumerate(ROWS):
+                expected = remembering_loop(rule, module, prompt, policy)
+                ours = [sorted(e[1:3] for e in step.commits if e[0] == row) for step in out.trace.steps]
+                assert [entries for entries in ours if entries] == expected
+                ahead += sum(len(entries) > 1 for entries in expected)
+    assert ahead > 10
+
+
+def test_one_rule_with_a_schedule_is_one_too_many(model: Model) -> None:
+    with pytest.raises(ValueError, match="sampler 'union' does not work with .*: its schedule is of one block after"):
+        decode(model, sampler="klass+ccd", blocks=PipelinedBlocks(4))
+
+
+def test_steps_have_no_meaning_there(model: Model) -> None:
+    for sampler in ("klass", "persistence", "klass+threshold"):
+        with pytest.raises(ValueError, match="steps=6 does not work with blocks=PipelinedBlocks.*: steps are spread"):
+            decode(model, sampler=sampler, blocks=PipelinedBlocks(4), steps=6)
+
+
 # ---- memory that moves along ----------------------------------------------------------------------------------------
 
 
@@ -305,6 +406,31 @@ def test_states_and_settings_can_be_copied(model: Model) -> None:
     assert all(torch.equal(state.canvas, other.canvas) for other in others)
 
 
+def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:
+    """Each of them, in files and on pages too; a run with one open block says nothing of the kind."""
+    for align in ("prompt", "absolute"):
+        out = decode(model, sampler="threshold", blocks=PipelinedBlocks(4, align=align, add=0.25))
+        most = 0
+        for step in out.trace.steps:
+            for row, (span, starts) in enumerate(zip(step.blocks, step.starts, strict=True)):
+                if span is None:
+                    assert starts is None
+                    continue
+                first = len(ROWS[row]) if align == "prompt" else 0
+                inside = [p for p in range(span[0] + 1, span[1]) if (p - first) % 4 == 0]
+                assert starts == [span[0], *inside]
+                most = max(most, len(starts))
+        assert most > 1
+        out.trace.save(tmp_path / "run.json")
+        again = Trace.load(tmp_path / "run.json")
+        assert [step.starts for step in again.steps] == [step.starts for step in out.trace.steps]
+        told = run_data(out.trace, "run")["steps"]
+        assert [step["o"] for step in told] == [step.starts for step in out.trace.steps]
+    fixed = decode(model, sampler="threshold", blocks=FixedBlocks(4))
+    assert all(step.starts is None for step in fixed.trace.steps)
+    assert all("o" not in step for step in run_data(fixed.trace, "run")["steps"])
+
+
 def test_requests_are_saved_and_read(tmp_path: Any) -> None:
     request = paradec.Request(blocks=PipelinedBlocks(8, add=0.5, full=0.9, forced="active"))
     request.save(tmp_path / "request.preset")
@@ -325,7 +451,7 @@ def test_the_command_line() -> None:
     ("sampler", "why"),
     [
         ("low_confidence", "its schedule is of one block after the other"),
-        ("klass", "its schedule is of one block after the other"),
+        ("entropy", "its schedule is of one block after the other"),
         ("freedave", "its schedule is of one block after the other"),
         ("editing", "it takes back what it decided in one open block"),
         ("saber", "it takes back what it decided in one open block"),

@@ -1,16 +1,18 @@
 """Traces of LoPA's branches over D2F's rule, replayed in float64: every round commits what the reference's does.
 
 The reference evaluates the branches of a round one after the other, here they are one call. What is put back:
-- "causal": blocks that see earlier ones only, counted from the prompt's end (`PromptBlocks`). Its cache is exact there.
-- "full", one block of 32: no causal mask, and keys, values and last logits of the prompt are those of the first round
-  (`KeptPrompt`). With several blocks its calls see the opened ones alone, over blocks as they were when they were
-  stored: there is nothing like that here, and those files are left out, as is the option that always takes the base.
+- "causal": blocks that see earlier ones only, counted from the prompt's end (`block_align="prompt"`). Its cache is
+  exact there.
+- "full": no causal mask; calls see the opened blocks alone, over keys and values as they were when they were stored.
+  There is nothing like that here, so a module does it that is told what the reference stored when (`OpenedBlocks`).
+- "forcebase": the branches are evaluated, and never taken (`ForcedBase`; ours is branches=0).
+- Where the last round left nothing to look ahead with, the reference evaluates the row itself twice.
 - Where something must be committed, D2F takes the best by the sampling strategy, and the mask keeps its probability.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,48 +20,100 @@ from typing import Any
 import pytest
 import torch
 from replay import load_trace, trace_names
-from test_traces_pipelined import NUMBERS, D2FRule, PromptBlocks, blocks_of, model_of
+from test_traces_pipelined import NUMBERS, D2FRule, blocks_of, d2f_model, model_of
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 import paradec
 from paradec.samplers.masked.base import MaskedState
-from paradec.samplers.masked.lopa import LoPA
+from paradec.samplers.masked.lopa import BranchProposal, LoPA
 
 NAMES = trace_names("lopa")
 
 
 def test_all_traces_are_there() -> None:
-    assert len(NAMES) == 22
+    assert len(NAMES) == 30
 
 
-class KeptPrompt(nn.Module):
-    """A model whose first call is of a whole canvas, and whose later calls keep what that one made of the prompt."""
+@dataclass
+class Round:
+    """What the reference evaluated in a round, and which of our branches it took from then on."""
 
-    def __init__(self, inner: nn.Module, prompt: int):
+    cached: int
+    """Positions whose keys and values are those of earlier rounds."""
+    end: int
+    """Where the opened blocks end; nothing behind them exists."""
+    stored: int
+    """Positions behind the cached ones whose keys and values are kept, those of the branch that is taken."""
+    taken: int
+    """0 is the row itself, j the branch with the j-th surest token."""
+
+
+def branches_of(steps: list[dict]) -> list[dict]:
+    """The forwards of a round: the row itself comes last, and is last among equals."""
+    assert steps[-1]["base"]
+    twice = len(steps) > 1 and steps[-2]["base"]
+    return steps[:-2] + steps[-1:] if twice else steps
+
+
+def rounds_of(case: dict, force_base: bool) -> list[Round]:
+    found = []
+    for _, group in itertools.groupby(case["steps"], key=lambda step: step["round"]):
+        steps = branches_of(list(group))
+        assert len({(step["cached"], *step["fed"][0]) for step in steps}) == 1
+        best = max(range(len(steps)), key=lambda at: (steps[at]["score"], -at))
+        taken = 0 if force_base else (best + 1) % len(steps)
+        ((begin, end),) = steps[0]["fed"]
+        assert begin == steps[0]["cached"]
+        found.append(Round(begin, end, steps[0]["store"], taken))
+    return found
+
+
+class OpenedBlocks(nn.Module):
+    """A model without a causal mask that sees the opened blocks alone, over keys and values as they were when they were
+    stored; the logits of the last stored position are as of then, too."""
+
+    def __init__(self, inner: nn.Module, rounds: list[Round]):
         super().__init__()
-        self.inner, self.prompt = inner, prompt
+        self.inner, self.rounds, self.called = inner, rounds, 0
         self.config = SimpleNamespace(vocab_size=inner.config.vocab_size)
-        self.kept: Any = None
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.last: Tensor | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        (rows, size), prompt, cache = input_ids.shape, self.prompt, DynamicCache()
-        begin = 0 if self.kept is None else prompt
-        if self.kept is not None:
-            for layer, pair in enumerate(self.kept[0]):
-                cache.update(*(part.expand(rows, -1, -1, -1) for part in pair), layer)
-        logits = self.inner(
-            input_ids=input_ids[:, begin:],
-            position_ids=torch.arange(begin, size).expand(rows, -1),
-            attention_mask=torch.ones(rows, 1, size - begin, size, dtype=torch.bool),
+        now, rows = self.rounds[self.called], len(input_ids)
+        self.called += 1
+        cache = DynamicCache()
+        for layer, pair in enumerate(self.kept):
+            cache.update(*(part.expand(rows, -1, -1, -1) for part in pair), layer)
+        fed = self.inner(
+            input_ids=input_ids[:, now.cached : now.end],
+            position_ids=torch.arange(now.cached, now.end).expand(rows, -1),
+            attention_mask=torch.ones(rows, 1, now.end - now.cached, now.end, dtype=torch.bool),
             past_key_values=cache,
             use_cache=True,
         ).logits
-        if self.kept is None:
-            pairs = [(layer.keys[:1, :, :prompt], layer.values[:1, :, :prompt]) for layer in cache.layers]
-            self.kept = pairs, logits[:1, :prompt].clone()
-            return logits
-        return torch.cat((self.kept[1].expand(rows, -1, -1), logits), 1)
+        logits = fed.new_zeros(*input_ids.shape, fed.shape[-1])
+        logits[:, now.cached : now.end] = fed
+        if self.last is not None:
+            logits[:, now.cached - 1] = self.last
+        if now.stored:
+            end, own = now.cached + now.stored, slice(now.taken, now.taken + 1)
+            self.kept = [(layer.keys[own, :, :end], layer.values[own, :, :end]) for layer in cache.layers]
+            self.last = logits[now.taken, end - 1].clone()
+        return logits
+
+
+@dataclass(frozen=True)
+class ForcedBase(LoPA):
+    """Evaluates the branches, and never takes one."""
+
+    name = "forced_base"
+
+    def propose(self, *arguments: Any) -> BranchProposal:
+        proposal = super().propose(*arguments)
+        proposal.promise[0] = torch.inf
+        return proposal
 
 
 @dataclass(frozen=True)
@@ -79,7 +133,8 @@ def test_trace(name: str, numbers: tuple[int, ...], request: pytest.FixtureReque
     strategy = known.get(settings.get("sampling_strategy"), "confidence")
     rule = WithMask(settings["skip_threshold"], strategy=strategy)
     count = settings["branching_factor"]
-    sampler = LoPA(
+    forced = settings.get("force_base", False)
+    sampler = (ForcedBase if forced else LoPA)(
         rule,
         branches=count if count > 1 else 0,  # with 1 the reference looks at nothing
         alpha=settings["alpha"],
@@ -89,16 +144,15 @@ def test_trace(name: str, numbers: tuple[int, ...], request: pytest.FixtureReque
     for case in (trace["cases"][number] for number in numbers):
         assert case["fp64_same"]
         (prompt,) = case["prompt_ids"]
-        module = KeptPrompt(inner.module, len(prompt))
-        if not settings["full_attention"]:
-            module = PromptBlocks(inner.module, len(prompt), settings["block_size"])
-        model = paradec.wrap(
-            module,
-            mask_token_id=trace["mask_id"],
-            eos_token_id=trace["eos_id"],
-            prediction=inner.facts.prediction,
-            topology="bidirectional",
-        )
+        model = d2f_model(trace, inner)
+        if settings["full_attention"]:
+            model = paradec.wrap(
+                OpenedBlocks(inner.module, rounds_of(case, forced)),
+                mask_token_id=trace["mask_id"],
+                eos_token_id=trace["eos_id"],
+                prediction=inner.facts.prediction,
+                topology="bidirectional",
+            )
         out = paradec.generate(
             model,
             [prompt],
@@ -109,12 +163,13 @@ def test_trace(name: str, numbers: tuple[int, ...], request: pytest.FixtureReque
             trace=True,
         )
         opened = case["extra"]["returned_length"]
-        rounds: dict[int, list[list[int]]] = defaultdict(list)
-        branches: dict[int, int] = defaultdict(int)
-        for step in case["steps"]:
-            rounds[step["round"]] += [entry[1:] for entry in step["commit"] if entry[1] < opened]
-            branches[step["round"]] += 1
+        rounds: dict[int, list[list[int]]] = {}
+        evaluated = 0
+        for number, group in itertools.groupby(case["steps"], key=lambda step: step["round"]):
+            branches = branches_of(list(group))
+            evaluated += len(branches)
+            rounds[number] = [entry[1:] for entry in branches[-1]["commit"] if entry[1] < opened]
         ours = [sorted([position, token] for _, position, token, _ in step.commits) for step in out.trace.steps]
         assert ours == [sorted(commits) for commits in rounds.values()]
         assert out.sequences[0].tolist() == case["final_ids"][0]
-        assert out.nfe == len(rounds) and out.row_forwards == sum(branches.values()) == case["nfe"]
+        assert out.nfe == len(rounds) and out.row_forwards == evaluated <= case["nfe"]

@@ -8,8 +8,10 @@ Every forward evaluates and commits what the reference's does. What differs, and
   them several times.
 - Its cached calls for Dream read the first position's logits from the wrong column (`own_column`), and after some whole
   calls attend to a region twice ("duplicated_keys", left out).
-- D2F's blocks see earlier blocks only, counted from the prompt's end (`PromptBlocks`). Its cache of full blocks is
-  exact then, and whole rows are evaluated here. Behind the last block that it opened there is nothing to compare.
+- D2F's blocks see earlier blocks only, counted from the prompt's end (`block_align="prompt"`), and its cache of full
+  blocks is exact then: cache="block", which evaluates what it does. For Dream it carries the logits of the last
+  position that it stored over, and ours evaluates that position again. Behind the last block that it opened there is
+  nothing to compare.
 
 `rng="reference"` keeps the mask's own probability in the distribution, as these codes do.
 """
@@ -17,13 +19,12 @@ Every forward evaluates and commits what the reference's does. What differs, and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from replay import load_trace, trace_names
-from torch import Tensor, nn
+from torch import Tensor
 
 import paradec
 from paradec import PipelinedBlocks, samplers
@@ -131,19 +132,17 @@ def blocks_of(trace: dict, forced: str = "first") -> Any:
     return PipelinedBlocks(settings["block_size"], add=add, full=full, forced=forced)
 
 
-class PromptBlocks(nn.Module):
-    """A model whose blocks see themselves and earlier ones, counted from the end of a prompt of so many tokens."""
-
-    def __init__(self, inner: nn.Module, prompt: int, block: int):
-        super().__init__()
-        self.inner, self.prompt, self.block = inner, prompt, block
-        self.config = SimpleNamespace(vocab_size=inner.config.vocab_size)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        size = input_ids.shape[1]
-        block = ((torch.arange(size) - self.prompt) // self.block).clamp(min=-1)
-        visible = (block[:, None] >= block)[None, None].expand(len(input_ids), 1, size, size)
-        return self.inner(input_ids=input_ids, attention_mask=visible, use_cache=False).logits
+def d2f_model(trace: dict, inner: Model) -> Model:
+    """The same module, with D2F's attention."""
+    return paradec.wrap(
+        inner.module,
+        mask_token_id=trace["mask_id"],
+        eos_token_id=trace["eos_id"],
+        prediction=inner.facts.prediction,
+        topology="block_causal",
+        block_length=trace["settings"]["block_size"],
+        block_align="prompt",
+    )
 
 
 @dataclass(frozen=True)
@@ -209,26 +208,23 @@ def test_d2f(name: str, numbers: tuple[int, ...], request: pytest.FixtureRequest
     trace = load_trace(name)
     settings, inner = trace["settings"], model_of(request, trace)
     strategy = {"margin_confidence": "margin"}.get(settings.get("sampling_strategy"), "confidence")
+    model = d2f_model(trace, inner)
     for case in (trace["cases"][number] for number in numbers):
         assert case["fp64_same"]
-        blocks = PromptBlocks(inner.module, len(case["prompt_ids"][0]), settings["block_size"])
-        model = paradec.wrap(
-            blocks,
-            mask_token_id=trace["mask_id"],
-            eos_token_id=trace["eos_id"],
-            prediction=inner.facts.prediction,
-            topology="bidirectional",
-        )
         out = decode(
             model,
             case,
             sampler=D2FRule(settings["skip_threshold"], strategy=strategy),
             blocks=blocks_of(trace, forced="active"),
+            cache="block",
             eos_early_stop=not settings.get("ignore_eos", False),
         )
         opened = case["extra"]["returned_length"]
         theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
         assert [commits for _, commits in calls_of(out)] == theirs
+        again = model.facts.shift
+        fed = [step["input_shape"][1] + again * (step["cached"] > 0 and not step["store"]) for step in case["steps"]]
+        assert [size for size, _ in calls_of(out)] == fed
         assert out.sequences[0].tolist() == case["final_ids"][0]
 
 

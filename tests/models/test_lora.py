@@ -1,0 +1,210 @@
+"""LoRA adapters in peft's format, over checkpoints in LLaDA's and Dream's: merged as by hand; and D2F's, which are
+decoded in blocks from the prompt's end."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import GOLDEN
+from safetensors.torch import load_file, save_file
+from test_prompt_blocks import commits, plain_loop
+from torch import Tensor
+
+import paradec
+from paradec import CheckpointError, PipelinedBlocks, samplers
+
+CONFIG = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "base_model_name_or_path": "Dream-org/Dream-v0-Base-7B",
+    "bias": "none",
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 6,
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "peft_type": "LORA",
+    "r": 4,
+    "rank_pattern": {},
+    "revision": None,
+    "task_type": None,
+    "use_dora": False,
+    "use_rslora": False,
+}
+"""What peft writes. D2F's have rank and alpha 32, and the matrices of `TARGETS`."""
+TARGETS = {
+    "dream-tiny": ["q_proj", "v_proj", "k_proj", "o_proj"],
+    "llada-tiny": ["q_proj", "v_proj", "k_proj", "attn_out"],
+}
+BASES = sorted(TARGETS)
+
+
+def products(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B for every matrix of these names, as the file names them."""
+    drawn = torch.Generator().manual_seed(0)
+    found = {}
+    for name, weight in load_file(GOLDEN / base / "model.safetensors").items():
+        if name.removesuffix(".weight").endswith(tuple(targets or TARGETS[base])) and weight.ndim == 2:
+            down, up = (torch.randn(shape, generator=drawn) for shape in ((rank, weight.shape[1]), (len(weight), rank)))
+            found[name.removesuffix(".weight")] = down * 0.1, up * 0.5
+    return found
+
+
+def write(folder: Path, base: str, pairs: dict | None = None, **fields: Any) -> Path:
+    pairs = products(base) if pairs is None else pairs
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIG | {"target_modules": TARGETS[base]} | fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, (down, up) in pairs.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down.clone()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up.clone()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def merged_by_hand(folder: Path, base: str, pairs: dict, scale: Any) -> Path:
+    """The checkpoint with W + scale * B A."""
+    shutil.copytree(GOLDEN / base, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, (down, up) in pairs.items():
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + scale(name) * (up @ down)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def same_weights(a: Any, b: Any) -> bool:
+    pairs = zip(a.module.state_dict().items(), b.module.state_dict().items(), strict=True)
+    return all(n == m and torch.allclose(x, y, rtol=0, atol=1e-6) for (n, x), (m, y) in pairs)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_merged_as_by_hand(base: str, tmp_path: Path) -> None:
+    pairs = products(base)
+    first = next(iter(pairs))
+    cases: list[tuple[dict, Any]] = [
+        ({}, lambda name: 6 / 4),
+        ({"use_rslora": True}, lambda name: 6 / 2),
+        ({"alpha_pattern": {"q_proj": 3}}, lambda name: (3 if name.endswith("q_proj") else 6) / 4),
+        ({"target_modules": rf".*\.({'|'.join(TARGETS[base])})"}, lambda name: 6 / 4),
+        ({"target_modules": "all-linear"}, lambda name: 6 / 4),
+    ]
+    plain = paradec.load(GOLDEN / base)
+    for number, (fields, scale) in enumerate(cases):
+        by_hand = paradec.load(merged_by_hand(tmp_path / f"hand{number}", base, pairs, scale))
+        ours = paradec.load(GOLDEN / base, adapter=write(tmp_path / f"adapter{number}", base, pairs, **fields))
+        assert same_weights(ours, by_hand) and not same_weights(ours, plain)
+        assert ours.facts == plain.facts and ours.facts.topology == "bidirectional"
+    # ranks of their own, and the adapter alone, which names its base
+    pairs[first] = products(base, rank=2)[first]
+    by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, pairs, lambda name: 6 / (2 if name == first else 4)))
+    fields = {"rank_pattern": {first: 2}, "base_model_name_or_path": str(GOLDEN / base)}
+    assert same_weights(paradec.load(write(tmp_path / "ranks", base, pairs, **fields)), by_hand)
+
+
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    base = "llada-tiny"
+    adapter = write(tmp_path / "adapter", base)
+    wide, half = (paradec.load(GOLDEN / base, dtype=dtype, adapter=adapter) for dtype in ("float64", "bfloat16"))
+    at = "model.layers.0.self_attn.q_proj.weight"
+    original = paradec.load(GOLDEN / base, dtype="bfloat16").module.state_dict()[at].double()
+    down, up = products(base)["model.transformer.blocks.0.q_proj"]
+    expected = (original + 1.5 * (up.double() @ down.double())).bfloat16()
+    assert (half.module.state_dict()[at] == expected).double().mean() > 0.999
+    assert torch.allclose(wide.module.state_dict()[at], half.module.state_dict()[at].double(), atol=0.02)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_d2f_is_decoded_by_its_loop(base: str, tmp_path: Path) -> None:
+    """By its published name; its blocks, their attention, and the cache of full blocks, as a plain loop without one."""
+    name = "D2F_Dream_Base_7B_Lora" if base == "dream-tiny" else "D2F_LLaDA_Instruct_8B_Lora"
+    adapter = write(tmp_path / name, base, base_model_name_or_path=str(GOLDEN / base))
+    model = paradec.load(adapter)
+    assert (model.facts.topology, model.facts.block_length, model.facts.block_align) == ("block_causal", 32, "prompt")
+    assert paradec.load(adapter, topology="bidirectional").facts.block_align == "absolute"
+    model = paradec.load(GOLDEN / base, adapter=adapter, dtype="float64", block_length=4)
+    rows = [[37, 5, 0, 2, 41], [1], [3, 9, 2, 7, 7, 1, 0]]
+    request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.5), "max_new_tokens": 12}
+    for cache in ("none", "block", "delayed"):
+        blocks = PipelinedBlocks(4, add=0.5)
+        out = paradec.generate(model, rows, blocks=blocks, cache=cache, trace=True, eos_early_stop=False, **request)
+        for row, prompt in enumerate(rows):
+            assert commits(out, row) == plain_loop(model, prompt, 12, 0.5, 0.5)
+
+
+def test_merged_weights_in_blocks_without_a_name(tmp_path: Path) -> None:
+    """A checkpoint that was merged elsewhere; and one that was saved here says its blocks."""
+    adapter = write(tmp_path / "some-adapter", "dream-tiny")
+    with pytest.raises(CheckpointError, match="topology='block_causal' needs a block for .*dream-tiny.*block_length="):
+        paradec.load(GOLDEN / "dream-tiny", topology="block_causal")
+    model = paradec.load(GOLDEN / "dream-tiny", adapter=adapter, topology="block_causal", block_length=16)
+    ids = [[37, 5, 0, 2, 41]]
+    before = paradec.generate(model, ids, max_new_tokens=20).sequences.tolist()
+    model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "adapter_config.json").exists()
+    for again in (paradec.load(tmp_path / "saved"), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert again.facts.block_length == 16 and again.facts.block_align == "prompt"
+        assert paradec.generate(again, ids, max_new_tokens=20).sequences.tolist() == before
+    assert paradec.load(tmp_path / "saved", topology="bidirectional").facts.topology == "bidirectional"
+    shorter = paradec.load(tmp_path / "saved", block_length=4)
+    assert paradec.generate(shorter, ids, max_new_tokens=20).sequences.tolist() != before
+
+
+def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
+    base = GOLDEN / "llada-tiny"
+    pairs = products("llada-tiny")
+    name = next(iter(pairs))
+    down, up = pairs[name]
+    cases: list[tuple[dict | None, dict, str]] = [
+        ({k: v for k, v in pairs.items() if k != name}, {}, f"does not fit .*missing weights: {name}"),
+        (pairs | {"model.layers.0.self_attn.q_proj": pairs[name]}, {}, "unexpected weights: model.layers.0"),
+        (pairs | {name: (down[:, :-1], up)}, {}, "mismatched weights: .* instead of"),
+        (None, {"r": 8}, "holds matrices of rank 4 and 4 for .*says 8"),
+        (None, {"r": 0}, "r=0 must be a number above 0"),
+        (None, {"lora_alpha": "x"}, "lora_alpha='x' must be a number above 0"),
+        (None, {"use_dora": True}, "use_dora=True is not supported; supported: False, None. Merge it with peft"),
+        (None, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
+        (None, {"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
+        (None, {"bias": "all"}, "bias='all' is not supported"),
+        (None, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
+        ({}, {}, "holds no matrices"),
+    ]
+    for number, (given, fields, message) in enumerate(cases):
+        folder = write(tmp_path / str(number), "llada-tiny", given, **fields)
+        with pytest.raises(CheckpointError, match=message):
+            paradec.load(base, adapter=folder)
+    folder = write(tmp_path / "halves", "llada-tiny")
+    weights = load_file(folder / "adapter_model.safetensors")
+    one = f"base_model.model.{name}.lora_B.weight"
+    save_file({k: v for k, v in weights.items() if k != one}, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="holds one of two matrices only for"):
+        paradec.load(base, adapter=folder)
+    save_file(weights | {"base_model.model.lm_head.weight": up}, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds base_model.model.lm_head.weight .*, which is no LoRA matrix"):
+        paradec.load(base, adapter=folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors; pickled weights are not read"):
+        paradec.load(base, adapter=folder)
+    with pytest.raises(CheckpointError, match="has no adapter_config.json"):
+        paradec.load(base, adapter=base)
+    with pytest.raises(ValueError, match="adapter=3 must be a folder or a hub repository id"):
+        paradec.load(base, adapter=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown topology: 'causal' .*; allowed: bidirectional, block_causal"):
+        paradec.load(base, topology="causal")
+    with pytest.raises(ValueError, match="adapter='x' is not for image models"):
+        paradec.load("digits-ar", adapter="x")

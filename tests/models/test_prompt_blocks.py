@@ -1,0 +1,248 @@
+"""Models whose blocks are counted from the end of the prompt (D2F): against plain loops with a dense mask, without a
+cache, in float64; and where such a model meets the rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import END, MASK, tiny
+from torch import Tensor
+
+import paradec
+from paradec import FixedBlocks, PipelinedBlocks, caches, samplers
+from paradec.caches.table import EXACT, verdict
+from paradec.evaluation.likelihood import log_likelihoods
+from paradec.models.adapter import Model
+from paradec.models.facts import ModelFacts
+from paradec.protocol import Query
+
+BLOCK = 4
+ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+KINDS = ("same", "shifted")
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+
+def from_prompt(layers: int = 2, prediction: str = "same", **other: Any) -> Model:
+    model = tiny(layers, "block_causal", prediction, **other)
+    model.facts = dataclasses.replace(model.facts, block_align="prompt")
+    return model
+
+
+def plain_logits(model: Model, ids: list[int], prompt: int) -> Tensor:
+    """[L, V]: row i is of token i. The prompt sees itself, a block what is before it and itself."""
+    size = len(ids)
+    block = [-1 if i < prompt else (i - prompt) // BLOCK for i in range(size)]
+    mask = torch.tensor([[block[q] >= block[k] for k in range(size)] for q in range(size)])[None, None]
+    with torch.no_grad():
+        # the module's own attention is causal unless a mask of four dimensions says otherwise
+        logits = model.module(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
+    return torch.cat((logits[:1], logits[:-1])) if model.facts.shift else logits
+
+
+def plain_loop(model: Model, prompt: list[int], new: int, threshold: float, add: float) -> list[list[tuple[int, int]]]:
+    """D2F's loop of one row: what each forward commits. Blocks open one by one; every open one commits what passes, and
+    the first one its best where nothing does."""
+    mask = model.facts.mask_id
+    ids = [*prompt, *[mask] * (-(-new // BLOCK) * BLOCK)]
+    first, opened, calls = len(prompt), 1, []
+
+    def cells(block: int) -> list[int]:
+        return [i for i in range(first + block * BLOCK, first + (block + 1) * BLOCK) if ids[i] == mask]
+
+    while mask in ids:
+        p = plain_logits(model, ids, first)
+        p[:, mask] = -torch.inf
+        sure, token = p.softmax(-1).max(-1)
+        chosen = {i for block in range(opened) for i in cells(block) if sure[i] >= threshold}
+        own = next(cells(block) for block in range(opened) if cells(block))
+        if not chosen & set(own):
+            chosen.add(max(own, key=lambda i: (float(sure[i]), -i)))
+        calls.append([(i, int(token[i])) for i in sorted(chosen)])
+        for i in chosen:
+            ids[i] = int(token[i])
+        full = all(not cells(block) for block in range(opened))
+        if first + opened * BLOCK < len(ids) and (full or BLOCK - len(cells(opened - 1)) >= add * BLOCK):
+            opened += 1
+    return calls
+
+
+def commits(out: Any, row: int) -> list[list[tuple[int, int]]]:
+    found = [sorted(entry[1:3] for entry in step.commits if entry[0] == row) for step in out.trace.steps]
+    return [entries for entries in found if entries]
+
+
+def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
+    asked = {"max_new_tokens": 10, "eos_early_stop": False, "trace": True}
+    return paradec.generate(model, rows, **asked | request)
+
+
+@pytest.mark.parametrize("prediction", KINDS)
+@pytest.mark.parametrize("cache", ["none", "block", "prefix", "dual", "delayed", "dkv_prefill", "vicinity"])
+@pytest.mark.parametrize("add", [0.0, 0.5, 1.0])
+def test_decoding_is_the_plain_loop(add: float, cache: str, prediction: str) -> None:
+    """Rows of three lengths in a batch, each as a loop of its own, forward by forward; caches change nothing."""
+    model = from_prompt(2, prediction)
+    assert verdict(samplers.create("threshold"), caches.create(cache), model.facts).status == EXACT
+    several = False
+    for threshold in (0.2, 0.6):
+        sampler = samplers.create("threshold", threshold=threshold)
+        # what is banned from the draw is banned from the confidence, as in the loop
+        out = decode(model, sampler=sampler, cache=cache, blocks=PipelinedBlocks(BLOCK, add=add))
+        for row, prompt in enumerate(ROWS):
+            expected = plain_loop(model, prompt, 10, threshold, add)
+            ours = commits(out, row)
+            assert ours == expected
+            several |= any(len({(i - len(prompt)) // BLOCK for i, _ in step}) > 1 for step in ours)
+    assert several == (add < 1)
+
+
+@pytest.mark.parametrize("prediction", KINDS)
+def test_a_block_of_ones_own_and_other_cuts(prediction: str) -> None:
+    """Requests whose blocks are not the model's: its mask stays. And one row is what it is in a batch."""
+    model = from_prompt(2, prediction)
+    for blocks in (FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="absolute"), "whole"):
+        plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
+        for out in others:
+            assert [commits(out, row) for row in range(3)] == [commits(plain, row) for row in range(3)]
+        for row, prompt in enumerate(ROWS):
+            alone = decode(model, [prompt], blocks=blocks, cache="block", sampler="threshold")
+            assert commits(alone, 0) == commits(plain, row)
+    assert decode(model).sequences.tolist() == decode(model, block_length=4).sequences.tolist()
+
+
+def test_the_last_block_is_decoded_whole_and_cut() -> None:
+    model = from_prompt()
+    for new in (1, 3, 4, 5):
+        short, long = (decode(model, [[1, 2, 3]], max_new_tokens=n, sampler="threshold") for n in (new, 8))
+        assert short.sequences.shape[1] == 3 + new
+        assert short.new_tokens[0].tolist() == long.new_tokens[0].tolist()[:new]
+
+
+def test_holes_begin_the_blocks() -> None:
+    """Blocks are counted from the first hole; what is given behind it stays."""
+    model = from_prompt()
+    row = [1, 2, MASK, 3, MASK, 5, 6, 7, MASK]
+    outs = [decode(model, [row, [9, MASK]], max_new_tokens=2, cache=c) for c in ("none", "block")]
+    assert outs[0].sequences.tolist() == outs[1].sequences.tolist()
+    filled = outs[0].sequences[0].tolist()
+    assert MASK not in filled and all(old in (new, MASK) for old, new in zip(row, filled, strict=False))
+    first = outs[0].trace.steps[0].commits
+    assert {position for r, position, *_ in first if r == 0} <= {2, 4}  # the first block is [2, 6)
+    p = plain_logits(model, row + [MASK] * 5, 2)
+    p[:, MASK] = -torch.inf
+    assert all(token == int(p[position].argmax()) for r, position, token, _ in first if r == 0)
+
+
+@pytest.mark.parametrize("prediction", KINDS)
+def test_guidance_and_drafts(prediction: str) -> None:
+    """The branch without a prompt has the same blocks; drafts see what their rows see."""
+    model = from_prompt(2, prediction)
+    guided = [decode(model, guidance_scale=1.7, cache=c, sampler="threshold") for c in ("none", "block", "dual")]
+    for out in guided[1:]:
+        assert out.sequences.tolist() == guided[0].sequences.tolist()
+    prompt, ids = ROWS[0], [*ROWS[0], *[MASK] * BLOCK]
+    with_, without = (plain_logits(model, each, 3) for each in (ids, [MASK] * len(ids)))
+    logits = without + 1.7 * (with_ - without)
+    logits[:, MASK] = -torch.inf
+    first = commits(guided[0], 0)[0]
+    assert all(token == int(logits[position].argmax()) for position, token in first) and len(prompt) == 3
+    base = decode(model, sampler="low_confidence", steps=12)
+    for cache in ("none", "block", "dual"):
+        for mode in ("batch", "tree"):
+            drafted = decode(model, sampler=samplers.create("freedave", draft_mode=mode), steps=12, cache=cache)
+            assert drafted.sequences.tolist() == base.sequences.tolist()
+    branched = [decode(model, sampler=samplers.create("lopa", branches=2), cache=c) for c in ("none", "dual")]
+    assert branched[0].row_forwards > sum(branched[0].row_nfe)
+    if prediction == "same":
+        shadowed = [decode(model, sampler="wino", cache=c) for c in ("none", "dual")]
+        assert shadowed[0].sequences.tolist() == shadowed[1].sequences.tolist()
+
+
+@pytest.mark.parametrize("prediction", KINDS)
+def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
+    """The chain from the left, blocks counted from the context's end; pairs of several lengths in one batch."""
+    model = from_prompt(2, prediction)
+    pairs = [([1, 2, 3], [5, 6, 7, 8, 9, 1]), ([4], [3, 2]), ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15])]
+    found = list(log_likelihoods(model, pairs, method="chain", order="left_to_right"))
+    for (context, continuation), ours in zip(pairs, found, strict=True):
+        total = 0.0
+        for number, token in enumerate(continuation):
+            end = -(-(number + 1) // BLOCK) * BLOCK
+            ids = context + continuation[:number] + [MASK] * (end - number)
+            total += float(plain_logits(model, ids, len(context))[len(context) + number].log_softmax(-1)[token])
+        assert ours.value == pytest.approx(total, abs=1e-9)
+
+
+def test_batches_that_are_refilled_and_copies() -> None:
+    model = from_prompt()
+    rows = [[i + 1, *[2] * (i % 3)] for i in range(7)]
+    request: dict[str, Any] = {"max_new_tokens": 10, "sampler": "threshold", "cache": "block"}
+    whole = paradec.generate(model, rows, **request)
+    many = list(paradec.generate_many(model, rows, batch_size=2, **request))
+    assert [out.new_tokens[0].tolist() for out in many] == [ids.tolist() for ids in whole.new_tokens]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.facts == model.facts
+        assert torch.equal(paradec.generate(other, rows, **request).sequences, whole.sequences)
+    found: list[Any] = [None] * 2
+
+    def run(number: int) -> None:
+        found[number] = paradec.generate(model, rows[number:], **request).new_tokens[0].tolist()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [whole.new_tokens[number].tolist() for number in range(2)]
+
+
+def test_adaptive_blocks_stay_inside_the_models() -> None:
+    model = from_prompt()
+    policy = paradec.AdaptiveBlocks(length=6, delimiters=(7,), window=1.0).for_model(model)
+    starts, prompts, ends = np.array([3, 4, 9]), np.array([3, 3, 5]), np.array([40, 40, 40])
+    assert policy.open(starts, prompts, ends).tolist() == [7, 7, 13]
+
+
+def test_what_does_not_know_where_a_prompt_ends_is_refused() -> None:
+    model = from_prompt()
+    for request in ({"share_prefix": True}, {"keep_prefix": True}):
+        with pytest.raises(ValueError, match="does not work with LlamaForCausalLM: its prompt is one block"):
+            decode(model, cache="block", **request)
+    query = Query(np.array([0]), torch.tensor([[1, 2]]), torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="counts its blocks from the prompt's end: the query needs `origin`"):
+        model(query)
+    with pytest.raises(ValueError, match="block_align='prompt' is only for topology='block_causal'"):
+        ModelFacts(8, 0, block_align="prompt")
+    with pytest.raises(ValueError, match="unknown block_align: 'left'; allowed: absolute, prompt"):
+        ModelFacts(8, 0, topology="block_causal", block_length=2, block_align="left")
+
+
+def test_wrapping() -> None:
+    """Told to `wrap`, for modules that masks can be given to."""
+    inner = tiny(2).module
+    told: dict[str, Any] = {
+        "mask_token_id": MASK,
+        "eos_token_id": END,
+        "prediction": "same",
+        "topology": "block_causal",
+    }
+    wrapped = paradec.wrap(inner, **told, block_length=BLOCK, block_align="prompt")
+    assert decode(wrapped).sequences.tolist() == decode(from_prompt()).sequences.tolist()
+    absolute = paradec.wrap(inner, **told, block_length=BLOCK)
+    assert decode(wrapped).sequences.tolist() != decode(absolute).sequences.tolist()
+
+    class Own(torch.nn.Module):
+        config = inner.config
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return inner(input_ids).logits
+
+    with pytest.raises(ValueError, match="block_align='prompt' does not work with Own, which is not told where"):
+        paradec.wrap(Own(), **told, block_length=BLOCK, block_align="prompt")
