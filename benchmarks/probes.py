@@ -6,15 +6,19 @@ The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan,
 blocks with random weights (Euler steps) denoise noise of many seeds and prompts. For every way of deciding there are
 several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, of those that evaluate
 no more steps than a budget, the setting with the smallest error is chosen; reported is that setting on the other half.
+Settings as they were published are reported beside, as they are.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
+- over even: that error over the one of evenly spread evaluations of as many steps ("even, module, taylor 1"), on the
+  same noise; geometric mean and its 95 % interval.
 - evaluated: steps of a run at which all blocks are evaluated (a probe's own blocks are not counted here).
 - blocks: share of the full run's block evaluations, with those of probes.
-- CPU seconds of a run, as a share of the full run's, one thread: median over the seeds, in turns.
+- CPU seconds of a run, as a share of the full run's, one thread: on every seed all contestants and the full run take
+  turns; median of the ratios within a turn.
+- right class: digits that the packaged classifier reads as what was asked for, of those reported.
 
-Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are
-measured in one of the runs that choose. The committed result also has DiCache (arXiv 2508.17356), as it was at that
-commit; it paid on the trained model alone, and is not part of paradec yet. Writes benchmarks/results/probes.json.
+Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are the mean of
+the runs that choose. Writes benchmarks/results/probes.json.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from typing import Any
 
 import diffusers
 import torch
+from digit_quality import load_classifier
 from provenance import write_result
 from taylorseer import build as smaller
 from taylorseer import denoise, inputs
@@ -38,12 +43,14 @@ from torch import Tensor, nn
 import paradec
 from paradec import TaylorSeer
 from paradec.hooks.magcache import calibrate
-from paradec.samplers.forecast.rules import DBCache, FirstBlock, MagCache
+from paradec.samplers.forecast.magcache import MagRatios
+from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache
+from paradec.samplers.forecast.step_masks import step_mask
 
 RESULTS = Path(__file__).resolve().parent / "results" / "probes.json"
 MODELS = ("digits", "FLUX", "Wan", "SD3", "PixArt")
 BUDGETS = (8, 11)
-LEVELS, HALVINGS = (0.01, 3.0), 5
+LEVELS, HALVINGS = (0.02, 2.0), 5
 """Between which thresholds are looked for, and how often."""
 T95 = {4: 3.182, 6: 2.571, 8: 2.365, 10: 2.262, 12: 2.201, 16: 2.131, 20: 2.093}
 """Student's t, two-sided, by the number of seeds."""
@@ -91,8 +98,10 @@ def build(name: str) -> nn.Module:
 
 def given(name: str, seed: int) -> dict[str, Tensor]:
     """The arguments of a call but for the timestep: noise and prompt of a seed."""
-    if name == "digits":
-        return {key: tensor[:2] for key, tensor in inputs(name, seed).items()}
+    if name == "digits":  # two of the ten in turn, the same ones in both halves
+        first = seed // 2 * 2 % 10
+        noise = inputs(name, seed)["hidden_states"][:2]
+        return {"hidden_states": noise, "class_labels": torch.tensor([first, first + 1])}
     if name not in ("SD3", "PixArt"):
         return inputs(name, seed)
     draw = torch.Generator().manual_seed(seed)
@@ -106,69 +115,81 @@ def given(name: str, seed: int) -> dict[str, Tensor]:
 
 
 Settings = dict[str, Any]
+EVEN = "even, module, taylor 1"
+"""What the others are set beside."""
 
 
 def ways(steps: int) -> dict[str, list[Settings]]:
     """Settings of `TaylorSeer` by the way of deciding and forecasting: those that follow a schedule."""
     spread = [{"full_steps": even(steps, count)} for count in BUDGETS]
-    masks = [{"full_steps": mask(name, steps)} for name in ("ultra", "fast")]
+    masks = [{"full_steps": step_mask(name, steps)} for name in ("ultra", "fast")]
+    stack, reuse = {"target": "stack"}, {"target": "stack", "basis": "reuse"}
     return {
-        "interval, module, taylor 1": [{"interval": n, "first_enhance": 1} for n in (3, 4, 5)],
+        EVEN: spread,
+        "interval, module, taylor 1": [{"interval": n} for n in (3, 4, 5)],
         "the paper's schedule, module, taylor 1": [{"interval": n, "first_enhance": 3} for n in (3, 4, 5)],
-        "even, module, taylor 1": spread,
-        "even, stack, reuse": [entry | {"target": "stack", "basis": "reuse"} for entry in spread],
+        "even, output, taylor 1": [entry | {"target": "output"} for entry in spread],
+        "even, stack, taylor 1": [entry | stack for entry in spread],
+        "even, stack, reuse": [entry | reuse for entry in spread],
         "step mask, module, taylor 1": masks,
-        "step mask, stack, reuse": [entry | {"target": "stack", "basis": "reuse"} for entry in masks],
+        "step mask, stack, reuse": [entry | reuse for entry in masks],
     }
 
 
-def rules(ratios: Any) -> dict[str, Callable[[float], Settings]]:
+def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
     """Settings by a threshold: the ways that measure."""
     return {
         "FirstBlock": lambda level: {"refresh": FirstBlock(level)},
         "FirstBlock, taylor 1": lambda level: {"refresh": FirstBlock(level), "basis": "taylor"},
+        "DBCache": lambda level: {"refresh": DBCache(1, 0, min(level, 1.0), 4)},
         "DBCache, taylor 1": lambda level: {"refresh": DBCache(1, 0, min(level, 1.0), 4), "basis": "taylor"},
         "MagCache": lambda level: {"refresh": MagCache(ratios, level, 5, 0.1)},
+        "DiCache, delta_y": lambda level: {"refresh": DiCache(level, num_inference_steps=steps)},
+        "DiCache, delta_minus": lambda level: {"refresh": DiCache(level, "delta_minus", 1, 0.0, steps)},
     }
 
 
-MASKS = {
-    "slow": (8, 1, 3, 2, 3, 2, 2, 2, 1, 3, 1),
-    "medium": (6, 1, 2, 3, 2, 3, 2, 3, 2, 3, 1),
-    "fast": (6, 1, 1, 3, 1, 4, 1, 5, 1, 4, 1),
-    "ultra": (4, 2, 1, 5, 1, 6, 1, 7, 1),
-}
-"""cache-dit's step masks at 28 steps: runs of evaluated and skipped steps, in turn."""
+def published(ratios: Any, steps: int) -> dict[str, Settings]:
+    """Settings as the public codes and papers have them; DBCache's Fn is 8 there, more than there are blocks here."""
+    named = {
+        f"step mask {name}, module, taylor 1": {"full_steps": step_mask(name, steps)} for name in ("slow", "medium")
+    }
+    return named | {
+        "TaylorSeer: ours, interval 5": {},
+        "TaylorSeer: the paper's, interval 6 behind 3": dict(TaylorSeer.presets["paper"]),
+        "TaylorSeer: diffusers' hook": dict(TaylorSeer.presets["diffusers"]),
+        "FirstBlock 0.05": {"refresh": FirstBlock(0.05)},
+        "FirstBlock 0.08": {"refresh": FirstBlock(0.08)},
+        "DBCache F1B0W8 0.08": {"refresh": DBCache(1, 0, 0.08, 8)},
+        "DBCache F1B0W8 0.12": {"refresh": DBCache(1, 0, 0.12, 8)},
+        "DBCache F1B0W8 0.12, taylor 1": {"refresh": DBCache(1, 0, 0.12, 8), "basis": "taylor"},
+        "MagCache 0.06, K 3, 0.2": {"refresh": MagCache(ratios, 0.06, 3, 0.2)},
+        "MagCache 0.24, K 5, 0.1": {"refresh": MagCache(ratios, 0.24, 5, 0.1)},
+        "DiCache delta_y 0.4, 0.2": {"refresh": DiCache(num_inference_steps=steps)},
+        "DiCache delta_minus 0.08, 0": {"refresh": DiCache(0.08, "delta_minus", 1, 0.0, steps)},
+    }
 
 
-def mask(name: str, steps: int) -> list[int]:
-    """The evaluated steps of a mask, at 28 steps."""
-    flags = [turn % 2 == 0 for turn, length in enumerate(MASKS[name]) for _ in range(length)]
-    assert len(flags) == steps
-    return [step for step, full in enumerate(flags) if full]
-
-
-def measured(
-    name: str, module: nn.Module, settings: Settings, steps: int, seeds: list[int], plain: dict[int, Tensor]
-) -> dict[str, list[float]]:
-    """Errors, evaluated steps, share of block evaluations and CPU seconds of a setting, by seed."""
-    found: dict[str, list[float]] = {"error": [], "evaluated": [], "blocks": [], "seconds": []}
+def run(name: str, module: nn.Module, settings: Settings | None, steps: int, seed: int) -> dict[str, Any]:
+    """One run: its latent, evaluated steps, share of block evaluations, CPU seconds. Settings of None: the full run."""
+    arguments = given(name, seed)
+    if settings is None:
+        began = time.process_time()
+        return {"latent": denoise(name, module, arguments, steps), "seconds": time.process_time() - began}
     with paradec.accelerate(module, TaylorSeer(**settings)) as session:
-        stack = session.transformers[0].stack
-        for seed in seeds:
-            arguments = given(name, seed)
-            session.reset()
-            began = time.process_time()
-            latent = denoise(name, module, arguments, steps)
-            found["seconds"].append(time.process_time() - began)
-            start = arguments["hidden_states"]
-            found["error"].append(float((latent - plain[seed]).norm() / (plain[seed] - start).norm()))
-            calls = session.report().calls
-            share = sum(call.evaluated / (call.evaluated + call.forecast) for call in calls)
-            always = 0.0 if stack is None else 1 - len(stack.forecasts) / len(stack.places)
-            found["evaluated"].append(share)
-            found["blocks"].append((share * (1 - always) + len(calls) * always) / steps)
-    return found
+        began = time.process_time()
+        latent = denoise(name, module, arguments, steps)
+        seconds = time.process_time() - began
+        stack, calls = session.transformers[0].stack, session.report().calls
+    share = sum(call.evaluated / (call.evaluated + call.forecast) for call in calls)
+    always = 0.0 if stack is None else 1 - len(stack.forecasts) / len(stack.places)
+    blocks = (share * (1 - always) + len(calls) * always) / steps
+    return {"latent": latent, "seconds": seconds, "evaluated": share, "blocks": blocks}
+
+
+def away(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
+    """The error of a latent."""
+    return float((latent - plain[seed]).norm() / (plain[seed] - given(name, seed)["hidden_states"]).norm())
 
 
 def interval(values: list[float]) -> dict[str, float]:
@@ -177,60 +198,103 @@ def interval(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "half": half}
 
 
-def rank(name: str, facts: dict[str, Any], results: dict[str, Any], out: Path) -> None:
-    """Every way at every budget: the setting chosen on even seeds, and what it gives on odd ones."""
-    steps, seeds = facts["steps"], facts["seeds"]
-    module = build(name)
-    choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
-    plain, seconds = {}, {}
-    for seed in range(seeds):
-        began = time.process_time()
-        plain[seed] = denoise(name, module, given(name, seed), steps)
-        seconds[seed] = time.process_time() - began
-    ratios = calibrate(module, lambda: denoise(name, module, given(name, 0), steps))
-    found: dict[str, Any] = {"mag_ratios": list(ratios.values), "ways": {}}
+def ratio(errors: list[float], beside: list[float]) -> dict[str, float]:
+    """Geometric mean of the ratios, and its 95 % interval."""
+    found = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, beside, strict=True)])
+    mean, half = found["mean"], found["half"]
+    return {"mean": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
+
+
+def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[int], plain: dict[int, Tensor]) -> Any:
+    """The settings that are chosen on these seeds: by way and budget; a way that fits into none is left out."""
 
     def tried(settings: Settings) -> tuple[float, float, Settings]:
-        row = measured(name, module, settings, steps, choosing, plain)
-        return statistics.fmean(row["evaluated"]), statistics.fmean(row["error"]), settings
+        runs = [run(name, module, settings, steps, seed) for seed in seeds]
+        errors = [away(name, one["latent"], seed, plain) for one, seed in zip(runs, seeds, strict=True)]
+        return statistics.fmean(one["evaluated"] for one in runs), statistics.fmean(errors), settings
 
     candidates = {way: [tried(entry) for entry in settings] for way, settings in ways(steps).items()}
-    for way, settings_of in rules(ratios).items():
-        candidates[way] = []
+    for way, settings_of in rules(ratios, steps).items():
+        found: dict[float, tuple[float, float, Settings]] = {}
         for budget in BUDGETS:  # the threshold is halved towards the budget, on a logarithmic scale
             low, high = LEVELS
             for _ in range(HALVINGS):
                 level = math.sqrt(low * high)
-                candidates[way].append(tried(settings_of(level)))
-                low, high = (level, high) if candidates[way][-1][0] > budget else (low, level)
+                if level not in found:
+                    found[level] = tried(settings_of(level))
+                low, high = (level, high) if found[level][0] > budget else (low, level)
+        candidates[way] = list(found.values())
+    chosen: dict[str, dict[int, Settings]] = {}
     for way, entries in candidates.items():
-        rows = found["ways"][way] = {}
         for budget in BUDGETS:
             fits = [entry[1:] for entry in entries if entry[0] <= budget + 1e-6]
-            if not fits:
-                continue
-            chosen = min(fits, key=lambda entry: entry[0])[1]
-            row = measured(name, module, chosen, steps, reporting, plain)
-            rows[budget] = {
-                "settings": {key: value for key, value in TaylorSeer(**chosen).to_dict().items() if key in chosen},
-                "error": interval(row["error"]),
-                "evaluated": statistics.fmean(row["evaluated"]),
-                "blocks": statistics.fmean(row["blocks"]),
-                "cpu": statistics.median(a / seconds[s] for a, s in zip(row["seconds"], reporting, strict=True)),
-            }
-        write_result(out, {"facts": facts, "results": results | {name: found}})
-        cells = [
-            f"{row['error']['mean']:.4f}+-{row['error']['half']:.4f} ({row['evaluated']:.1f}, cpu {row['cpu']:.2f})"
-            for row in rows.values()
-        ]
-        print(f"{name:<7} {way:<38} {'  '.join(cells)}", flush=True)
-    results[name] = found
+            if fits:
+                chosen.setdefault(way, {})[budget] = min(fits, key=lambda entry: entry[0])[1]
+    return chosen
+
+
+def rank(name: str, steps: int, seeds: int) -> dict[str, Any]:
+    """Every way at every budget, chosen on even seeds, and what was published: what each gives on odd seeds."""
+    module = build(name)
+    choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
+    plain = {seed: run(name, module, None, steps, seed)["latent"] for seed in range(seeds)}
+
+    ratios = [calibrate(module, lambda seed=seed: denoise(name, module, given(name, seed), steps)) for seed in choosing]
+    means = MagRatios(tuple(statistics.fmean(values) for values in zip(*(one.values for one in ratios), strict=True)))
+    chosen = choose(name, module, means, steps, choosing, plain)
+    contestants: dict[Any, Settings] = {(way, budget): s for way, by in chosen.items() for budget, s in by.items()}
+    contestants |= {(way, None): settings for way, settings in published(means, steps).items()}
+    runs: dict[Any, list[dict[str, Any]]] = {key: [] for key in [None, *contestants]}
+    for seed in reporting:
+        for key in runs:  # in turns
+            runs[key].append(run(name, module, contestants.get(key), steps, seed))
+    errors = {
+        key: [away(name, one["latent"], seed, plain) for one, seed in zip(runs[key], reporting, strict=True)]
+        for key in contestants
+    }
+    classifier = load_classifier() if name == "digits" else None
+    found: dict[str, Any] = {"mag_ratios": list(means.values), "ways": {}, "published": {}}
+    for (way, budget), settings in contestants.items():
+        mine = runs[way, budget]
+        row = {
+            "settings": {key: value for key, value in TaylorSeer(**settings).to_dict().items() if key in settings},
+            "error": interval(errors[way, budget]),
+            "evaluated": statistics.fmean(one["evaluated"] for one in mine),
+            "blocks": statistics.fmean(one["blocks"] for one in mine),
+            "cpu": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(mine, runs[None], strict=True)),
+        }
+        if budget is not None:
+            row["over_even"] = ratio(errors[way, budget], errors[EVEN, budget])
+        if classifier is not None:
+            row["right"] = sum(
+                right(classifier, one["latent"], seed) for one, seed in zip(mine, reporting, strict=True)
+            )
+            row["pictures"] = sum(len(one["latent"]) for one in mine)
+        if isinstance(row["settings"].get("refresh"), dict):
+            row["settings"]["refresh"].pop("mag_ratios", None)  # stand above
+        if budget is None:
+            found["published"][way] = row
+        else:
+            found["ways"].setdefault(way, {})[str(budget)] = row
+        print(
+            f"{name:<7} {budget or '':>2} {way:<44} {row['error']['mean']:.4f} +- {row['error']['half']:.4f}; "
+            f"{row['evaluated']:.1f}, {row['blocks']:.0%} of blocks, {row['cpu']:.0%} of CPU"
+            f"{row.get('over_even', {}).get('mean', math.nan):8.2f} {row.get('right', '')}",
+            flush=True,
+        )
+    return found
+
+
+def right(classifier: Any, latent: Tensor, seed: int) -> int:
+    """Digits of a latent that are read as what was asked for."""
+    images = (latent / 2 + 0.5).clamp(0, 1)
+    return int((classifier(images).argmax(-1) == given("digits", seed)["class_labels"]).sum())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--seeds", type=int, default=8, help="half to choose, half to report; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=16, help="half to choose, half to report; default: %(default)s")
     parser.add_argument("--steps", type=int, default=28, help="default: %(default)s, for which the masks are made")
     parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
     args = parser.parse_args()
@@ -245,7 +309,8 @@ def main() -> None:
     }
     results: dict[str, Any] = {}
     for name in args.models:
-        rank(name, facts, results, args.out)
+        results[name] = rank(name, args.steps, args.seeds)
+        write_result(args.out, {"facts": facts, "results": results})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 DiT and FLUX transformers with random weights take 24 Euler steps from the same noise, one thread. Every method
 evaluates them at the same 7 steps, those of diffusers' schedule (interval 5, 3 first steps, order 1), and forecasts the
 others. Same modules for diffusers' hook and ours: attention and feed-forward of every block. cache-dit evaluates one
-block of each list at every step, and forecasts the sum of the others.
+block of each list at every step, and forecasts the sum of the others. "paradec, stack" and "paradec, output" are our
+other targets on the same schedule: what all blocks add, and the whole output.
 
 `--before` takes another checkout of paradec, which takes turns with this one. Results are compared: on DiT ours with
 diffusers'; on FLUX, where diffusers' hook forecasts the branches of a single block and ours their sum, with the other
@@ -35,6 +36,8 @@ MODELS = ("DiT", "FLUX")
 STEPS = 24
 SCHEDULE = {"interval": 5, "order": 1, "first_enhance": 3, "style": "diffusers"}
 FULL_STEPS = (0, 1, 2, 4, 9, 14, 19)
+TARGETS = ("stack", "output")
+"""Of ours beside "module", which forecasts what diffusers' hook does."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
     "tiny": {
         "DiT": {"layers": 4, "width": 48, "side": 8, "batch": 2},
@@ -176,6 +179,7 @@ def race(
     ours = {"paradec": Checkout(ROOT, "paradec")}
     if before is not None:
         ours["paradec, before"] = Checkout(before, "paradec")
+    targets = {f"paradec, {target}": {"target": target} for target in TARGETS}
     baselines = [*peers, *list(ours)[1:]]
     found: dict[str, Any] = {}
     for size in sizes:
@@ -189,6 +193,9 @@ def race(
                 for name, checkout in ours.items():
                     version = COMMIT if checkout.folder == ROOT else checkout.commit
                     racing.append(contestant(stack, name, paradec_from(checkout), model, shape, version, checkout))
+                for name, settings in targets.items():
+                    attach = paradec_from(ours["paradec"], **settings)
+                    racing.append(contestant(stack, name, attach, model, shape, COMMIT, ours["paradec"]))
                 common.alternate(racing, turns)
             aims = {"paradec": "diffusers" if model == "DiT" and "diffusers" in peers else "paradec, before"}
             entry = common.report(racing, ["plain", *baselines], aims)

@@ -91,7 +91,7 @@ class Walk:
     full: bool | None = None
     """Whether the blocks behind the probe are evaluated; None until that was decided."""
     start: dict[str, Tensor] = field(default_factory=dict)
-    """What the present segment's first block was given, or for a rule without a probe the stack's."""
+    """What the present segment's residual is added to."""
     begin: int = -1
     end: int = -1
     """Positions of the present segment's first and latest blocks; -1: none is open."""
@@ -207,13 +207,19 @@ class Stack:
 
     # ---- what -------------------------------------------------------------------------------------------------------
 
+    def _start(self, walk: Walk, position: int, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a segment's residual is added to: its first block's input, or the probe's if the rule says so."""
+        whole = self.rule is not None and self.rule.whole and position == self.first
+        # not where the probe has changed the shapes
+        return walk.entry if whole and _shapes(walk.entry) == _shapes(streams) else _copied(streams)
+
     def _evaluate(
         self, walk: Walk, position: int, tap: StackTap, streams: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if walk.begin >= 0 and _shapes(streams) != _shapes(walk.start):
             self._close(walk)
         if walk.begin < 0:
-            walk.begin, walk.start = position, _copied(streams)
+            walk.begin, walk.start = position, self._start(walk, position, streams)
         output = tap.patch.inner(*args, **kwargs)
         walk.kept.forms[position], walk.returned = self._parted(tap.module, streams, output)
         walk.end = position
@@ -265,13 +271,15 @@ class Stack:
                 "call session.reset() where the blocks that are called change"
             )
         if position in kept.ends:
-            walk.begin, walk.end, walk.start = position, kept.ends[position], _copied(streams)
+            walk.begin, walk.end = position, kept.ends[position]
+            walk.start = self._start(walk, position, streams)
         owner.forecast.append(self.places[position].name)
         if position != walk.end:
             return form.made(streams)
         found = dict(streams)
+        step = owner.course.index if self.rule is None else self.rule.forecast_at(kept.probed)
         for name, history in kept.histories[position].items():
-            value = owner.basis.forecast(history, owner.course.index)
+            value = owner.basis.forecast(history, step)
             kept.histories[position][name] = owner.basis.roll(history, value)
             found[name] = walk.start[name] + value
         walk.begin, walk.end = -1, -1

@@ -1,4 +1,4 @@
-"""Rules that decide inside a call, over all blocks as one stack: FBCache, DBCache, MagCache."""
+"""Rules that decide inside a call, over all blocks as one stack: FBCache, DBCache, MagCache, DiCache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from paradec import TaylorSeer, accelerate
 from paradec.hooks import magcache
 from paradec.hooks.memory import estimate
 from paradec.samplers.forecast.magcache import MagRatios
-from paradec.samplers.forecast.rules import DBCache, FirstBlock, MagCache, refresh_from
+from paradec.samplers.forecast.probes import ProbeState
+from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, refresh_from
 
 RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
 PIPELINES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
@@ -120,7 +121,7 @@ def test_transformers(name: str) -> None:
     assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
     # what was said about the memory beforehand is what it took: with a probe's residual, and at order 1
     time = torch.full((len(inputs["hidden_states"]),), 500)
-    for refresh in (None, FirstBlock(0)):
+    for refresh in (None, FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
         sampler = TaylorSeer(interval=1, refresh=refresh, basis="taylor", target="stack")
         with accelerate(module, sampler) as session:
             denoise(module, inputs, 2)
@@ -154,6 +155,7 @@ class ToyBlock(nn.Module):
         super().__init__()
         self.attn = nn.Linear(4, 4, dtype=torch.float64)
         self.attn.weight.data = torch.randn(4, 4, generator=draw, dtype=torch.float64)
+        self.attn.bias.data = 0.3 * torch.randn(4, generator=draw, dtype=torch.float64)
 
     def forward(self, hidden_states: Tensor, step: Tensor) -> Tensor:
         return hidden_states + 0.3 * torch.tanh(self.attn(hidden_states) + step)
@@ -231,6 +233,116 @@ def test_equals_a_plain_loop(case: str) -> None:
     assert names == [f"blocks.{i}" for i in range(head, 5 - tail)]
 
 
+DICACHE: dict[str, tuple[DiCache, str | None]] = {
+    "delta_y": (DiCache(0.5, num_inference_steps=10), None),
+    "delta_y, not warmed up": (DiCache(0.35, retention_ratio=0.0, num_inference_steps=10), None),
+    "delta_minus": (DiCache(0.1, "delta_minus", 1, 0.0, 10), None),
+    "two blocks": (DiCache(0.5, "delta_y", 2, 0.3, 10), None),
+    "reuse": (DiCache(0.5, num_inference_steps=10), "reuse"),
+}
+
+
+def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -> tuple[list[Tensor], str, list[float]]:
+    """DiCache as its public code has it: residuals of all blocks, and the probe of the step before."""
+    outputs, made, gains, total = [], "", [], 0.0
+    residuals: list[Tensor] = []
+    probes: list[Tensor] = []
+    before: tuple[Tensor, Tensor] | None = None
+    for step, time in enumerate(TIMES):
+        x, time = latent, torch.tensor(time, dtype=latent.dtype)
+        for block in module.blocks[: rule.probe_depth]:
+            x = block(x, time)
+        probe = x
+        if before is not None:
+            change, moved = (
+                (now - old).abs().mean() / old.abs().mean() for now, old in zip((probe, latent), before, strict=True)
+            )
+            total += float(change if rule.error == "delta_y" else (change - moved).abs())
+        before = (probe, latent)
+        if 0 < step < 9 and step >= int(10 * rule.retention_ratio) and total < rule.threshold:
+            residual = residuals[-1]
+            if len(residuals) > 1 and aligned:
+                p = probe - latent
+                gain = (p - probes[-2]).abs().mean() / (probes[-1] - probes[-2]).abs().mean()
+                gains.append(float(gain))
+                residual = residuals[-2] + gain.clamp(1, 1.5) * (residuals[-1] - residuals[-2])
+            x, made = latent + residual, made + "."
+        else:
+            for block in module.blocks[rule.probe_depth :]:
+                x = block(x, time)
+            total, made = 0.0, made + "F"
+            residuals.append(x - latent)
+            probes.append(probe - latent)
+        latent = x
+        outputs.append(x)
+    return outputs, made, gains
+
+
+@pytest.mark.parametrize("case", DICACHE)
+def test_dicache_equals_a_plain_loop(case: str) -> None:
+    rule, basis = DICACHE[case]
+    module, latent = toy()
+    expected, made, _ = dicache_by_hand(module, latent, rule, basis is None)
+    assert "." in made[3:] and made.count("F") > 2 and made[-1] == "F"
+    with accelerate(module, TaylorSeer(refresh=rule, basis=basis)) as session:
+        for _ in range(2):
+            for output, aim in zip(toy_run(module, latent), expected, strict=True):
+                torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+            assert kinds(session) == made
+            session.reset()
+
+
+@pytest.mark.parametrize(("probe", "step"), [(1.5, 7.0), (2.0, 7.0), (2.25, 8.25), (2.5, 9.5), (9.0, 9.5)])
+def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float) -> None:
+    """Evaluated at steps 2 and 7, where the probe added 1 and 2: the gain is that addition less 1, within [1, 1.5]."""
+    rule, state, first = DiCache(99.0, retention_ratio=0.0), ProbeState(total=20), torch.zeros(1, 2)
+    for index, added, forced in ((2, 1.0, True), (7, 2.0, True), (8, probe, False)):
+        state.index = index
+        full = rule.is_full(state, first, first + added, forced)
+        state.finished(full)
+        assert full == forced
+    assert rule.forecast_at(state) == pytest.approx(step)
+
+
+def test_dicache_keeps_what_each_call_of_a_step_has_shown() -> None:
+    """Guidance in two calls: each call goes as it would alone."""
+    module, latent = toy()
+    rule = DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)
+    latents = (latent, 3 * latent.flip(0))
+    alone = [dicache_by_hand(module, start, rule, True)[:2] for start in latents]
+    assert alone[0][1] != alone[1][1]
+    with accelerate(module, rule) as session, torch.no_grad():
+        now = list(latents)
+        for step, time in enumerate(TIMES):
+            for branch in range(2):
+                now[branch] = module(now[branch], torch.full((2,), time, dtype=latent.dtype))
+                torch.testing.assert_close(now[branch], alone[branch][0][step], rtol=1e-12, atol=1e-12)
+        calls = session.report().calls
+    for branch in range(2):
+        made = "".join(".F"[call.evaluated > 0] for call in calls if call.branch == f"call {branch}")
+        assert made == alone[branch][1]
+
+
+def test_dicache_must_know_the_steps() -> None:
+    module, latent = toy()
+    with accelerate(module, DiCache()), pytest.raises(ValueError, match="num_inference_steps=None: DiCache"):
+        toy_run(module, latent)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_dicache_in_pipelines(name: str, request: Any) -> None:
+    """The last step is evaluated; one that is skipped is none of the plain run's; the next run is the same."""
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    plain = run(pipe, 8)
+    with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
+        found = run(pipe, 8)
+        made = kinds(session)
+        assert torch.equal(run(pipe, 8), found) and kinds(session) == made
+    branches = len(made) // 8
+    assert made == "F" * 2 * branches + "." * 5 * branches + "F" * branches
+    assert not torch.equal(found, plain) and torch.equal(run(pipe, 8), plain)
+
+
 def test_a_residual_is_forecast_by_any_basis() -> None:
     """With a basis that is named, the middle's residual is expanded instead of reused."""
     module, latent = toy()
@@ -261,7 +373,11 @@ def test_what_is_added_between_blocks_is_added_once() -> None:
     torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", [FirstBlock(0.3), DBCache(2, 1, 0.3, 3)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [FirstBlock(0.3), DBCache(2, 1, 0.3, 3), DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)],
+    ids=lambda rule: rule.name,
+)
 def test_blocks_may_write_into_their_input(rule: Any) -> None:
     module, latent = toy()
     with accelerate(module, rule) as session:
@@ -295,7 +411,9 @@ def test_calls_of_a_step_decide_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS), DiCache(9.0)], ids=lambda rule: rule.name
+)
 def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
     plain = run_flux(flux, steps)
     with accelerate(flux, rule) as session:
@@ -326,7 +444,7 @@ def test_a_run_that_fails_leaves_nothing(flux: Any) -> None:
 def test_pipelines_side_by_side_and_copies(flux: Any) -> None:
     """Two sessions take turns step by step; copies are plain, and take sessions of their own."""
     pairs = [loop_pipeline("FLUX"), loop_pipeline("Wan")]
-    rules = [FirstBlock(2.0), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
+    rules = [DiCache(9.0, retention_ratio=0.4), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
     expected = []
     for (pipe, inputs), rule in zip(pairs, rules, strict=True):
         with accelerate(pipe, rule) as session:
@@ -453,6 +571,11 @@ def test_settings_are_checked() -> None:
         (MagCache, {"mag_ratios": RATIOS, "max_skip_steps": -1}),
         (MagCache, {"mag_ratios": RATIOS, "retention_ratio": 1.5}),
         (MagCache, {"mag_ratios": RATIOS, "num_inference_steps": 0}),
+        (DiCache, {"threshold": -0.1}),
+        (DiCache, {"error": "delta_x"}),
+        (DiCache, {"probe_depth": 0}),
+        (DiCache, {"retention_ratio": 1.5}),
+        (DiCache, {"num_inference_steps": 2.5}),
     ):
         with pytest.raises(ValueError, match=list(settings)[-1]):
             rule(**settings)
@@ -472,11 +595,13 @@ def test_settings_are_checked() -> None:
 
 
 def test_rules_survive_plain_data() -> None:
-    for rule in (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), "first_block"):
+    rules = (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), DiCache(0.2))
+    for rule in (*rules, "first_block", "dicache"):
         sampler = TaylorSeer(refresh=rule)
         assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
         assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler
-        assert sampler.forecaster.name == "reuse" and TaylorSeer(refresh=rule, order=2, basis="newton").order == 2
+        assert sampler.forecaster.name == ("taylor" if sampler.refresh.name == "dicache" else "reuse")
+        assert TaylorSeer(refresh=rule, order=2, basis="newton").order == 2
     assert refresh_from({"refresh": "dbcache", "Fn_compute_blocks": 1}) == DBCache(1)
     with pytest.raises(ValueError, match="threshold"):
         refresh_from({"refresh": "first_block", "treshold": 1})

@@ -72,15 +72,15 @@ class Basis:
         tensors, nodes = (history.tensors, history.nodes) if history is not None else ((), ())
         return [feature, *tensors][: self.slots], (step, *nodes)[: self.slots]
 
-    def forecast(self, history: History, step: int) -> Tensor:
-        """The feature [B, ...] at a later step, in the feature's type."""
+    def forecast(self, history: History, step: float) -> Tensor:
+        """The feature [B, ...] at a later step, in the feature's type; `DiCache` asks for one between two steps."""
         tensors, dtype = history.tensors, history.dtype
         if tensors[0].dtype == dtype:
             return self.expand(tensors, history.nodes, step)
         wide = torch.promote_types(tensors[0].dtype, dtype)
         return self.expand(tuple(tensor.to(wide) for tensor in tensors), history.nodes, step).to(dtype)
 
-    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
+    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         """The forecast from a history's tensors; by default their sum with `weights`."""
         total = tensors[0]
         weights = self.weights(nodes, step, len(tensors))
@@ -92,7 +92,7 @@ class Basis:
             total = total + tensor if weight == 1 else (tensor * weight).add_(total)
         return total
 
-    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+    def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         """One factor per tensor of a history of `count` tensors."""
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class Taylor(Basis):
                 found.append((found[-1] - previous).div_(step - history.nodes[0]))
         return found, (step,)
 
-    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+    def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         return [(step - nodes[0]) ** i / factorial(i) for i in range(count)]
 
 
@@ -131,7 +131,7 @@ class Hermite(Taylor):
 
     name = "hermite"
 
-    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+    def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         return hermite_weights(step - nodes[0], self.sigma, count)
 
 
@@ -142,7 +142,7 @@ class Reuse(Basis):
     name = "reuse"
     slots = 1
 
-    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+    def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         return [1.0]
 
 
@@ -152,7 +152,7 @@ class Newton(Basis):
 
     name = "newton"
 
-    def weights(self, nodes: tuple[int, ...], step: int, count: int) -> list[float]:
+    def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
         weights = []
         for i, node in enumerate(nodes):
             weight = 1.0
@@ -179,7 +179,7 @@ class FoCa(Basis):
         last, used = history.tensors[0], history.tensors[min(2, len(history.tensors) - 1)]
         return [feature, last, feature, used], (step,)
 
-    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
+    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         if len(tensors) == 1:
             return tensors[0]
         full, before, used, used_before = tensors
@@ -213,7 +213,7 @@ class DMD(Basis):
     def slots(self) -> int:
         return max(self.window, self.order + 1)
 
-    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: int) -> Tensor:
+    def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         spacing = nodes[0] - nodes[1] if len(nodes) > 1 else 0
         even = 1
         while even < min(len(nodes), self.window) and nodes[even - 1] - nodes[even] == spacing:

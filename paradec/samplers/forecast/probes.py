@@ -29,6 +29,8 @@ class ProbeState:
     """What a rule has summed since the latest evaluation."""
     product: float = 1.0
     """What a rule has multiplied since then."""
+    nodes: tuple[int, ...] = ()
+    """The latest two steps that were evaluated, newest first."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Features of earlier calls."""
 
@@ -41,6 +43,8 @@ class ProbeState:
         """The step is decided."""
         self.skipped = 0 if full else self.skipped + 1
         self.skips += not full
+        if full:
+            self.nodes = (self.index, *self.nodes)[:2]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Probe:
     name: ClassVar[str] = ""
     basis: ClassVar[str] = "reuse"
     """How the residual is forecast unless the sampler says: as published."""
+    whole: ClassVar[bool] = False
+    """Whether the residual is that of all blocks, the probe's among them, so that a forecast replaces these too."""
 
     @property
     def head(self) -> int:
@@ -71,8 +77,15 @@ class Probe:
         """
         raise NotImplementedError
 
+    def check_run(self, total: int | None) -> None:
+        """Raise ValueError if the rule cannot serve a run of `total` solver steps (None: nobody tells)."""
+
+    def forecast_at(self, state: ProbeState) -> float:
+        """The step for which the residual is forecast in this call: as a rule, the one that is called."""
+        return state.index
+
     def evaluated(self, state: ProbeState, residual: Tensor) -> None:
-        """Take note of what the blocks behind the probe have added to the hidden states [B, ...] in this call."""
+        """Take note of what was added to the hidden states [B, ...] in this call, by the blocks that were evaluated."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `rules.refresh_from`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from paradec.checks import shown
 from paradec.registry import unknown
+from paradec.samplers.forecast.dicache import DiCache
 from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.magcache import MagCache
 from paradec.samplers.forecast.probes import Probe
@@ -14,7 +15,7 @@ from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 
 Rule = Verification | AccumulatedChange | Probe
 RULES: Mapping[str, Any] = {
-    rule.name: rule for rule in (Verification, AccumulatedChange, FirstBlock, DBCache, MagCache)
+    rule.name: rule for rule in (Verification, AccumulatedChange, FirstBlock, DBCache, MagCache, DiCache)
 }
 
 

@@ -25,6 +25,7 @@ from paradec.samplers.forecast.bases import BASES, Basis, History
 from paradec.samplers.forecast.probes import Probe
 from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, relative_change
 from paradec.samplers.forecast.rules import Rule, refresh_from
+from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
 STYLES = ("reference", "diffusers")
 TARGETS = ("module", "block", "stack", "output")
@@ -48,14 +49,15 @@ class TaylorSeer(ForecastSampler):
         style: "reference" is the public code's schedule. "diffusers" is that of `TaylorSeerCacheConfig`: the second
             step after the first ones is evaluated too, and differences are taken from the first steps on.
         full_after: from this step on, every step is evaluated (`disable_cache_after_step`); None: no such step.
-        full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule.
+        full_steps: the evaluated steps themselves, step 0 among them, instead of a schedule; or the name of one of
+            cache-dit's step masks, "slow", "medium", "fast" or "ultra" (`step_masks.step_mask`).
         refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
             `AccumulatedChange`, or one that decides inside a call, over `target="stack"`: `FirstBlock`, `DBCache`,
-            `MagCache`. `first_enhance` holds with all of them.
+            `MagCache`, `DiCache`. `first_enhance` holds with all of them.
         schedule: steps of every module by itself, as `paradec.hooks.bac.calibrate` finds them: a `BlockSchedule` or
             its file.
         basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
-            is taylor, or what `refresh` was published with (reuse, for rules that decide inside a call).
+            is taylor, or what `refresh` was published with (reuse, for most rules that decide inside a call).
         sigma: of `hermite`, and of `dmd` while it has too few snapshots.
         window: snapshots that `dmd` keeps.
         target: what is forecast in a pipeline: "module" (the paper's: attention and feed-forward outputs before their
@@ -75,7 +77,7 @@ class TaylorSeer(ForecastSampler):
     first_enhance: int = 1
     style: str = "reference"
     full_after: int | None = None
-    full_steps: tuple[int, ...] | None = None
+    full_steps: tuple[int, ...] | str | None = None
     refresh: Rule | None = None
     schedule: BlockSchedule | None = None
     basis: str | None = None
@@ -149,14 +151,34 @@ class TaylorSeer(ForecastSampler):
 
     # ---- when -----------------------------------------------------------------------------------------------------
 
-    def is_full(self, index: int) -> bool:
+    def check_run(self, total: int | None) -> None:
+        """Raise ValueError if these settings cannot serve a run of `total` solver steps (None: nobody tells)."""
+        if isinstance(self.full_steps, str):
+            self._named(total)
+        if isinstance(self.refresh, Probe):
+            self.refresh.check_run(total)
+
+    def _named(self, total: int | None) -> tuple[int, ...]:
+        """The steps of a named mask."""
+        assert isinstance(self.full_steps, str)
+        if total is None:
+            raise ValueError(
+                f"full_steps={self.full_steps!r} is made for a number of solver steps, which a transformer by itself "
+                f"does not tell; give full_steps=step_mask({self.full_steps!r}, steps) of "
+                "paradec.samplers.forecast.step_masks"
+            )
+        return step_mask(self.full_steps, total)
+
+    def is_full(self, index: int, total: int | None = None) -> bool:
         """Whether the schedule evaluates solver step `index`; a `refresh` rule or BAC's schedule is not asked.
+
+        total: solver steps of the run, which a named mask needs.
 
         Style "reference": the first `first_enhance` steps, and every `interval`-th after the last of them. Style
         "diffusers": the first ones, the second step after them, and every `interval`-th from there.
         """
         if self.full_steps is not None:
-            return index in self.full_steps
+            return index in (self._named(total) if isinstance(self.full_steps, str) else self.full_steps)
         if index < self.first_enhance or (self.full_after is not None and index >= self.full_after):
             return True
         offset = 1 if self.style == "reference" else -1
@@ -168,7 +190,7 @@ class TaylorSeer(ForecastSampler):
         if self.refresh is not None:
             assert not isinstance(self.refresh, Probe)  # asked inside the call (`paradec.hooks.stack`)
             return self.refresh.is_full(course, self.first_enhance)
-        return self.is_full(course.index)
+        return self.is_full(course.index, course.total)
 
     def watch(self, course: Course, before: Tensor, now: Tensor) -> None:
         if isinstance(self.refresh, AccumulatedChange):
@@ -204,7 +226,9 @@ class TaylorSeer(ForecastSampler):
                     f"{setting}={shown(value)} needs the inside of the transformer: attach the sampler with "
                     "paradec.accelerate; this loop forecasts the whole output"
                 )
-        return super().start(model, latent, **request)
+        state = super().start(model, latent, **request)
+        self.check_run(state.total)
+        return state
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:
         kept = self.forecaster.dtype or dtype
@@ -254,10 +278,13 @@ def _bytes(value: Any) -> int | None:
     return value
 
 
-def _steps(value: Any) -> tuple[int, ...] | None:
-    """A checked list of steps that has step 0."""
+def _steps(value: Any) -> tuple[int, ...] | str | None:
+    """A checked list of steps that has step 0, or the name of a mask."""
     if value is None:
         return None
+    if isinstance(value, str):
+        check_choice("full_steps", value, MASKS)
+        return value
     steps = list(value) if isinstance(value, (list, tuple, range)) else [value]
     for step in steps:
         check_int("full_steps", step, low=0)

@@ -1,0 +1,100 @@
+"""cache-dit's named step masks (its "SCM"): which solver steps are evaluated, crowded at the start of a run.
+
+Four masks are given for 28 steps as runs of evaluated and skipped steps in turn; rules make those of other lengths, and
+few steps have masks of their own. Names, figures and rules are those of cache-dit 1.5.3.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain, zip_longest
+
+from paradec.checks import check_choice, check_int
+
+Runs = tuple[tuple[int, ...], tuple[int, ...]]
+"""Lengths of the runs of evaluated steps, and of the runs of skipped steps between them."""
+
+MASKS: dict[str, Runs] = {
+    "slow": ((8, 3, 3, 2, 1, 1), (1, 2, 2, 2, 3)),
+    "medium": ((6, 2, 2, 2, 2, 1), (1, 3, 3, 3, 3)),
+    "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
+    "ultra": ((4, 1, 1, 1, 1), (2, 5, 6, 7)),
+}
+"""At 28 steps; cut or stretched from 16 steps on."""
+SHORT: dict[int, dict[str, Runs]] = {
+    15: {
+        "slow": ((4, 2, 2, 2, 1), (1, 1, 1, 1)),
+        "medium": ((4, 2, 1, 1, 1), (1, 1, 2, 2)),
+        "fast": ((3, 1, 1, 1, 1), (1, 2, 2, 3)),
+        "ultra": ((2, 1, 1, 1, 1), (1, 2, 3, 3)),
+    },
+    9: {
+        "slow": ((5, 2, 1), (1,)),
+        "medium": ((5, 1, 1), (1, 1)),
+        "fast": ((4, 1, 1), (1, 2)),
+        "ultra": ((3, 1, 1), (2, 2)),
+    },
+    8: {
+        "slow": ((5, 1, 1), (1,)),
+        "medium": ((4, 1, 1), (1, 1)),
+        "fast": ((3, 1, 1), (1, 2)),
+        "ultra": ((2, 1, 1), (2, 2)),
+    },
+    6: dict.fromkeys(MASKS, ((3, 1), (2,))),
+    4: dict.fromkeys(MASKS, ((2, 1), (1,))),
+}
+"""At fewer; 10 to 14 steps are cut from 15."""
+SHORTEST = 16
+"""Steps from which the masks of 28 are used."""
+
+
+@lru_cache(maxsize=64)
+def step_mask(name: str, steps: int) -> tuple[int, ...]:
+    """The evaluated steps of a named mask, from 0, for a run of `steps` solver steps; the last is always among them.
+
+    Args:
+        name: "slow" (18 of 28 steps are evaluated), "medium" (15), "fast" (11) or "ultra" (8).
+        steps: 4, 6, or 8 and more. The shares above are those of 28 steps alone: cut to 16, "ultra" evaluates 3.
+
+    Raises:
+        ValueError: another name, or a number of steps that has no mask.
+    """
+    check_choice("full_steps", name, MASKS)
+    check_int("steps", steps, low=1)
+    if steps < 8 and steps not in SHORT:
+        raise ValueError(f"full_steps={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
+    if steps >= SHORTEST:
+        found = MASKS[name]
+    else:
+        found = SHORT[min(length for length in SHORT if length >= steps)][name]
+    full, skipped = list(found[0]), list(found[1])
+    if steps > sum(full) + sum(skipped):
+        _stretch(full, skipped, steps)
+    _cut(full, skipped, steps)
+    lengths = chain.from_iterable(zip_longest(full, skipped, fillvalue=0))
+    flags = [turn % 2 == 0 for turn, length in enumerate(lengths) for _ in range(length)]
+    return tuple(step for step, is_full in enumerate(flags) if is_full or step == steps - 1)
+
+
+def _stretch(full: list[int], skipped: list[int], steps: int) -> None:
+    """Lengthen the runs in turn, each by half of its share of the new length, until there are at least `steps`."""
+    half = steps / (sum(full) + sum(skipped)) * 0.5
+    grown = [(runs, i, max(int(runs[i] * half), 1)) for i in range(len(skipped)) for runs in (full, skipped)]
+    grown.append((full, len(full) - 1, 1))
+    while True:
+        for runs, i, more in grown:
+            runs[i] += more
+            if sum(full) + sum(skipped) >= steps:
+                return
+
+
+def _cut(full: list[int], skipped: list[int], steps: int) -> None:
+    """Take single steps off the last runs, of skipped and of evaluated steps in turn, until `steps` are left."""
+    surplus = sum(full) + sum(skipped) - steps
+    while surplus:
+        for runs in (skipped, full):
+            if surplus and runs:
+                runs[-1] -= 1
+                surplus -= 1
+                if runs[-1] == 0:
+                    runs.pop()

@@ -1,0 +1,92 @@
+"""cache-dit's named step masks: beside masks that cache-dit 1.5.3 made, in runs, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from places import GOLDEN
+from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
+
+from paradec import TaylorSeer, accelerate
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.protocol import decode
+from paradec.samplers.forecast.step_masks import MASKS, step_mask
+
+RECORDED = json.loads((GOLDEN / "diffusion" / "step_masks.json").read_text(encoding="utf-8"))["masks"]
+"""By name and number of steps: 1 where a step is evaluated."""
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_equals_cache_dit(name: str) -> None:
+    assert set(RECORDED) == set(MASKS) and len(RECORDED[name]) == 22
+    for steps, flags in RECORDED[name].items():
+        assert step_mask(name, int(steps)) == tuple(i for i, flag in enumerate(flags) if flag == "1"), steps
+
+
+def test_a_mask_is_a_schedule() -> None:
+    """Of every length that has one: from the first step to the last; and sparser by the name."""
+    for steps in (4, 6, *range(8, 120)):
+        made = {name: step_mask(name, steps) for name in MASKS}
+        for found in made.values():
+            assert found[0] == 0 and found[-1] == steps - 1 and list(found) == sorted(set(found))
+            assert TaylorSeer(full_steps=found).full_steps == found
+        counts = [len(made[name]) for name in ("slow", "medium", "fast", "ultra")]
+        assert counts == sorted(counts, reverse=True)
+
+
+def test_in_a_pipeline() -> None:
+    """A run's own number of steps is taken, and the steps are those of the list."""
+    pipe = flux_pipeline()
+    with accelerate(pipe, TaylorSeer(full_steps="fast")) as session:
+        for steps in (9, 16):
+            named = run_flux(pipe, steps)
+            assert tuple(session.report().full_steps) == step_mask("fast", steps)
+        with pytest.raises(ValueError, match="full_steps='fast': there is no mask for 5 steps"):
+            run_flux(pipe, 5)
+        assert torch.equal(run_flux(pipe, 16), named)
+    with accelerate(pipe, TaylorSeer(full_steps=step_mask("fast", 16))):
+        assert torch.equal(run_flux(pipe, 16), named)
+
+
+def test_in_our_own_loop() -> None:
+    model = DiffusionModel(dit_pipeline().transformer)
+    latent = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(3))
+    given = {"scheduler": DDIMScheduler(), "class_labels": [1, 2]}
+    sampler = TaylorSeer(full_steps="ultra")
+    state = sampler.start(model, latent, num_inference_steps=12, **given)
+    assert [i for i in range(12) if sampler.is_full(i, state.total)] == list(step_mask("ultra", 12))
+    decode(sampler, model, state)
+    assert state.nfe.tolist() == [len(step_mask("ultra", 12))] * 2
+    with pytest.raises(ValueError, match="no mask for 7 steps; 4, 6, or 8 and more"):
+        sampler.start(model, latent, num_inference_steps=7, **given)
+
+
+def test_what_is_refused() -> None:
+    for wrong in ("fastest", "", "Slow"):
+        with pytest.raises(ValueError, match=f"full_steps.*{wrong}"):
+            TaylorSeer(full_steps=wrong)
+    for steps in (0, -1, 2.5, True, None):
+        with pytest.raises(ValueError, match="steps="):
+            step_mask("slow", steps)
+    for steps in (1, 2, 3, 5, 7):
+        with pytest.raises(ValueError, match=f"no mask for {steps} steps"):
+            step_mask("slow", steps)
+    with pytest.raises(ValueError, match="full_steps and refresh"):
+        TaylorSeer(full_steps="slow", refresh="first_block")
+    module = dit_pipeline().transformer
+    calls = []
+    module.transformer_blocks[0].register_forward_hook(lambda *call: calls.append(1))
+    with accelerate(module, TaylorSeer(full_steps="slow")), pytest.raises(ValueError, match=r"step_mask\('slow', "):
+        module(torch.zeros(1, 4, 8, 8), torch.tensor([5]), class_labels=torch.tensor([1]))
+    assert not calls
+
+
+def test_names_survive_plain_data() -> None:
+    sampler = TaylorSeer(full_steps="medium")
+    assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+    assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler
