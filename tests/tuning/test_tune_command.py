@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec.cli import app
 
-SHORT = ["--samplers", "threshold,factor", "--trials", "5", "--blocks", "own", "--max-new-tokens", "16"]
+SHORT = ["--samplers", "threshold,factor", "--trials", "1", "--blocks", "own", "--max-new-tokens", "16"]
 
 
 def run(*arguments: Any) -> Any:
@@ -57,7 +57,7 @@ def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--trials", "0"], "trials=0"),
+        (["--trials", "-1"], "trials=-1"),
         (["--minutes", "-1"], "minutes=-1"),
         (["--blocks", "x"], "--blocks 'x'"),
         (["--samplers", "thresold"], "did you mean 'threshold'"),
@@ -96,7 +96,7 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
 def test_a_command_that_is_stopped_goes_on(tmp_path: Path, end: signal.Signals) -> None:
     study, preset = tmp_path / "study.db", tmp_path / "preset.json"
     command = [sys.executable, "-m", "paradec", "tune", "--limit", "4", "--study", str(study), "--out", str(preset)]
-    command += ["--samplers", "threshold,factor,credit,klass", "--trials", "20"]
+    command += ["--samplers", "threshold,factor,credit,klass", "--trials", "8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(finished(study)) < 3 and process.poll() is None:
