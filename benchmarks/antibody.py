@@ -30,6 +30,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sqlite3
 import sys
 import time
 import zlib
@@ -49,6 +51,7 @@ from paradec.evaluation.compare import COMBINATIONS
 from paradec.evaluation.metrics import aup, bootstrap
 from paradec.models.adapter import Model
 from paradec.protocol import Query, plain
+from paradec.tuning.run import weights_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "antibodies.fasta"
@@ -102,11 +105,20 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 
 
 class Remembering:
-    """A model that evaluates no canvas twice, drafts included. Stands in for a `Model` without a store."""
+    """A model that evaluates no canvas twice, drafts included. Stands in for a `Model` without a store.
 
-    def __init__(self, model: Model):
+    Args:
+        file: an SQLite file of what this model has evaluated, made if it is not there: it is looked up there too, by
+            this process and those to come. None keeps everything in memory.
+
+    Raises:
+        ValueError: a file of other weights.
+    """
+
+    def __init__(self, model: Model, file: str | os.PathLike[str] | None = None):
         self.model = model
         self.known: dict[bytes, Tensor] = {}
+        self.file = None if file is None else _canvases(file, weights_of(model))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -118,7 +130,7 @@ class Remembering:
         sizes = [width] * len(query.tokens) if query.valid is None else query.valid.sum(1).tolist()
         rows = query.tokens.numpy()
         keys = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-        new = [k for k, key in enumerate(keys) if key not in self.known]
+        new = [k for k, key in enumerate(keys) if key not in self.known and not self._read(key)]
         if new:
             index = torch.tensor(new)
             part = query.but(
@@ -130,10 +142,40 @@ class Remembering:
             )
             for k, logits in zip(new, self.model(part), strict=True):
                 self.known[keys[k]] = logits
+            self._write([keys[k] for k in new])
         wanted = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
         # a window's padding may ask beyond what its row has; whatever stands there is not used
         found = [self.known[key] for key in keys]
         return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(found, wanted, strict=True)])
+
+    def _read(self, key: bytes) -> bool:
+        """Take a canvas over from the file; whether it is there."""
+        if self.file is None:
+            return False
+        row = self.file.execute("SELECT width, logits FROM canvases WHERE ids = ?", (key,)).fetchone()
+        if row is not None:
+            self.known[key] = torch.from_numpy(np.frombuffer(row[1], np.float32).reshape(row[0], -1).copy())
+        return row is not None
+
+    def _write(self, keys: list[bytes]) -> None:
+        if self.file is not None:
+            with self.file:
+                rows = [(key, len(self.known[key]), self.known[key].numpy().tobytes()) for key in keys]
+                self.file.executemany("INSERT OR IGNORE INTO canvases VALUES (?, ?, ?)", rows)
+
+
+def _canvases(file: str | os.PathLike[str], weights: str) -> sqlite3.Connection:
+    """The file of `Remembering`, for these weights. Raises: ValueError, of others."""
+    opened = sqlite3.connect(file, timeout=60, isolation_level="IMMEDIATE")
+    opened.execute("PRAGMA journal_mode = WAL")
+    opened.execute("PRAGMA synchronous = NORMAL")
+    with opened:
+        opened.execute("CREATE TABLE IF NOT EXISTS canvases (ids BLOB PRIMARY KEY, width INTEGER, logits BLOB)")
+        opened.execute("CREATE TABLE IF NOT EXISTS model (weights TEXT PRIMARY KEY)")
+        opened.execute("INSERT OR IGNORE INTO model VALUES (?)", (weights,))
+    if opened.execute("SELECT COUNT(*) FROM model").fetchone() != (1,):
+        raise ValueError(f"{str(file)!r} holds what other weights gave; give another file")
+    return opened
 
 
 Filling = tuple[str, int]

@@ -1,15 +1,20 @@
 """What `paradec tune` finds, beside the settings that were made by hand, on prompts that chose nothing.
 
     python benchmarks/tune.py packaged [--limit 24] [--trials N] [--minutes M] [--study FILE]
-    python benchmarks/tune.py antibody [--chains 64] ...
-    python benchmarks/tune.py own --checkpoint FOLDER --prompts FILE.jsonl [--trials 60]
+    python benchmarks/tune.py fresh [--limit 24] ...
+    python benchmarks/tune.py antibody [--chains 64] [--samplers A,B] [--canvases FILE] ...
+    python benchmarks/tune.py own --checkpoint FOLDER --prompts FILE.jsonl [--trials N]
 
-`packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
-the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
+`packaged`: the small text model, prompts of all tasks. `fresh`: the same with prompts that are drawn anew, from a seed
+that nothing else uses. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of the residues masked once
+(benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half. What a canvas gives is kept
+in the file of `--canvases`, where there is one, for runs to come.
+
 Then every setting made by hand that docs/comparison.md lists - defaults and `frontier` of the samplers whose defaults
-take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named: the one that the same
-rule takes on the half that chose (`fair`), and the one that it would take on the reported half itself, which nobody can
-know beforehand (`oracle`).
+take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named, by one rule, the fewest
+forwards at most a point below the best score: the one that it takes on the half that chose (`fair`), and the one that
+it would take on the reported half itself, which nobody can know beforehand (`oracle`). The preset is compared with both
+by paired bootstraps over prompts, of antibodies over antibodies.
 
 `own`: minutes from a clone to a preset. Clones this checkout, and runs `paradec tune` from the clone as a command, with
 this environment's packages (installing them is not counted), on a folder and a file that are given; then
@@ -20,8 +25,10 @@ it has none. Writes benchmarks/results/tune_*.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -36,15 +43,19 @@ from provenance import write_result
 import paradec
 from paradec import evaluation
 from paradec.evaluation import Configuration, configurations
+from paradec.evaluation.questions import Question
 from paradec.tuning import Asked, Tuning
 from paradec.tuning.measuring import Half
 from paradec.tuning.prompts import halves, prompts_of
+from paradec.tuning.result import grouped_bootstrap
 from paradec.tuning.scoring import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SLOW = {"packaged": 0.1, "antibody": 0.3}
-"""Forwards per undecided position; settings made by hand that take more are left out, for time."""
+SLOW = {"packaged": 0.1, "fresh": 0.1, "antibody": 0.3}
+"""Forwards per undecided position; samplers whose defaults take more have no rows made by hand here, for time."""
+FRESH = 20261123
+"""The seed of prompts that are drawn anew."""
 TOLERANCE = 0.01
 
 
@@ -89,11 +100,12 @@ def row(configuration: Configuration, measured: Any) -> dict[str, Any]:
         "score": measured.mean("score"),
         "forwards": measured.mean("forwards"),
         "scores": measured.score,
+        "forwards_each": measured.forwards,
     }
 
 
 def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row that `tune`'s rule takes: the fewest forwards among those at most a point below the best score."""
+    """The row with the fewest forwards among those at most a point below the best score."""
     least = max(entry["score"] for entry in rows) - TOLERANCE - 1e-9
     return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
 
@@ -103,21 +115,34 @@ def beside(found: Tuning, model: Any, first: list[Asked], second: list[Asked], *
     choosing, reported = (by_hand(model, half, **more) for half in (first, second))
     fair = taken(choosing)["name"]
     chosen = found.to_dict()["points"][found.chosen or 0]
-    result = {
-        "tuning": found.to_dict(),
-        "by_hand": {"choosing": choosing, "reported": reported},
+    prompts = chosen["reported"]["prompts"]
+    named = {
         "chosen": {"name": chosen["name"], "score": chosen["reported"]["score"]}
-        | {"forwards": chosen["reported"]["forwards"]},
+        | {"forwards": chosen["reported"]["forwards"]}
+        | {"scores": prompts["truth"], "forwards_each": prompts["forwards"]},
         "fair": next(entry for entry in reported if entry["name"] == fair),
         "oracle": taken(reported),
     }
-    for name in ("chosen", "fair", "oracle"):
-        print(f"{name}: {result[name]['name']}: {result[name]['score']:.3f} in {result[name]['forwards']:.2f}")
-    return result
+    versus = {name: versus_row(named["chosen"], named[name], found.groups) for name in ("fair", "oracle")}
+    for name, entry in named.items():
+        print(f"{name}: {entry['name']}: {entry['score']:.3f} in {entry['forwards']:.2f}", versus.get(name, ""))
+    data = {"tuning": found.to_dict(), "by_hand": {"choosing": choosing, "reported": reported}}
+    return data | named | {"versus": versus}
+
+
+def versus_row(ours: dict[str, Any], other: dict[str, Any], groups: Sequence[str]) -> dict[str, list[float]]:
+    """Mean difference to a row on the same prompts, and its 95 % interval: of the score, and of the forwards."""
+    found = {}
+    for what, key in (("score", "scores"), ("forwards", "forwards_each")):
+        values = [a - b for a, b in zip(ours[key], other[key], strict=True)]
+        found[what] = [sum(values) / len(values), *grouped_bootstrap(values, groups)]
+    return found
 
 
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
+    if options.part == "fresh":
+        questions = fresh(options.limit)
     found = tuned(model, questions, options, samplers=options.names)
     if options.alone:
         return {"tuning": found.to_dict()}
@@ -134,12 +159,28 @@ def packaged(options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def fresh(limit: int) -> list[Question]:
+    """So many prompts of every task that are neither the package's nor what its model was trained on."""
+    draw, found = random.Random(FRESH), []
+    known = {question.prompt for question in evaluation.packaged_questions()}
+    for name in evaluation.TASKS:
+        task, left = evaluation.get_task(name), limit
+        while left:
+            example = task.make(draw, held_out=True)
+            if example.prompt not in known:
+                known.add(example.prompt)
+                left -= 1
+                right = functools.partial(task.check, example)
+                found.append(Question(name, example.prompt, right, task.many_answers, f"{name}: {example.prompt}"))
+    return found
+
+
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
     from antibody import Remembering, measured, read_chains
     from antibody_model import load_antiberty
 
     real = load_antiberty()
-    model, asked = Remembering(real), []
+    model, asked = Remembering(real, options.canvases), []
     for chain in read_chains()[: options.chains]:
         ids = real.tokenizer(" ".join(chain.residues))["input_ids"]
         at = (chain.masked(0) + 1).tolist()
@@ -183,7 +224,7 @@ def own(options: argparse.Namespace) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(clone)}
         command = [sys.executable, "-m", "paradec", "tune", "--model", options.checkpoint]
         command += ["--prompts", options.prompts, "--max-new-tokens", str(options.new)]
-        command += ["--trials", str(options.trials or 60), "--out", str(preset), "--report", str(report)]
+        command += ["--trials", str(options.trials), "--out", str(preset), "--report", str(report)]
         done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
         if done.returncode:
             raise SystemExit(done.stderr)
@@ -208,12 +249,13 @@ def own(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("packaged", "antibody", "own"))
+    parser.add_argument("part", choices=("packaged", "fresh", "antibody", "own"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
     parser.add_argument("--chains", type=int, default=64)
-    parser.add_argument("--trials", type=int)
+    parser.add_argument("--trials", type=int, default=40, help="settings to propose, beyond those made by hand")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--study")
+    parser.add_argument("--canvases", help="a file where what AntiBERTy gives is kept")
     parser.add_argument("--checkpoint", help="a folder")
     parser.add_argument("--prompts", help="a file of JSON lines")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
@@ -222,7 +264,8 @@ def main() -> None:
     options = parser.parse_args()
     options.names = options.samplers.split(",") if options.samplers else None
     torch.set_num_threads(1)
-    result = {"packaged": packaged, "antibody": antibody, "own": own}[options.part](options)
+    parts = {"packaged": packaged, "fresh": packaged, "antibody": antibody, "own": own}
+    result = parts[options.part](options)
     write_result(RESULTS / f"tune_{options.part}.json", {"machine": machine()} | result)
 
 

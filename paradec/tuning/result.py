@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Point:
     choosing: Measured
     reported: Measured | None = None
     """On the other half; None where that was not measured."""
+    by_hand: bool = False
+    """Whether it is a sampler's defaults or one of its `frontier`, and not what a search proposed."""
 
     @property
     def name(self) -> str:
@@ -56,15 +58,17 @@ class Tuning:
     costs: tuple[str, ...]
     """The objectives beside the score: "forwards", "seconds" or both."""
     tolerance: float
-    """Points of score that the chosen one may lie below what `choose` asks for, on the choosing half."""
+    """Points of score that `choose` gives away, on the choosing half."""
     points: list[Point]
-    """The front, the cheapest first."""
+    """The front and the chosen one, the cheapest first."""
     chosen: int | None
     """Which of them the preset is; None where there is none yet."""
     reference: Measured | None = None
     """One token per step on the reported half. It is no candidate."""
     default: Point | None = None
     """The baseline of `paradec compare`, `threshold` at its defaults, whether it is on the front or not."""
+    hand: Point | None = None
+    """What `choose` takes of the settings made by hand, whether it is on the front or not."""
     groups: list[str] = field(default_factory=list)
     """Of every reported prompt."""
     trials: dict[str, int] = field(default_factory=dict)
@@ -130,8 +134,9 @@ class Tuning:
     @property
     def exact(self) -> bool:
         """Whether intervals of scores are Wilson's."""
-        points = [*self.points, *([] if self.default is None else [self.default])]
-        values = {value for point in points if point.reported is not None for value in self.score(point.reported)}
+        points = [*self.points, self.default, self.hand]
+        measured = [point.reported for point in points if point is not None and point.reported is not None]
+        values = {value for entry in measured for value in self.score(entry)}
         return values <= {0.0, 1.0} and len(set(self.groups)) == len(self.groups)
 
     def difference(self, ours: Measured, other: Measured) -> tuple[float, float, float]:
@@ -172,13 +177,15 @@ class Tuning:
             "groups": self.groups,
             "reference": None if self.reference is None else self._summary(self.reference),
             "default": None if self.default is None else self._row(self.default),
+            "hand": None if self.hand is None else self._row(self.hand),
             "points": points,
         }
         return data
 
     def _row(self, point: Point) -> dict[str, Any]:
         choosing = {name: point.choosing.mean(name) for name in ("score", "forwards", "positions", "seconds")}
-        row = {"name": point.name, **point.candidate.to_data(), "preset": point.request.to_dict(), "choosing": choosing}
+        row = {"name": point.name, **point.candidate.to_data(), "preset": point.request.to_dict()}
+        row |= {"by_hand": point.by_hand, "choosing": choosing}
         if point.reported is not None:
             row["reported"] = self._summary(point.reported)
             if self.reference is not None:
@@ -224,9 +231,10 @@ class Tuning:
         if self.reference is not None:
             lines.append(self._line("", self.reference, costs, "", versus=False))
             lines += _under("one token per step (the reference, no candidate)")
-        if self.default is not None and self.default.reported is not None:
-            lines.append(self._line("", self.default.reported, costs, ""))
-            lines += _under(f"{self.default.name} (the baseline)")
+        for beside, what in ((self.default, "the baseline"), (self.hand, "the best set by hand")):
+            if beside is not None and beside.reported is not None:
+                lines.append(self._line("", beside.reported, costs, ""))
+                lines += _under(f"{beside.name} ({what})")
         for k, point in enumerate(self.points):
             mark = f"{'*' if k == self.chosen else ' '}{k + 1}"
             lines.append(self._line(mark, point.reported or point.choosing, costs, ",".join(map(str, alike[k]))))
@@ -258,8 +266,9 @@ class Tuning:
         if self.chosen is not None:
             cost = self.costs[-1]
             notes.append(
-                f"*: chosen, the fewest {cost} among those at most {self.tolerance:g} points below the baseline's "
-                "score (the best one's, where that is separated from it) on the prompts that chose."
+                f"*: chosen, on the prompts that chose: of what was set by hand the fewest {cost} at most "
+                f"{self.tolerance:g} points below the best, or what takes fewer {cost} than that, scores no less, and "
+                f"is at most {self.tolerance:g} points below by a paired interval."
             )
         if self.points and self.reference is None:
             notes.append("Scores are those of the prompts that chose, which flatter: the other half was not measured.")
@@ -299,44 +308,65 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
     return [found[place] for place in sorted(found, key=lambda place: place[1:])]
 
 
-def choose(
-    points: Sequence[Point],
-    costs: Sequence[str],
-    tolerance: float,
-    baseline: Measured | None = None,
-    groups: Sequence[str] = (),
-) -> int | None:
-    """Which point becomes the preset: the least of the last cost among those whose score, on the choosing half, is at
-    most `tolerance` (a share) below what is asked for; None where there is no point.
+def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
+    """What becomes the preset, and what it was measured against: of the settings made by hand one, and what takes its
+    place; the same one twice where nothing does, nothing where there is no point.
 
-    Asked for is the baseline's score. The best score of many is the luckiest one as well; so it takes the baseline's
-    place only where it is separated from it, by the paired bootstrap over groups, and where there is no baseline.
+    Of those made by hand it is the least of the last cost among those at most `tolerance` (a share) below the best
+    score of them. Of hundreds that are searched the best score is the luckiest one as well. So one of these takes the
+    place only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most
+    `tolerance` below. All of it on the choosing half; where nothing made by hand was measured all points stand in.
 
     Args:
-        baseline: on the choosing half. groups: of every choosing prompt.
+        points: measured on the whole choosing half. groups: of every choosing prompt.
+
+    Returns:
+        (chosen, the one set by hand), or nothing.
     """
     if not points:
-        return None
-    scores = [point.choosing.mean("score") for point in points]
-    asked = max(scores)
-    if baseline is not None:
-        better = [
-            score
-            for point, score in zip(points, scores, strict=True)
-            if grouped_bootstrap([a - b for a, b in zip(point.choosing.score, baseline.score, strict=True)], groups)[0]
-            > 0
-        ]
-        asked = max([baseline.mean("score"), *better])
+        return []
+
+    def cost(point: Point) -> float:
+        return point.choosing.mean(costs[-1])
+
+    def score(point: Point) -> float:
+        return point.choosing.mean("score")
+
+    by_hand = [point for point in points if point.by_hand] or points
     # a share of right answers is no sum of tenths: 97.8 - 1 is 96.8, whatever the last bit says
-    good = [k for k, score in enumerate(scores) if score >= asked - tolerance - 1e-9]
-    return min(good, key=lambda k: (points[k].choosing.mean(costs[-1]), -scores[k]))
+    least = max(map(score, by_hand)) - tolerance - 1e-9
+    hand = min((point for point in by_hand if score(point) >= least), key=lambda point: (cost(point), -score(point)))
+    for point in sorted(points, key=lambda point: (cost(point), -score(point))):
+        if cost(point) >= cost(hand):
+            break
+        if score(point) >= score(hand) - 1e-9 and paired(point.choosing, hand.choosing, groups)[0] >= -tolerance - 1e-9:
+            return [point, hand]
+    return [hand, hand]
 
 
-def thinned(points: list[Point], chosen: int | None, most: int = MOST_POINTS) -> tuple[list[Point], int | None]:
-    """At most so many points of a front: those that lie closest to a neighbour's score go, but for the chosen one, the
-    cheapest and the best. Also where the chosen one stands then."""
+def surely_below(ours: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
+    """Whether one of the others, on the same prompts, is better by more than `loss` (a share), whatever chance did:
+    the 95 % interval of the paired difference says so."""
+    own = ours.mean("score")
+    # most need no bootstrap
+    return any(paired(ours, other, groups)[1] < -loss for other in others if own < other.mean("score") - loss)
+
+
+def paired(ours: Measured, other: Measured, groups: Sequence[str]) -> tuple[float, float]:
+    """95 % interval of the mean difference of two scores, prompt by prompt: a bootstrap over groups."""
+    return grouped_bootstrap([a - b for a, b in zip(ours.score, other.score, strict=True)], groups)
+
+
+def thinned(
+    points: Sequence[Point], chosen: Point | None, costs: Sequence[str], most: int = MOST_POINTS
+) -> tuple[list[Point], int | None]:
+    """At most so many points of a front, with the chosen one, which a luckier point may have driven off it: those that
+    lie closest to a neighbour's score go, but for the chosen one, the cheapest and the best. Also where the chosen one
+    stands then."""
     kept = list(points)
-    fixed = {id(points[chosen])} if points and chosen is not None else set()
+    if chosen is not None and all(point is not chosen for point in kept):
+        kept = sorted([*kept, chosen], key=lambda point: point.choosing.point(costs)[1:])
+    points, fixed = list(kept), {id(chosen)}
     fixed |= {id(points[0]), id(max(points, key=lambda point: point.choosing.mean("score")))} if points else set()
     while len(kept) > max(most, len(fixed)):
         scores = [point.choosing.mean("score") for point in kept]
@@ -346,7 +376,7 @@ def thinned(points: list[Point], chosen: int | None, most: int = MOST_POINTS) ->
             if id(kept[k]) not in fixed
         }
         kept.pop(min(gaps, key=lambda k: gaps[k]))
-    place = None if chosen is None else next(k for k, point in enumerate(kept) if point is points[chosen])
+    place = None if chosen is None else next(k for k, point in enumerate(kept) if point is chosen)
     return kept, place
 
 

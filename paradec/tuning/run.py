@@ -20,7 +20,7 @@ from paradec.tuning import space as spaces
 from paradec.tuning.halving import goes_on, rungs
 from paradec.tuning.measuring import Failed, Half, Measured
 from paradec.tuning.prompts import Asked, fingerprint, halves, prompts_of
-from paradec.tuning.result import Point, Tuning, choose, pareto, thinned
+from paradec.tuning.result import Point, Tuning, choose, pareto, surely_below, thinned
 from paradec.tuning.scoring import Checker, Scorer, truth
 from paradec.tuning.space import Candidate, Space
 from paradec.tuning.study import SCHEMA, Study, candidate_of, check_installed, rung_of, up_to
@@ -33,8 +33,10 @@ SHARED = (
     *("stop_strings", "stop", "chat", "compile"),
 )
 """Fields of a request that all settings share, and that presets have."""
-MORE_TRIALS = 40
-"""Beyond what was set by hand, where nobody says how many."""
+TRIALS = 40
+"""Settings that are proposed, beyond those made by hand."""
+SLOW = 0.5
+"""Forwards per position: what was made by hand and takes more is dropped as early as anything else."""
 
 Progress = Callable[[str, float], None]
 """Called after every rung and batch: what is measured, and the share of the work that is done."""
@@ -52,7 +54,7 @@ def tune(
     caches: str | Iterable[str] | None = None,
     blocks: Sequence[int | None] | None = None,
     objective: str = "forwards",
-    trials: int | None = None,
+    trials: int = TRIALS,
     minutes: float | None = None,
     study: str | os.PathLike[str] | None = None,
     tolerance: float = 1.0,
@@ -65,10 +67,11 @@ def tune(
 ) -> Tuning:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
-    Half of the prompts choose: Optuna draws settings, beginning with those that were set by hand, successive halving
-    drops what others beat on the first prompts (`paradec.tuning.halving`), and what is left makes a Pareto front. The
-    other half is decoded with the front alone, and reported. One token per step (`low_confidence`, in the model's own
-    blocks and without a cache) is measured beside it and is never a candidate.
+    Half of the prompts choose. All settings that were made by hand, defaults and frontiers, are decoded first; then
+    Optuna draws others, successive halving drops what is beaten on the first prompts (`paradec.tuning.halving`), and
+    what is left makes a Pareto front. The preset is the best one made by hand, or what is cheaper and surely not worse
+    (`paradec.tuning.result.choose`). The other half is decoded with the front alone, and reported. One token per step
+    (`low_confidence`, in the model's own blocks and without a cache) is measured beside it and is never a candidate.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a mask token.
@@ -84,13 +87,13 @@ def tune(
             "none" where forwards are the objective, which a cache makes cheaper and not fewer, else all.
         blocks: block lengths, None for the model's own; by default that, half and twice of it, and the whole answer.
         objective: "forwards", "seconds" (wall time of decoding, on this machine as it is), or "both".
-        trials: settings to try, all processes on one study together; by default those set by hand and 40 more.
+        trials: settings that are proposed beyond those made by hand, by all processes on one study together.
         minutes: begin no trial or rung later than this; None has no limit. The report comes on top.
         study: an SQLite file that keeps everything; the same call goes on with it, after Ctrl-C, a crash, or in several
             processes at once.
-        tolerance: points of score, of 100, that the preset may lie below the baseline, `threshold` at its defaults, on
-            the choosing half; below the best where that is separated from the baseline, or the baseline was left out.
-        loss: points below the best from which on a setting is of no interest.
+        tolerance: points of score, of 100, that the preset may lie below the best set by hand, on the choosing half.
+        loss: points below the best from which on a setting is of no interest; what was made by hand is dropped where
+            it is surely so far below another one, or slow.
         eta: how much rungs grow, and how many trials are dropped at each.
         batch: prompts decoded together. seed: of the halves, the proposals, and samplers that draw.
         progress: called with what is measured and the share that is done.
@@ -152,7 +155,7 @@ def tune(
     with Study(study, setup, directions, seed) as opened:
         try:
             search = _Search(work, space, opened, setup, tolerance / 100)
-            return search.run(len(space.starts) + MORE_TRIALS if trials is None else trials, minutes)
+            return search.run(trials, minutes)
         finally:
             opened.close()
 
@@ -160,7 +163,7 @@ def tune(
 def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
     """Raise ValueError for an argument of `tune` of that name that is out of its range; no model is needed."""
     check_choice("objective", objective, OBJECTIVES)
-    check_int("trials", trials, low=1, none=True)
+    check_int("trials", trials, low=0)
     check_int("batch", batch, low=1)
     check_int("seed", seed, low=0, high=2**31)
     check_number("minutes", minutes, low=0, open_low=True, none=True)
@@ -257,12 +260,14 @@ class _Search:
     def __init__(self, work: _Work, space: Space, study: Study, setup: dict[str, Any], tolerance: float):
         self.work, self.space, self.study, self.setup, self.tolerance = work, space, study, setup, tolerance
         self.rungs = rungs(len(work.choosing), work.eta)
-        self.asked, self.end = 1, float("inf")
+        self.asked, self.end = 0, float("inf")
+        self.groups = [entry.group for entry in work.choosing.asked]
         self.references: dict[str, dict[int, list[int]]] = {"choosing": {}, "reporting": {}}
         self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
-        """Search until so many trials are there or the time is up, then measure the front on the other half."""
+        """Search until all starts and so many proposals are there, or the time is up, then measure the front on the
+        other half."""
         self.asked = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
@@ -270,12 +275,12 @@ class _Search:
             if "seconds" in self.work.costs:  # what a process does once is no trial's
                 self.work.choosing.decode(self.work.seeded(Request(**self.work.base)), 0, min(2, self.rungs[0]))
             refused = 0
-            while self._counted() < trials and time.monotonic() < self.end and refused < 10 * trials:
+            while self._left() and time.monotonic() < self.end and refused < 10 * (trials + 1):
                 refused += not self._trial()
             found = self._front()
             if found.points:
                 self._report(found)
-                found.complete = self._counted() >= trials
+                found.complete = not self._left()
             return found
         except KeyboardInterrupt as interrupt:
             stopped = Interrupted("tuning was interrupted; what was found so far is in .output")
@@ -284,12 +289,19 @@ class _Search:
 
     # ---- trials -------------------------------------------------------------------------------------------------
 
-    def _counted(self) -> int:
-        """Trials that were measured, whole or in part; those that others are at work on count too."""
-        return sum(
-            frozen.state.name not in ("WAITING", "RUNNING") and "refused" not in frozen.user_attrs
-            for frozen in self.study.trials()
+    def _left(self) -> int:
+        """How many starts there are to measure that nobody is at work on, and how many proposals."""
+        there = self.study.trials()
+        started = {
+            frozen.user_attrs["start"]
+            for frozen in there
+            if "start" in frozen.user_attrs and not self.study.left_behind(frozen)
+        }
+        proposed = sum(
+            frozen.state.name not in ("WAITING", "RUNNING") and not {"refused", "start"} & set(frozen.user_attrs)
+            for frozen in there
         )
+        return len(self.starts) - len(started) + max(0, self.asked - proposed)
 
     def _trial(self) -> bool:
         """One trial, from its proposal to its end; whether anything was measured."""
@@ -317,7 +329,7 @@ class _Search:
     def _climb(self, trial: Any, candidate: Candidate, request: Request, others: list[Any]) -> None:
         """Measure a trial rung by rung, until it has been everywhere, is stopped, or the time is up. What was measured
         before, by a process that is gone or of the same point, is not measured again."""
-        measured, data = Measured(), candidate.to_data()
+        measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
         known = [trial, *(frozen for frozen in others if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
             part = next((found for there in known if (found := rung_of(there, rung)) is not None), None)
@@ -341,8 +353,12 @@ class _Search:
             if stop == self.rungs[-1]:
                 self.study.tell(trial, "COMPLETE", list(place))
                 return
-            there = [found.point(self.work.costs) for frozen in others if (found := up_to(frozen, rung)) is not None]
-            if not goes_on(place, there, self.work.eta, self.work.loss):
+            there = [found for frozen in others if (found := up_to(frozen, rung)) is not None]
+            if by_hand and measured.mean("forwards") <= SLOW * self.work.positions:
+                stays = not surely_below(measured, there, self.groups[:stop], self.work.loss)
+            else:
+                stays = goes_on(place, [found.point(self.work.costs) for found in there], self.work.eta, self.work.loss)
+            if not stays:
                 self.study.tell(trial, "PRUNED")
                 return
 
@@ -353,7 +369,8 @@ class _Search:
     def _tell_progress(self, what: str, share: float | None = None) -> None:
         if self.work.progress is not None:
             # a tenth for the report
-            self.work.progress(what, 0.9 * min(1.0, self._counted() / self.asked) if share is None else share)
+            done = 1 - self._left() / max(1, len(self.starts) + self.asked)
+            self.work.progress(what, 0.9 * done if share is None else share)
 
     # ---- the reference ------------------------------------------------------------------------------------------
 
@@ -411,19 +428,20 @@ class _Search:
                 failures[frozen.user_attrs["failed"]] = None
             measured = None if candidate is None else up_to(frozen, len(self.rungs) - 1)
             if candidate is not None and measured is not None:
-                points.setdefault(candidate.name, Point(candidate, self.work.request_of(candidate), measured))
-        front = pareto(list(points.values()), self.work.costs, self.work.loss)
-        default = points.get(BASELINE)
-        baseline = None if default is None else default.choosing
-        groups = [entry.group for entry in self.work.choosing.asked]
-        kept, chosen = thinned(front, choose(front, self.work.costs, self.tolerance, baseline, groups))
+                by_hand = "start" in frozen.user_attrs
+                new = Point(candidate, self.work.request_of(candidate), measured, by_hand=by_hand)
+                points.setdefault(candidate.name, new).by_hand |= by_hand
+        costs, known = self.work.costs, list(points.values())
+        chosen, hand = choose(known, costs, self.tolerance, self.groups) or (None, None)
+        kept, place = thinned(pareto(known, costs, self.work.loss), chosen, costs)
         return Tuning(
             setup=self.setup,
             costs=self.work.costs,
             tolerance=100 * self.tolerance,
             points=kept,
-            chosen=chosen,
-            default=default,
+            chosen=place,
+            default=points.get(BASELINE),
+            hand=hand,
             groups=[entry.group for entry in self.work.reporting.asked],
             trials=counts,
             failures=list(failures),
@@ -431,11 +449,12 @@ class _Search:
         )
 
     def _report(self, found: Tuning) -> None:
-        """Measure the front, the baseline and one token per step on the other half. Settings take turns, batch by
-        batch, so that their times see the same machine."""
+        """Measure the front, what stands beside it and one token per step on the other half. Settings take turns,
+        batch by batch, so that their times see the same machine."""
         half, wanted = self.work.reporting, list(found.points)
-        if found.default is not None and all(point is not found.default for point in wanted):
-            wanted.append(found.default)
+        for beside in (found.default, found.hand):
+            if beside is not None and all(point is not beside for point in wanted):
+                wanted.append(beside)
         kept, parts = self.study.kept(), [Measured() for _ in wanted]
         for begin in range(0, len(half), self.work.batch):
             end = min(begin + self.work.batch, len(half))

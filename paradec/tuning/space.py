@@ -2,8 +2,8 @@
 
 Ranges come from what every sampler declares. Its `frontier` says which settings trade quality for speed, and its
 defaults, presets and `frontier` which values somebody has used: a number is drawn from between the smallest and the
-largest of them, and a quarter of that distance beyond where the sampler takes it. Trials begin with the defaults and
-the frontiers themselves: what was set by hand is the first guess.
+largest of them, and a quarter of that distance beyond where the sampler takes it. The defaults and the frontiers
+themselves, what was set by hand, are the first trials, whatever number of others is asked for.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Space:
     settings: dict[str, dict[str, Span | Choice]]
     """By sampler, what of it is varied; "steps" is a share of the undecided positions."""
     starts: list[Candidate]
-    """Set by hand; these are tried first."""
+    """Set by hand, the cheapest first as far as one can know; all of them are tried, before anything else."""
     caches: dict[str, tuple[str, ...]]
     """By sampler, the caches that work with it on this model."""
     block_lengths: tuple[int | None, ...]
@@ -206,12 +206,15 @@ def build_space(
         space.caches[name] = allowed
         space.settings[name] = {} if cls is None else domains(cls)
         frontier = () if cls is None else cls.frontier
-        space.starts += [Candidate(name, changes, allowed[0], block_lengths[0]) for changes in ({}, *frontier)]
+        # a schedule at its default is one token per step, as dear as the reference: its frontier has faster ones
+        one_by_one = "steps" in space.settings[name]
+        by_hand = [*([] if one_by_one and name != BASELINE else [{}]), *frontier]
+        space.starts += [Candidate(name, changes, allowed[0], block_lengths[0]) for changes in by_hand]
     if not space.settings:
         why = "; ".join(f"{name}: {reason}" for name, reason in space.left_out.items())
         raise ValueError(f"no sampler works with {model.facts.name} and these prompts: {why}")
-    # what costs least to know first: the baseline, then what needs no schedule of one token a step
-    space.starts.sort(key=lambda start: (start.sampler != BASELINE, bool(start.changes), _slow(start)))
+    # what costs least to know first: the baseline, then what needs no schedule, then the shorter schedules
+    space.starts.sort(key=lambda start: (start.sampler != BASELINE, _slow(start)))
     return space
 
 

@@ -25,7 +25,7 @@ from paradec.tuning.measuring import Measured
 from paradec.tuning.space import Candidate
 
 NAME = "paradec"
-SCHEMA = "paradec-tune/1"
+SCHEMA = "paradec-tune/2"
 UNOWNED = 30.0
 """Seconds after which a trial that nobody has put a name to is believed abandoned."""
 
@@ -112,7 +112,7 @@ class Study:
         with _claiming, _quiet():
             there = self.trials()
             for frozen in there:
-                if frozen.state.name == "RUNNING" and self._abandoned(frozen):
+                if frozen.state.name == "RUNNING" and self.left_behind(frozen):
                     trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
                     trial.set_user_attr("owner", self.run)
                     return trial, [other for other in there if other.number != frozen.number]
@@ -138,7 +138,10 @@ class Study:
             chosen = self.optuna.trial.TrialState[state]
             self.study.tell(trial, values, state=None if values else chosen, skip_if_finished=True)
 
-    def _abandoned(self, frozen: Any) -> bool:
+    def left_behind(self, frozen: Any) -> bool:
+        """Whether a trial has no end, and nobody is at work on it."""
+        if frozen.state.name != "RUNNING":
+            return bool(frozen.state.name == "WAITING")
         owner = frozen.user_attrs.get("owner")
         if owner is None:
             begun = frozen.datetime_start

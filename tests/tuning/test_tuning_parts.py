@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from tiny_models import MASK, tiny
 
 from paradec import caches, samplers
-from paradec.evaluation import packaged_questions
+from paradec.evaluation import configurations, packaged_questions
 from paradec.evaluation.compare import Configuration
 from paradec.prompts import encode
 from paradec.registry import Registry
@@ -23,7 +24,7 @@ from paradec.tuning import Asked, read_prompts
 from paradec.tuning.halving import dominates, fronts, goes_on, rungs
 from paradec.tuning.measuring import Measured
 from paradec.tuning.prompts import fingerprint, halves, prompts_of
-from paradec.tuning.result import Point, choose, grouped_bootstrap, pareto, thinned
+from paradec.tuning.result import Point, choose, grouped_bootstrap, pareto, surely_below, thinned
 from paradec.tuning.scoring import Scorer, agreement, truth
 from paradec.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
 from paradec.tuning.study import differs
@@ -235,6 +236,15 @@ def test_every_start_is_what_optuna_gives_back() -> None:
     model = tiny(1)
     space = build_space(model, encode(model, [[1, 2]]), {}, None, ["none", "dual"], [None, 4])
     assert [start.name for start in space.starts][0] == "threshold" and len(space.starts) > 50
+    # all that `paradec compare` measures, but for schedules at one token per step
+    schedules = {name for name in MASKED if any("steps" in changes for changes in samplers.get(name).frontier)}
+    left_out = {name for name in space.left_out if " with " not in name}
+    by_hand = [
+        Candidate(entry.sampler, entry.changes).name
+        for entry in configurations()
+        if entry.sampler not in left_out and (entry.changes or entry.sampler not in schedules)
+    ]
+    assert sorted(start.name for start in space.starts) == sorted(by_hand)
     for start in space.starts:
         drawn = space.suggest(optuna.trial.FixedTrial(space.params(start)))
         # what is said again at its default is left out
@@ -298,30 +308,65 @@ def test_steps_of_a_share() -> None:
 # ---- fronts and intervals -------------------------------------------------------------------------------------------
 
 
-def point(name: str, score: float, forwards: float) -> Point:
-    measured = Measured([score] * 4, [score] * 4, [forwards] * 4, [0.0] * 4, [0.0] * 4)  # type: ignore[list-item]
-    return Point(Candidate(name), Request(), measured)
+def point(name: str, score: float | list[float], forwards: float, by_hand: bool = False) -> Point:
+    scores = score if isinstance(score, list) else [score] * 4
+    rest = [[value] * len(scores) for value in (forwards, 0.0, 0.0)]
+    return Point(Candidate(name), Request(), Measured(scores, [*scores], *rest), by_hand=by_hand)  # type: ignore[arg-type]
 
 
-def test_the_front_and_what_is_chosen_from_it() -> None:
+def names(points: Iterable[Point]) -> list[str]:
+    return [entry.name for entry in points]
+
+
+def test_the_front_and_how_it_is_thinned() -> None:
     points = [point(*entry) for entry in (("a", 0.9, 5), ("b", 0.9, 4), ("c", 0.895, 3), ("d", 0.7, 1), ("e", 0.85, 2))]
     points += [point("f", 0.9, 4), point("g", 0.88, 3)]
     front = pareto(points, ("forwards",), loss=0.1)
-    assert [entry.name for entry in front] == ["e", "c", "b"], "the cheapest first; d loses too much, f is b again"
-    assert choose(front, ("forwards",), 0.01) == 1 and choose(front, ("forwards",), 0.0) == 2
-    assert choose(front, ("forwards",), 0.05) == 0 and choose([], ("forwards",), 0.01) is None
-    # what is asked for is the baseline's score, unless a better one is separated from it
-    lucky = Point(Candidate("h"), Request(), Measured([1.0, *[0.9] * 3], [None] * 4, [9] * 4, [0.0] * 4, [0.0] * 4))
-    names, base = list("abcd"), front[2].choosing
-    assert choose([*front, lucky], ("forwards",), 0.0, base, names) == 2, "better on one of four prompts by chance"
-    surely = point("i", 0.95, 9)
-    assert choose([*front, surely], ("forwards",), 0.0, base, names) == 3
-    assert choose(front, ("forwards",), 0.0, point("z", 0.85, 9).choosing, names) == 2, "they are separated from it"
-    kept, chosen = thinned(front, 1, most=2)
-    assert [entry.name for entry in kept] == ["e", "c", "b"] and chosen == 1, "the ends and the chosen one stay"
+    assert names(front) == ["e", "c", "b"], "the cheapest first; d loses too much, f is b again"
+    kept, place = thinned(front, front[1], ("forwards",), most=2)
+    assert names(kept) == ["e", "c", "b"] and place == 1, "the ends and the chosen one stay"
+    kept, place = thinned(front, points[6], ("forwards",), most=2)
+    assert names(kept) == ["e", "g", "b"] and place == 1, "the chosen one is reported wherever it lies"
     many = pareto([point(f"p{k}", 0.80 + 0.01 * k, 1 + k) for k in range(10)], ("forwards",), 0.2)
-    kept, chosen = thinned(many, 6, most=4)
-    assert len(kept) == 4 and kept[chosen or 0] is many[6] and kept[0] is many[0] and kept[-1] is many[-1]
+    kept, place = thinned(many, many[6], ("forwards",), most=4)
+    assert len(kept) == 4 and kept[place or 0] is many[6] and kept[0] is many[0] and kept[-1] is many[-1]
+    assert thinned([], None, ("forwards",)) == ([], None)
+
+
+def test_what_is_chosen() -> None:
+    """The best set by hand, or what is cheaper, scores no less and is surely not worse."""
+
+    def chosen(points: list[Point], tolerance: float = 0.01) -> list[str]:
+        groups = [str(k) for k in range(len(points[0].choosing))]
+        return names(choose(points, ("forwards",), tolerance, groups)) if points else []
+
+    hand = [point(*entry, by_hand=True) for entry in (("a", 0.9, 5), ("b", 0.9, 4), ("c", 0.895, 3), ("d", 0.7, 1))]
+    assert chosen(hand) == ["c", "c"] and chosen(hand, 0.0) == ["b", "b"] and chosen(hand, 0.3) == ["d", "d"]
+    assert choose([], ("forwards",), 0.01, []) == []
+    assert chosen([*hand, point("cheaper", 0.895, 2)]) == ["cheaper", "c"]
+    assert chosen([*hand, point("cheapest", 0.895, 1), point("cheaper", 0.9, 2)]) == ["cheapest", "c"]
+    assert chosen([*hand, point("as dear", 0.95, 3)]) == ["c", "c"]
+    assert chosen([*hand, point("the best of many", 1.0, 9)]) == ["c", "c"], "it sets no mark for those set by hand"
+    assert chosen([*hand, point("half a point below", 0.89, 2)]) == ["c", "c"]
+    # as good in the mean, but one prompt of four decides that
+    lucky = point("lucky", [0.8, 0.8, 1.0, 0.98], 2)
+    assert chosen([*hand[:3], lucky]) == ["c", "c"] and chosen([*hand[:3], lucky], 0.1) == ["lucky", "c"]
+    # nothing set by hand was measured: the same rule for all
+    searched = [point("a", 0.9, 5), point("b", 0.895, 4)]
+    assert chosen(searched) == ["b", "b"]
+
+
+def test_a_setting_made_by_hand_is_dropped_where_it_is_surely_worse() -> None:
+    ours, luckier, surely = (
+        point("x", list(scores), 1).choosing for scores in ([0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [1.0] * 4)
+    )
+    groups = list("abcd")
+    assert not surely_below(ours, [luckier], groups, 0.1), "one prompt more is chance"
+    # of four draws two or fewer are the last prompt's, but for 5 %: the difference ends at -0.25
+    assert surely_below(ours, [luckier, surely], groups, 0.1) and not surely_below(ours, [surely], groups, 0.3)
+    assert not surely_below(ours, [surely], ["a", "a", "a", "a"], 0.8), "of one group nothing more is known"
+    assert not surely_below(point("z", 0.95, 1).choosing, [surely], groups, 0.1), "within the loss"
+    assert not surely_below(ours, [], groups, 0.1)
 
 
 def test_a_grouped_bootstrap_draws_whole_groups() -> None:
