@@ -13,7 +13,7 @@ What differs from the references, and why:
 - `factor`: the reference commits the last masked position when it alone fails the rule. Replayed with
   `reference_last_rank=True`; `test_factor_quirk` says what becomes of the others.
 
-By default traces with every pair of settings are replayed (`replay.often`), and all with `-m full`, in float32 too:
+By default traces with every setting are replayed (`replay.often`), and all with `-m full`, in float32 too:
 final tokens and the number of forwards are compared there.
 """
 
@@ -53,7 +53,7 @@ def test_all_traces_are_there() -> None:
     assert {path.name for path in TRACES.iterdir()} <= {*METHODS} | ELSEWHERE
 
 
-def test_what_is_left_to_the_full_run_has_no_two_settings_of_its_own() -> None:
+def test_what_is_replayed_often_has_every_two_settings() -> None:
     def pairs(names: list[str]) -> set[str]:
         found = set()
         for name in names:
@@ -70,7 +70,7 @@ def test_what_is_left_to_the_full_run_has_no_two_settings_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", others_are_full(NAMES))
+@pytest.mark.parametrize("name", others_are_full(NAMES, together=1))
 def test_trace(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     settings, exact = trace["settings"], precision == "float64"
