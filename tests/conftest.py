@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
+from places import GOLDEN
+from shares import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
-if not torch.cuda.is_available():  # kernels are interpreted then; triton reads this when it is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if TYPE_CHECKING:
+    from paradec.models.adapter import Model
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the cores are other workers'
 
-from replay import GOLDEN
 
-import paradec
-from paradec import caches
-from paradec.models.adapter import Model
-from paradec.samplers.masked.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):
+        return  # this process only hands tests out: the others begin the sooner
+    import torch
 
-torch.set_num_threads(1)  # tiny models are faster on one thread, and results do not depend on the machine's cores
+    if not torch.cuda.is_available():  # kernels are interpreted then; triton reads this when it is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)  # tiny models are faster on one thread, and results do not depend on the machine's cores
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: a `gc.collect()` need not look through it, which takes half a second
 
 
 FILTERED = {
@@ -36,6 +45,11 @@ FILTERED = {
 @pytest.fixture(scope="session", autouse=True)
 def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Filters that accept and refuse at random, for tests of what must hold for every sampler with its defaults."""
+    import torch
+
+    from paradec import caches
+    from paradec.samplers.masked.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
+
     folder = tmp_path_factory.mktemp("filters")
     for model, vocab_size in FILTERED:
         facts = FilterFacts("features", model, vocab_size, 32, tuple(caches.names()), threshold=0.96)
@@ -53,19 +67,27 @@ def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def llada() -> Model:
+    import paradec
+
     return paradec.load(GOLDEN / "llada-tiny")
 
 
 @pytest.fixture(scope="session")
 def dream() -> Model:
+    import paradec
+
     return paradec.load(GOLDEN / "dream-tiny")
 
 
 @pytest.fixture(scope="session")
 def llada64() -> Model:
+    import paradec
+
     return paradec.load(GOLDEN / "llada-tiny", dtype="float64")
 
 
 @pytest.fixture(scope="session")
 def dream64() -> Model:
+    import paradec
+
     return paradec.load(GOLDEN / "dream-tiny", dtype="float64")

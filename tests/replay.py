@@ -11,9 +11,11 @@ float32, and are left out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,35 @@ def load_trace(name: str) -> dict:
 def trace_names(*methods: str) -> list[str]:
     """All "method/setting" names of the given methods."""
     return sorted(f"{m}/{p.stem}" for m in methods for p in (TRACES / m).glob("*.json"))
+
+
+def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = load_trace) -> list[str]:
+    """So many of the traces that every two values of settings that stand together anywhere do so in one of them
+    (`together=1`: that every value is in one). Model, batch size and public code count as settings.
+
+    Taken greedily: what adds most for its forwards comes first.
+    """
+    wanted, forwards = {}, {}
+    for name in names:
+        trace = load(name)
+        settings = trace["settings"] | {f"trace's {key}": trace.get(key) for key in ("model", "batch_size", "method")}
+        values = sorted((key, json.dumps(value)) for key, value in settings.items())
+        wanted[name] = set(itertools.combinations(values, together))
+        forwards[name] = sum(len(case["steps"]) for case in trace["cases"])
+    left = set().union(*wanted.values())
+    found = []
+    while left:
+        most = max(wanted, key=lambda name: len(wanted[name] & left) / forwards[name])
+        found.append(most)
+        left -= wanted[most]
+    return sorted(found)
+
+
+def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = load_trace) -> list[Any]:
+    """Parameters of a test: all names, marked `full` but for those that are replayed `often`."""
+    names = list(names)
+    kept = often(names, together, load)
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def model_of(request: pytest.FixtureRequest, trace: dict, precision: str) -> Model:

@@ -154,6 +154,7 @@ def test_notebooks_are_small_and_show_what_they_did(path: Path) -> None:
             compile("".join(cell["source"]), str(path), "exec")
 
 
+@pytest.mark.full  # .ci/run builds it by itself
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason='needs the extra "docs"')
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -105,6 +105,15 @@ def case(request: Any) -> Case:
 
 MADE: dict[str, Case] = {}
 EVERY = pytest.mark.parametrize("case", [*MODELS, "FluxPipeline", "WanPipeline"], indirect=True)
+OTHERS = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name in ("SD3", "FluxPipeline", "WanPipeline") else [pytest.mark.full])
+        for name in [*MODELS, "FluxPipeline", "WanPipeline"]
+    ],
+    indirect=True,
+)
+"""What is the session's: by default with three of them."""
 SOME = pytest.mark.parametrize("case", ["SD3", "FluxPipeline", "WanPipeline"], indirect=True)
 LOOPS = pytest.mark.parametrize("case", [name for name in MODELS if name not in TWO_CALLS], indirect=True)
 
@@ -146,7 +155,7 @@ def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[.
 # ---- two runs at once -----------------------------------------------------------------------------------------------
 
 
-@EVERY
+@OTHERS
 def test_a_second_run_of_one_pipeline_is_refused(case: Case, session: Any) -> None:
     """In another thread and in a callback; the first one goes on as if nothing had been."""
     results: list[Any] = []
@@ -176,7 +185,7 @@ def test_a_pipeline_that_calls_itself_before_its_run_begins(case: Case) -> None:
     assert torch.equal(case.run(pipe), case.plain)
 
 
-@EVERY
+@OTHERS
 def test_two_pipelines_with_one_transformer(case: Case, session: Any) -> None:
     """One accelerated, one plain, each with its scheduler: a whole run of one between two steps of the other."""
     other, results = case.beside(), []  # type: ignore[var-annotated]
@@ -252,7 +261,7 @@ def test_budgets_in_two_threads() -> None:
 # ---- runs that break off, and calls that are no run's ---------------------------------------------------------------
 
 
-@EVERY
+@OTHERS
 def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
     """Neither to the next run, in this thread or another, nor to direct calls or other pipelines."""
     direct, expected = case.direct, case.expected

@@ -15,7 +15,8 @@ What differs from the references, and why:
 - dKV-Cache for Dream with `shift_type="right"` commits tokens from logits that it does not have (0 of 8 answers right).
   Ours commits only what was evaluated, and evaluates a row whole when nothing else is left; the forwards are compared.
 
-In float32 (`-m full`) final tokens and the number of forwards are compared.
+By default traces with every pair of settings are replayed, dKV-Cache's with every setting (`replay.often`), and all
+with `-m full`, in float32 too: final tokens and the number of forwards are compared there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from replay import (
     forced_first,
     load_trace,
     model_of,
+    others_are_full,
     request_of,
     trace_names,
     with_idle_calls,
@@ -61,7 +63,7 @@ def test_all_traces_are_there() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", others_are_full(BLOCKS))
 def test_block_caches(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
@@ -83,7 +85,7 @@ def test_block_caches(name: str, precision: str, request: pytest.FixtureRequest)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("name", others_are_full(FORCED))
 def test_forced_first_token(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
@@ -93,7 +95,7 @@ def test_forced_first_token(name: str, precision: str, request: pytest.FixtureRe
     assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, **arguments), exact)
 
 
-@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("name", others_are_full(FORCED, together=1))
 def test_forced_first_token_by_answers(name: str, dream64: Model) -> None:
     """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
     trace = load_trace(name)
@@ -154,7 +156,7 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", [n if at % 2 else pytest.param(n, marks=pytest.mark.full) for at, n in enumerate(DKV)])
+@pytest.mark.parametrize("name", others_are_full(DKV, together=1))
 def test_dkv(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     exact = precision == "float64"

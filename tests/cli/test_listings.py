@@ -49,6 +49,13 @@ def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -
         assert not cls.arxiv or cls.arxiv in whole
         for setting in cls.settings():
             assert f"{setting}=" in whole, (name, setting)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "cache"])
+def test_all_about_one_for_programs(kind: str) -> None:
+    registry = getattr(paradec, f"{kind}s")
+    for name in registry.names():
+        cls = registry.get(name)
         data = json.loads(ok(f"{kind}s", name, "--json"))
         assert [*data["settings"]] == [*cls.settings()] and data["summary"] == cls.summary
 

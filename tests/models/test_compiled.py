@@ -44,7 +44,6 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "block_length": 4}
-pytestmark = pytest.mark.xdist_group("compiled")
 
 
 def make(kind: str = "llama", topology: str = "bidirectional", dtype: torch.dtype = torch.float64, **sizes: Any) -> Any:

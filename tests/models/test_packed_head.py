@@ -15,8 +15,6 @@ from paradec import compiling
 from paradec.models import packed_head
 from paradec.models.packed_head import SMALLEST, HeadForward, PackedHead, packing, packs
 
-pytestmark = pytest.mark.xdist_group("compiled")
-
 
 def head(words: int = SMALLEST, bias: bool = False) -> nn.Linear:
     torch.manual_seed(0)

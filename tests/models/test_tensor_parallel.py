@@ -25,8 +25,6 @@ from paradec import caches
 from paradec.cli.app import app
 from paradec.models.tensor_parallel import Plan, RankError
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BIDIRECTIONAL: list[dict[str, Any]] = [
     {"cache": "none"},
     {"cache": "dual"},

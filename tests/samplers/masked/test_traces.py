@@ -13,7 +13,8 @@ What differs from the references, and why:
 - `factor`: the reference commits the last masked position when it alone fails the rule. Replayed with
   `reference_last_rank=True`; `test_factor_quirk` says what becomes of the others.
 
-In float32 (`-m full`) final tokens and the number of forwards are compared.
+By default traces with every setting are replayed (`replay.often`), and all with `-m full`, in float32 too:
+final tokens and the number of forwards are compared there.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from replay import (
     decode,
     load_trace,
     model_of,
+    often,
+    others_are_full,
     request_of,
     trace_names,
 )
@@ -50,8 +53,24 @@ def test_all_traces_are_there() -> None:
     assert {path.name for path in TRACES.iterdir()} <= {*METHODS} | ELSEWHERE
 
 
+def test_what_is_replayed_often_has_every_two_settings() -> None:
+    def pairs(names: list[str]) -> set[str]:
+        found = set()
+        for name in names:
+            trace = load_trace(name)
+            said = [f"{key}={value}" for key, value in trace["settings"].items()]
+            said += [name.partition("/")[0], trace["model"], f"{trace['batch_size']} rows"]
+            found |= {f"{one}, {other}" for one in said for other in said if one < other}
+        return found
+
+    kept = often(NAMES)
+    assert len(kept) < 0.8 * len(NAMES) and pairs(kept) == pairs(NAMES)
+    static = [name for name in trace_names("freedave") if "static" in name]
+    assert len(often(static, together=1)) < len(often(static)) < len(static)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_are_full(NAMES, together=1))
 def test_trace(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     settings, exact = trace["settings"], precision == "float64"

@@ -16,7 +16,8 @@ What differs, and why:
 
 `test_by_answers` says what ours is worth without any of this.
 
-In float32 (`-m full`) final tokens are compared.
+Of all traces those are replayed by default that have every pair of settings (`replay.often`), and all with `-m full`,
+in float32 too: final tokens are compared there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from replay import (
     forced_first,
     load_trace,
     model_of,
+    others_are_full,
     trace_names,
     with_idle_calls,
 )
@@ -47,6 +49,7 @@ from paradec.samplers.masked.low_confidence import LowConfidence
 from paradec.samplers.masked.threshold import Threshold
 
 NAMES = trace_names("freedave", "freedave-dream")
+STATIC = [name for name in NAMES if load_trace(name)["settings"]["method"] == "static"]
 
 
 class WeighsMask:
@@ -91,7 +94,7 @@ def test_all_traces_are_there() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_are_full(NAMES))
 def test_trace(name: str, precision: str, request: pytest.FixtureRequest) -> None:
     trace = load_trace(name)
     settings, model = trace["settings"], model_of(request, trace, precision)
@@ -146,7 +149,7 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
     assert next(ours, None) is None and mine == other, row.where
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if load_trace(name)["settings"]["method"] == "static"])
+@pytest.mark.parametrize("name", others_are_full(STATIC, together=1))
 def test_by_answers(name: str, request: pytest.FixtureRequest) -> None:
     """With this library's own reading and caches, which force no token, under drafts: not worse than the public code by
     more than one answer."""

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 from moe_models import MASK, MOE, golden_moe
+from replay import often
 
 import paradec
 from paradec import samplers
@@ -42,19 +43,19 @@ def names(method: str) -> list[str]:
 
 
 def some(found: list[str], among: str = "") -> list[Any]:
-    """One case of every file whose name has this text, and with `-m full` all others too."""
-    others = [(name, slice(1, None)) if among in name else (name, slice(None)) for name in found]
-    return [(name, slice(1)) for name in found if among in name] + [
-        pytest.param(*entry, marks=pytest.mark.full) for entry in others
-    ]
-
-
-def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, Any]]]:
-    return list(enumerate(trace["cases"]))[numbers]
+    """Of the files whose name has this text one case of each of some that have every setting (`replay.often`), and with
+    `-m full` all others too."""
+    first = often([name for name in found if among in name], together=1, load=trace_of)
+    others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in found]
+    return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
 
 
 def trace_of(name: str) -> dict[str, Any]:
     return json.loads((TRACES / f"{name}.json").read_text())
+
+
+def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, Any]]]:
+    return list(enumerate(trace["cases"]))[numbers]
 
 
 def cut(answer: list[int], end: int = END) -> list[int]:
