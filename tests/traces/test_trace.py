@@ -50,8 +50,7 @@ def of(row: list[tuple[int, int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "cache"),
     [  # where a sampler works without a cache and with one, it takes turns in which of them is left to -m full
-        pytest.param(*pair, marks=[pytest.mark.full] if pair in LEFT else [])
-        for pair in PAIRS
+        pytest.param(*pair, marks=[pytest.mark.full] if pair in LEFT else []) for pair in PAIRS
     ],
 )
 def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
