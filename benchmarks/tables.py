@@ -475,11 +475,10 @@ def peers_pictures_table(*results: dict[str, Any]) -> str:
     for data in results:
         for model, entry in data["results"].items():
             for name, one in entry["contestants"].items():
-                cells = [
-                    f"{middle:.2f} ({low:.2f}-{high:.2f})" if base != name else "1"
-                    for base in head
-                    for low, middle, high in [one[f"cpu_over_{base}"]]
-                ]
+                cells = []
+                for base in head:
+                    low, middle, high = one.get(f"cpu_over_{base}", [0.0] * 3)
+                    cells.append("1" if base == name else f"{middle:.2f} ({low:.2f}-{high:.2f})" if middle else "-")
                 lines.append(f"| {model} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -565,21 +564,54 @@ def ranking_alone_table(place: dict[str, Any]) -> str:
 
 
 def probes_table(data: dict[str, Any]) -> str:
-    """Ways to decide when to evaluate: error, with half of its 95 % interval, at each budget of evaluated steps."""
-    models, budgets = list(data["results"]), data["facts"]["budgets"]
+    """Ways to decide when to evaluate: error, with half of its 95 % interval, and cost, at each budget of steps."""
+    models = list(data["results"])
     lines = ["| at most | | " + " | ".join(models) + " |", "|---" * (len(models) + 2) + "|"]
-    for budget in budgets:
-        for way in data["results"][models[0]]["ways"]:
-            cells = []
-            for model in models:
-                row = data["results"][model]["ways"].get(way, {}).get(str(budget))
-                if row is None:
-                    cells.append("-")
-                    continue
-                error = f"{row['error']['mean']:.3f} +- {row['error']['half']:.3f}"
-                cells.append(f"{error}; {row['evaluated']:.1f}, {row['cpu']:.0%}")
-            lines.append(f"| {budget} | {way} | {' | '.join(cells)} |")
+    for budget, way, rows in _probed(data):
+        cells = ["-" if row is None else _strayed(row) for row in rows]
+        lines.append(f"| {budget} | {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def probes_even_table(data: dict[str, Any]) -> str:
+    """The same errors over those of evenly spread evaluations: geometric means with 95 % intervals."""
+    models = list(data["results"])
+    lines = ["| at most | | " + " | ".join(models) + " |", "|---" * (len(models) + 2) + "|"]
+    for budget, way, rows in _probed(data):
+        if all(row is None or row["over_even"]["mean"] == 1 for row in rows):
+            continue
+        cells = []
+        for row in rows:
+            found = {} if row is None else row["over_even"]
+            cells.append(f"{found['mean']:.2f} ({found['low']:.2f}-{found['high']:.2f})" if found else "-")
+        lines.append(f"| {budget} | {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def probes_published_table(data: dict[str, Any]) -> str:
+    """Settings as published: error and cost, as they are."""
+    models = list(data["results"])
+    lines = ["| | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
+    for way in data["results"][models[0]]["published"]:
+        rows = [data["results"][model]["published"][way] for model in models]
+        lines.append(f"| {way} | {' | '.join(map(_strayed, rows))} |")
+    return "\n".join(lines)
+
+
+def _probed(data: dict[str, Any]) -> list[tuple[int, str, list[dict[str, Any] | None]]]:
+    """Budget, way, and its row of every model; None where no setting keeps to the budget."""
+    models = data["results"]
+    ways = list(dict.fromkeys(way for found in models.values() for way in found["ways"]))
+    return [
+        (budget, way, [found["ways"].get(way, {}).get(str(budget)) for found in models.values()])
+        for budget in data["facts"]["budgets"]
+        for way in ways
+    ]
+
+
+def _strayed(row: dict[str, Any]) -> str:
+    error = row["error"]
+    return f"{error['mean']:.3f} +- {error['half']:.3f}; {row['blocks']:.0%}, {row['cpu']:.0%}"
 
 
 def rendered() -> dict[str, str]:
@@ -590,7 +622,7 @@ def rendered() -> dict[str, str]:
     """
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "jacobi")
     compare, compare_heldout, antibody, antibody_heldout, digits, jacobi = (_result(name) for name in names)
-    canvases, ranking = _result("canvases"), _result("ranking_text")
+    canvases, ranking, probes = _result("canvases"), _result("ranking_text"), _result("probes")
     tables = {
         "README.md": {"headline": headline_table(compare)},
         "docs/attention.md": {"sparsed": sparsed_table(_result("sparsed"))},
@@ -623,7 +655,11 @@ def rendered() -> dict[str, str]:
             "ranking_antibody": ranking_table(ranking["places"]["antibody"]),
             "ranking_alone": ranking_alone_table(ranking["places"]["packaged-64"]),
         },
-        "docs/diffusion.md": {"probes": probes_table(_result("probes"))},
+        "docs/diffusion.md": {
+            "probes": probes_table(probes),
+            "probes_even": probes_even_table(probes),
+            "probes_published": probes_published_table(probes),
+        },
         "docs/images.md": {
             "digits": digits_table(digits, short=False),
             "jacobi": jacobi_table(jacobi),
@@ -648,7 +684,9 @@ def rendered() -> dict[str, str]:
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),
-            "peers_pictures": peers_pictures_table(*(_result(f"peers_pictures_{size}") for size in ("tiny", "wide"))),
+            "peers_pictures": peers_pictures_table(
+                *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))
+            ),
         },
     }
     found = {}
