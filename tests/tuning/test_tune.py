@@ -471,7 +471,7 @@ import torch
 torch.set_num_threads(1)
 from tiny_models import tiny
 import paradec
-prompts = [[k, (7 * k) % 39] for k in range(60)]
+prompts = [[k % 39, (7 * k + k // 39) % 39] for k in range(60)]
 print("ready", flush=True)
 paradec.tune(tiny(3), prompts, answers=[[k % 5] * 8 for k in range(60)], samplers=["threshold", "factor", "klass"],
              max_new_tokens=24, trials=int(sys.argv[2]), study=sys.argv[1], batch=2)
@@ -523,7 +523,8 @@ def test_a_process_that_is_killed_and_two_that_share_a_study(tmp_path: Path) -> 
     assert all(after[number].user_attrs == attributes for number, attributes in before.items())
     counted = [trial for trial in after.values() if "refused" not in trial.user_attrs]
     starts = [trial for trial in counted if "start" in trial.user_attrs]
-    assert len(starts) == len({trial.user_attrs["start"] for trial in starts}) == 9
-    assert 6 <= len(counted) - 9 <= 7, "the last one may be begun by both"
+    assert {trial.user_attrs["start"] for trial in starts} == set(range(9))
+    assert len(starts) <= 10, "both may begin with the same one, when they come to the study at once"
+    assert 6 <= len(counted) - len(starts) <= 7, "the last one may be begun by both"
     study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
     assert not [trial for trial in study.trials if trial.state.name == "RUNNING"]

@@ -94,7 +94,7 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped_goes_on(tmp_path: Path, end: signal.Signals) -> None:
     study, preset = tmp_path / "study.db", tmp_path / "preset.json"
-    command = [sys.executable, "-m", "paradec", "tune", "--limit", "4", "--study", str(study), "--out", str(preset)]
+    command = [sys.executable, "-m", "paradec", "tune", "--limit", "2", "--study", str(study), "--out", str(preset)]
     command += ["--samplers", "threshold,factor,klass", "--trials", "4"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
