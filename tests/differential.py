@@ -145,6 +145,9 @@ COMBINATIONS = (
     "klass+persistence", "credit>>localleap", "threshold(threshold=0.5)&entropy_threshold", "(threshold+factor)&klass",
     "credit>>threshold+hierarchy",
 )  # fmt: skip
+SUFFIXES = (
+    0, 3, 16, "5", "gaussian:9", "uniform:8:2", {"window": 12, "density": "gaussian", "scale": 1.0, "k_sigma": 2.0},
+)  # fmt: skip
 REREADS = {"learn2pd", "editing", "saber", "wino"}
 """Samplers that read decided positions again, which caches of decided positions refuse."""
 PICKS = {"random", "halton", "lpd"}
@@ -204,6 +207,10 @@ def cache_of(draw: Draw, name: str, used: Mapping[str, Any], caches: Sequence[st
         settings = some_settings(draw, {"refresh_interval": (1, 2, 3), "window": (1, 4)})
     elif kind == "recap":
         settings = some_settings(draw, {"recompute_prompt": (True, False)})
+    elif kind == "d2":
+        settings = some_settings(draw, {"current_k": (1, 3, 8), "sigma": (0.5, 3.0), "inflate_w": (0, 2, 6)})
+    elif kind == "delayed":
+        settings = some_settings(draw, {"cache_delay_iter": (1, 2, 3), "refresh_interval": (2, 5)})
     if kind not in ("block", "none") and likely(draw, 0.15):
         settings |= some_settings(draw, {"shape_multiple": (2, 4), "store_dtype": ("float32", "bfloat16")})
     return {"$": "cache", "name": kind, "settings": settings} if settings or likely(draw, 0.2) else kind
@@ -318,6 +325,16 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
                 )
         elif form < 0.8:
             call["blocks"] = "whole"
+        elif form < 0.9 and not drafts and not uses_steps:
+            call["blocks"] = {"$": "PipelinedBlocks", "length": draw.choice((2, 4, 8))}
+            pipeline = {"add": (0.1, 0.5, 1.0), "full": (0.5, 0.95), "forced": ("first", "active")}
+            call["blocks"] |= some_settings(draw, pipeline)
+        kept = cache["name"] if isinstance(cache, dict) else cache
+        whole = kept in (None, "none", "prefix", "dual", "vicinity", "d2")
+        if likely(draw, 0.3 if whole else 0.03) and name != "wino":
+            call["suffix"] = draw.choice(SUFFIXES)
+            if likely(draw, 0.9) and form >= 0.9:  # one block of the whole answer has nothing behind it
+                call["block_length"] = draw.choice((2, 4))
     cut = call.get("blocks")
     plain_blocks = "block_length" in call or cut == "whole"
     if not own and plain_blocks and likely(draw, 0.6 if uses_steps else 0.05):
@@ -363,6 +380,7 @@ def masked(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         several = "race" in call or "num_return_sequences" in call
         if call.get("keep_prefix") and not used.get("text") and not several:
             turn: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 4, "cache": cache}
+            turn |= {"suffix": call["suffix"]} if "suffix" in call else {}
             turn |= {"sampler": call["sampler"]} | ({"block_length": 4} if not own and name != "adablock" else {})
             request["next"] = {"more": ids_of(draw, bounds, draw.randint(1, 6)), "call": turn}
     return request
@@ -407,6 +425,8 @@ def infill(draw: Draw, known: Mapping[str, Any]) -> dict[str, Any]:
         call["max_new_tokens"] = draw.choice((0, 2, 4, 8))
     if likely(draw, 0.3) and not used.get("block") and name != "adablock":
         call["block_length"] = draw.choice((2, 4, 8))
+    if "block_length" in call and name != "wino" and likely(draw, 0.4):
+        call["suffix"] = draw.choice(SUFFIXES)
     words_of(draw, call, bounds)
     call["seed"] = draw.randint(0, 99)
     if likely(draw, 0.1):

@@ -188,7 +188,7 @@ def built(value: Any) -> Any:
             if isinstance(settings.get(name), list):
                 settings[name] = tuple(tuple(e) if isinstance(e, list) else e for e in settings[name])
         return registry.create(given["name"], **settings)
-    if kind in ("FixedBlocks", "AdaptiveBlocks", "Prophet", "SparseD"):
+    if kind in ("FixedBlocks", "AdaptiveBlocks", "PipelinedBlocks", "Prophet", "SparseD"):
         for name in ("delimiters", "gaps", "stages"):
             if name in given:
                 given[name] = tuple(given[name])
