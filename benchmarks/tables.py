@@ -446,7 +446,7 @@ def peers_text_table(data: dict[str, Any]) -> str:
                 cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles]
                 cells.append(f"{one['peak_mib']:.0f} / {case['contestants'][reference]['peak_mib']:.0f}")
                 same = one["compared_with"]
-                cells.append("equal" if same["equal"] else f"{same['agreeing']:.0%} equal")
+                cells.append("equal" if same["equal"] else "differ")
                 told = name if who == "paradec" else f"{name}, {who.removeprefix('paradec ')}"
                 lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
     return "\n".join(lines)
@@ -683,6 +683,7 @@ def rendered() -> dict[str, str]:
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
+            "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),
             "peers_pictures": peers_pictures_table(
                 *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))

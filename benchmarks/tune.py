@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py packaged [--limit 24] [--trials N] [--minutes M] [--study FILE]
     python benchmarks/tune.py fresh [--limit 24] ...
-    python benchmarks/tune.py antibody [--chains 64] [--samplers A,B] [--canvases FILE] ...
+    python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--samplers A,B] [--canvases FILE] ...
     python benchmarks/tune.py own --checkpoint FOLDER --prompts FILE.jsonl [--trials N]
 
 `packaged`: the small text model, prompts of all tasks. `fresh`: the same with prompts that are drawn anew, from a seed
@@ -181,7 +181,7 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
 
     real = load_antiberty()
     model, asked = Remembering(real, options.canvases), []
-    for chain in read_chains()[: options.chains]:
+    for chain in read_chains()[options.skip : options.skip + options.chains]:
         ids = real.tokenizer(" ".join(chain.residues))["input_ids"]
         at = (chain.masked(0) + 1).tolist()
         masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("part", choices=("packaged", "fresh", "antibody", "own"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
     parser.add_argument("--chains", type=int, default=64)
+    parser.add_argument("--skip", type=int, default=0, help="chains of the file that are left out at its beginning")
     parser.add_argument("--trials", type=int, default=40, help="settings to propose, beyond those made by hand")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--study")
