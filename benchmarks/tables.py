@@ -452,6 +452,29 @@ def peers_text_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def layout_table(data: dict[str, Any]) -> str:
+    """Products with matrices that lie column by column over the same as they lay, by positions."""
+    positions = list(data["rows"][0]["positions"])
+    lines = ["| in x out, positions | " + " | ".join(positions) + " |", "|---" * (len(positions) + 1) + "|"]
+    for row in data["rows"]:
+        cells = [f"{row['positions'][each]['times_base']:.2f}" for each in positions]
+        lines.append(f"| {row['in']} x {row['out']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def peers_rule_table(data: dict[str, Any]) -> str:
+    """A step outside of the model's call beside dInfer's rule, with quartiles."""
+    lines = ["| logits | milliseconds a step | over dInfer's | with compiled statistics | tokens |", "|---" * 5 + "|"]
+    for name, case in data["cases"].items():
+        ours = [case["contestants"][who] for who in ("paradec", "paradec compiled")]
+        ratios = (one["cpu_over_dinfer"] for one in ours)
+        cells = [f"{1e3 * ours[0]['cpu_seconds'][1] / data['steps']:.1f}"]
+        cells += [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in ratios]
+        same = all(one["compared_with"]["equal"] for one in ours)
+        lines.append(f"| {name} | " + " | ".join([*cells, "equal" if same else "differ"]) + " |")
+    return "\n".join(lines)
+
+
 def peers_sjd_table(data: dict[str, Any]) -> str:
     """Pictures by `sjd` beside its public code, with quartiles: whole ones, and one forward."""
     lines = ["| | codes | forwards, ours / theirs | CPU time over theirs | of a forward | peak MiB, ours / theirs |"]
@@ -683,6 +706,8 @@ def rendered() -> dict[str, str]:
             "estimate_published": estimate_published_table(_result("estimate_published")),
             "estimate_daily": estimate_daily_table(_result("estimate_daily")),
             "peers_text": peers_text_table(_result("peers_text")),
+            "peers_rule": peers_rule_table(_result("peers_rule")),
+            "layout": layout_table(_result("layout")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),
             "peers_pictures": peers_pictures_table(

@@ -34,6 +34,7 @@ from paradec.models.images.loading import (
     load_image_model,
     packaged_image,
 )
+from paradec.models.layout import lay_columns_first
 from paradec.models.lora import LoRA
 from paradec.models.pretrained import read_module, reason
 from paradec.models.saving import Published
@@ -237,7 +238,9 @@ def load(
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
     load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
-    return load_it() if plan is None else plan.read(load_it)
+    model = load_it() if plan is None else plan.read(load_it)
+    lay_columns_first(model.module)
+    return model
 
 
 def _language_model(
