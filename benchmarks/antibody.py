@@ -36,7 +36,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from paradec.evaluation.compare import COMBINATIONS
 from paradec.evaluation.metrics import aup, bootstrap
 from paradec.models.adapter import Model
 from paradec.protocol import Query, plain
+from paradec.tuning import Asked
 from paradec.tuning.run import weights_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +103,18 @@ def read_chains(file: Path = DATA) -> list[Chain]:
             raise ValueError(f"{file.name}: {header!r} must read 'antibody VH source' or 'antibody VL source'")
         chains.append(Chain(antibody, kind, source, "".join(residues.split())))
     return chains
+
+
+def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Asked], list[int]]:
+    """The chains as prompts with their masks under seed 0 and what belongs there, for `paradec tune` and rankings; and
+    the words that none of them has."""
+    mask, asked = model.facts.mask_token_id, []
+    for chain in chains:
+        ids = model.tokenizer(" ".join(chain.residues))["input_ids"]
+        at = (chain.masked(0) + 1).tolist()
+        masked = [mask if k in set(at) else i for k, i in enumerate(ids)]
+        asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
+    return asked, [i for i in model.tokenizer.all_special_ids if i != mask]
 
 
 class Remembering:

@@ -212,16 +212,11 @@ def packaged(slots: int) -> Place:
 
 
 def antibody() -> Place:
-    from antibody import Remembering, read_chains
+    from antibody import Remembering, prompts, read_chains
     from antibody_model import load_antiberty
 
-    real, asked = load_antiberty(), []
-    for chain in read_chains():
-        ids = real.tokenizer(" ".join(chain.residues))["input_ids"]
-        at = (chain.masked(0) + 1).tolist()
-        masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
-        asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
-    special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
+    real = load_antiberty()
+    asked, special = prompts(real, read_chains())
     positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
     sizes = {"batch": 4, "choosing": 8, "timed": 2}
     shared, parts = {"suppress_tokens": special}, halves(asked, 0)

@@ -436,18 +436,23 @@ def estimate_daily_table(data: dict[str, Any]) -> str:
 
 def peers_text_table(data: dict[str, Any]) -> str:
     """Whole decodes beside public decoders of LLaDA, with quartiles."""
-    lines = ["| beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens | patched |"]
-    lines.append("|---" * 6 + "|")
+    lines = [
+        "| beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens | products alone | "
+        "patched |",
+        "|---" * 7 + "|",
+    ]
     for name, case in data["cases"].items():
-        (reference,) = (who for who in case["contestants"] if not who.startswith("paradec"))
+        reference = list(case["contestants"])[-1]
         for who, one in case["contestants"].items():
-            if who != reference:
+            if who.startswith("paradec"):
                 quartiles = (one[f"{clock}_over_{reference}"] for clock in ("cpu", "wall"))
                 cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quartiles]
                 cells.append(f"{one['peak_mib']:.0f} / {case['contestants'][reference]['peak_mib']:.0f}")
                 same = one["compared_with"]
                 cells.append("equal" if same["equal"] else "differ")
                 told = name if who == "paradec" else f"{name}, {who.removeprefix('paradec ')}"
+                bare = case["contestants"].get("matrix products alone", {}).get(f"cpu_over_{reference}")
+                cells.append(f"{bare[1]:.2f}" if bare and who == "paradec" else "")
                 lines.append(f"| {told} | " + " | ".join(cells) + f" | {case['patched']} |")
     return "\n".join(lines)
 

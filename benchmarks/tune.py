@@ -176,17 +176,12 @@ def fresh(limit: int) -> list[Question]:
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
-    from antibody import Remembering, measured, read_chains
+    from antibody import Remembering, measured, prompts, read_chains
     from antibody_model import load_antiberty
 
     real = load_antiberty()
-    model, asked = Remembering(real, options.canvases), []
-    for chain in read_chains()[options.skip : options.skip + options.chains]:
-        ids = real.tokenizer(" ".join(chain.residues))["input_ids"]
-        at = (chain.masked(0) + 1).tolist()
-        masked = [real.facts.mask_token_id if k in set(at) else i for k, i in enumerate(ids)]
-        asked.append(Asked(masked, chain.name, None, tuple(ids[k] for k in at), chain.kind, chain.antibody))
-    special = [i for i in real.tokenizer.all_special_ids if i != real.facts.mask_token_id]
+    model = Remembering(real, options.canvases)
+    asked, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
     names = options.names or list(dict.fromkeys(made.sampler for made in measured(None, True, real)))
     found = tuned(model, asked, options, samplers=names, suppress_tokens=special)
     if options.alone:

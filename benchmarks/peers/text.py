@@ -116,6 +116,33 @@ def decoder(model: Any, prompt: torch.Tensor, request: dict[str, Any]) -> Callab
     return run
 
 
+def products(model: Any, decode: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The products with matrices of one decode, in its order and shapes, and nothing else: what is left if all else
+    took no time. Attention's own products are not among them."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    inputs: dict[torch.Size, torch.Tensor] = {}
+
+    def note(part: torch.nn.Linear, given: tuple[torch.Tensor, ...]) -> None:
+        shape = given[0].shape
+        calls.append((inputs.setdefault(shape, torch.randn(shape).to(given[0].dtype)), part.weight))
+
+    linears = [part for part in model.module.modules() if type(part) is torch.nn.Linear]
+    hooks = [part.register_forward_pre_hook(note) for part in linears]
+    try:
+        tokens = decode()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    @torch.inference_mode()
+    def run() -> torch.Tensor:
+        for hidden, weight in calls:
+            torch.nn.functional.linear(hidden, weight)
+        return tokens
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in PATCHED:
@@ -154,6 +181,8 @@ def main() -> None:
             if given.compile:
                 compiled = decoder(model, prompt, {**request, "compile": True})
                 contestants.append(Contestant("paradec compiled", compiled))
+            bare = Contestant("matrix products alone", products(model, contestants[0].run))
+            contestants.append(bare)
             with ExitStack() as stack:
                 arguments = (reference, str(checkout.folder), str(folder / "task.json"))
                 peer = stack.enter_context(Elsewhere(reference, given.python, script, *arguments))
@@ -161,7 +190,7 @@ def main() -> None:
                 common.alternate(contestants, given.turns, warm_up=2)
             for contestant in contestants:  # some give the answer alone
                 contestant.result = contestant.result[:, -answer:]
-            aims = {contestant.name: reference for contestant in contestants[:-1]}
+            aims = {contestant.name: reference for contestant in contestants if contestant.name.startswith("paradec")}
             found = common.report(contestants, (reference,), aims)
             result["cases"][name] = {"patched": PATCHED[reference], "contestants": found}
             print(common.show(name, found, (reference,)), flush=True)
