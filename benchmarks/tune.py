@@ -262,7 +262,8 @@ def main() -> None:
     torch.set_num_threads(1)
     parts = {"packaged": packaged, "fresh": packaged, "antibody": antibody, "own": own}
     result = parts[options.part](options)
-    write_result(RESULTS / f"tune_{options.part}.json", {"machine": machine()} | result)
+    others = f"_from_{options.skip}" if options.skip else ""
+    write_result(RESULTS / f"tune_{options.part}{others}.json", {"machine": machine()} | result)
 
 
 def machine() -> dict[str, Any]:
