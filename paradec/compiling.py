@@ -1,31 +1,41 @@
-"""torch.compile on CPUs: what it takes, where its results are kept, and functions that say how long compiling took.
+"""Compiled functions on CPUs: what they take, where they are kept, and how long compiling took.
 
-TorchInductor writes C++ for a traced function and has the machine's compiler translate it. That takes seconds to
-minutes, so the results are kept in a folder and found there by later processes, which trace the function only.
+torch.export traces a function, TorchInductor writes C++ for it ahead of time (AOTInductor) and has the machine's
+compiler translate it. That takes seconds, so the results are kept in a folder and found there by later processes, which
+trace the function only. A call goes straight into the translated code: there is nothing of torch.compile's own around
+it (guards, and a wrapper in Python), which takes longer than what a small layer does beside its products.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 FOLDER = "PARADEC_COMPILE_CACHE"
 """The environment variable that names the folder in which compiled code is kept."""
 TORCHS_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """torch's own name for it, which counts first: for all that a process compiles."""
 BACKEND = "inductor"
-"""What translates traced functions."""
+"""What translates traced functions; with "eager" they run as they were traced, operation by operation."""
+SAMPLE = 256
+"""The length that open dimensions have while a function is traced: what loops are shared among threads for."""
+LONGEST = 2**24
+"""The largest length of an open dimension."""
 
 _lock = threading.Lock()
+_one_at_a_time = threading.RLock()
+"""Held while something is traced and translated. A signal's handler may come in between, and decode."""
 _users = 0
 _before: str | None = None
 
@@ -82,53 +92,112 @@ def kept() -> Iterator[None]:
                 os.environ[TORCHS_FOLDER] = _before
 
 
-class CompiledFunction:
-    """A function that is compiled when it is first called, and again for what the compiled code does not serve.
+class Uncompilable(Exception):
+    """A function cannot be traced or translated; says why in one line."""
 
-    torch keeps compiled code with a function's code object, which is the class's own for methods. This has a copy of
-    it: what is compiled here shows nowhere else, and goes when this goes.
+
+class Compiled:
+    """A function of tensors, compiled for tensors of the shapes, strides and dtypes that are given here.
 
     Args:
-        function: a plain function. A graph break is an error (`failures`), so that it is compiled whole or not at all.
-        dynamic: whether sizes of inputs may vary; as in torch.compile.
+        function: of tensors; returns tensors. It may read nothing that changes from call to call but these.
+        inputs: tensors as they will come; their values are not read.
+        open_at: of each input the dimension whose length may be another one at every call, the same for all inputs (1
+            included); None for inputs that have none. Those that have one come contiguous.
+
+    Raises:
+        Uncompilable: it cannot be traced (it asks for values of tensors, say), or the compiler fails.
     """
 
-    def __init__(self, function: Callable[..., Any], dynamic: bool | None = None):
-        own: Any = function
-        copied = types.FunctionType(
-            own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__
-        )
-        copied.__kwdefaults__ = own.__kwdefaults__
-        # few kernels in one file: a pool of compiling processes would only be started for nothing
-        options: Any = {"compile_threads": 1} if BACKEND == "inductor" else None
-        self._compiled = torch.compile(copied, fullgraph=True, dynamic=dynamic, backend=BACKEND, options=options)
-        self.seconds = 0.0
-        """Wall time of the calls that compiled something."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, begin = _graphs(), time.perf_counter()
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Tensor], open_at: Sequence[int | None]):
+        begin = time.perf_counter()
         try:
-            return self._compiled(*args, **kwargs)
-        finally:
-            if _graphs() != before:
-                self.seconds += time.perf_counter() - begin
+            with _one_at_a_time, torch.inference_mode(False), torch.no_grad():
+                program = _traced(function, inputs, open_at)
+                self._run = _as_traced(program) if BACKEND == "eager" else _translated(program)
+        except Exception as error:  # whatever torch's tracing, lowering and compilers raise
+            raise Uncompilable(_first_line(error)) from error
+        self.seconds = time.perf_counter() - begin
+        """Wall time that compiling took, or fetching it from the folder."""
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        return self._run(inputs)
 
 
-def _graphs() -> int:
-    """Graphs that this process has traced."""
-    from torch._dynamo.utils import counters
+class _Function(nn.Module):
+    """A function as torch.export takes it."""
 
-    return int(counters["stats"]["unique_graphs"])
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
 
-
-def failures() -> tuple[type[Exception], ...]:
-    """What calls of a `CompiledFunction` raise where it cannot be compiled, beside what the function itself raises."""
-    from torch._dynamo import exc
-
-    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
+    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
+        return self.function(*inputs)
 
 
-def first_line(error: Exception) -> str:
-    """The line of such an error that says most."""
+def _traced(function: Callable[..., Any], inputs: Sequence[Tensor], open_at: Sequence[int | None]) -> Any:
+    """The exported program, which no memory was taken for."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    length = torch.export.Dim("length", min=2, max=LONGEST)
+    with FakeTensorMode():
+        shapes = [[SAMPLE if i == at else n for i, n in enumerate(each.shape)] for each, at in zip(inputs, open_at)]
+        fakes = tuple(
+            torch.empty_strided(shape, each.stride(), dtype=each.dtype)
+            if at is None
+            else torch.empty(shape, dtype=each.dtype)
+            for each, at, shape in zip(inputs, open_at, shapes)
+        )
+    lengths = tuple(None if at is None else {at: length} for at in open_at)
+    return torch.export.export(_Function(function), (fakes,), dynamic_shapes=(lengths,), strict=False)
+
+
+def _as_traced(program: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    traced = program.module(check_guards=False)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        found = traced(tuple(inputs))
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    return run
+
+
+def _translated(program: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """The program's machine code, from the folder if it is there."""
+    path = folder() / f"{_digest(program)}.pt2"
+    if not path.exists():
+        # torch 2.13 copies a part of the program that it has deprecated itself
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        with tempfile.TemporaryDirectory(dir=folder()) as own:
+            made = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(own) / "code.pt2"))
+            os.replace(made, path)
+    code: Any = torch._inductor.aoti_load_package(str(path)).loader
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = code.run(list(inputs))
+        return found
+
+    return run
+
+
+def _digest(program: Any) -> str:
+    """A name for what a program computes and from which inputs, and for the torch, the processor and the number of
+    threads that it is translated for."""
+    inputs = [
+        (str(value.shape), str(value.stride()), str(value.dtype))
+        for node in program.graph.nodes
+        if node.op == "placeholder" and isinstance(value := node.meta.get("val"), Tensor)
+    ]
+    machine = sorted(torch.cpu.get_capabilities().items()), torch.get_num_threads()
+    said = [torch.__version__, machine, program.graph_module.code, inputs]
+    digest = hashlib.sha256(repr(said).encode())
+    for name, constant in sorted(program.constants.items()):
+        digest.update(f"{name} {constant.dtype} {constant.shape}".encode())
+        digest.update(constant.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _first_line(error: Exception) -> str:
+    """The line of an error that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

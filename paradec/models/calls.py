@@ -95,8 +95,6 @@ class Call:
         module: nn.Module | None = None,
     ):
         self.wrap, self.columns, self.keeper, self.module = wrap, columns, keeper, module
-        self.attention: Any = None
-        """The attention of the compiled layer that runs."""
         self.attended = False
         """Whether an attention of ours has run."""
         self.soft: Tensor | None = None

@@ -1,12 +1,13 @@
 """Decoder layers in compiled code, for calls on a CPU (`generate(compile=True)`).
 
-What stands around a layer's matrix products (norms, rotary angles, activations, residuals) is fused by torch.compile;
-the products and the attention run as they do uncompiled, but for that with the output matrix (`packed_head`). Only
-attention mixes positions, so the code sees all rows' positions in one line [1, N, d] with N left open: one graph serves
-all layers, every number of rows and every length.
+What stands around a layer's matrix products (norms, rotary angles, activations, residuals) is fused; the products and
+the attention run as they do uncompiled, but for that with the output matrix (`packed_head`). A layer is compiled in two
+halves (`Halves`): up to its attention, and from there on. The attention between them is the one that the layer would
+have called, over the store that it was given.
 
-The attention leaves the graph through an operator of ours, which takes the lines apart again, asks the store, and calls
-the function that the layer would have called.
+Only attention mixes positions, so the halves see all rows' positions in one line [1, N, d] with N left open: the same
+code serves all layers, every number of rows and every length. The weights are inputs of it. In the last layer only the
+positions that the output matrix shall see go through the second half.
 
 The module itself stays untouched: calls run on a second tree of module objects, whose parameters, buffers and hooks are
 the very dicts of the first. So weights that are changed in place or exchanged are seen at once, and other callers,
@@ -27,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from paradec import compiling
-from paradec.compiling import CompiledFunction
 from paradec.kernels.token_stats.compiled import CompiledSums, serving
 from paradec.models.calls import Call, Calling, current_call, every_part, take_columns
 from paradec.models.packed_head import HeadForward, packing
@@ -35,6 +35,9 @@ from paradec.models.packed_head import HeadForward, packing
 if TYPE_CHECKING:
     from paradec.protocol import Query
 
+Angles = tuple[Tensor, Tensor]
+TABLES = ("_parameters", "_buffers")
+"""Where a module keeps its tensors."""
 LAYERS = {
     "llama": "LlamaDecoderLayer",
     "mistral": "MistralDecoderLayer",
@@ -43,13 +46,11 @@ LAYERS = {
 }
 """Layers of transformers that mix positions by attention alone, through its AttentionInterface: by their module there,
 their class."""
-ATTENTION = "paradec_compiled"
-"""The name that the operator is registered with as an attention function."""
-EVERY_WINDOW = -1
-"""Stands for no sliding window."""
+ATTENTION = "paradec_seam"
+"""The name of the attention function that layers are traced with."""
 
 
-class Compiled:
+class CompiledModel:
     """What a model keeps of compiled code, in `Model.compiled`: that of its layers, and that of the statistics."""
 
     def __init__(self) -> None:
@@ -97,6 +98,8 @@ def refusal(model: Any) -> str | None:
             return f"{type(layer).__name__} is none of {', '.join(LAYERS.values())}"
     if model.ranks is not None:
         return "they are spread over several processes"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on, which chooses types while a layer runs"
     if len({parameter.device for parameter in model.module.parameters()}) > 1:
         return "they are spread over several devices"
     for part in every_part(model.module):
@@ -105,6 +108,9 @@ def refusal(model: Any) -> str | None:
     for part in every_part(layers):
         if part._forward_hooks or part._forward_pre_hooks:
             return f"a hook is on a {type(part).__name__}"
+        for weight in part._parameters.values():
+            if weight is not None and type(weight) not in (nn.Parameter, Tensor):
+                return f"a weight of a {type(part).__name__} is a {type(weight).__name__}"
     try:
         _attention_of(model)
     except (KeyError, ValueError):
@@ -126,33 +132,29 @@ class Layers:
         base: Any = self.module.base_model
         self.wrap = _Seen(base)
         self.attend = _attention_of(model)
-        self._functions: dict[Any, CompiledFunction] = {}
+        self.seconds = 0.0
+        """Spent compiling so far."""
+        self._halves: dict[Any, Halves] = {}
         own: Any = model.module.base_model
         for layer, first in zip(base.layers, own.layers, strict=True):
-            config = copy.copy(getattr(first.self_attn.config, "_own", first.self_attn.config))
-            config._attn_implementation = ATTENTION
-            layer.self_attn.__dict__["config"] = config
-            layer.__dict__["forward"] = _Forward(self, layer, first.self_attn)
+            layer.__dict__["forward"] = _Forward(self, first, last=first is own.layers[-1])
         head: Any = self.module.get_output_embeddings()
         if type(head) is nn.Linear:
             head.__dict__["forward"] = HeadForward(head)
-
-    @property
-    def seconds(self) -> float:
-        """Spent compiling so far."""
-        return sum(function.seconds for function in list(self._functions.values()))
 
     def stand_for(self, model: Any) -> bool:
         """Whether the module is still made of the same parts."""
         return self._stamp == _stamp(model)
 
-    def function(self, layer: nn.Module, hidden: Tensor) -> CompiledFunction:
-        """The compiled forward for a layer's class and what torch compiles anew for."""
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        key = type(layer), hidden.dtype, hidden.shape[1] == 1, torch.is_inference_mode_enabled(), autocast
-        if key not in self._functions:
-            self._functions.setdefault(key, CompiledFunction(type(layer).forward, dynamic=True))
-        return self._functions[key]
+    def halves(self, layer: nn.Module, kind: Any, line: Tensor, angles: Angles, weights: list[Tensor]) -> Halves:
+        """The compiled code of a layer, for what these tensors are like."""
+        like = [(weight.dtype, weight.shape, weight.stride()) for weight in weights]
+        key = kind, line.dtype, angles[0].dtype, tuple(like), torch.get_num_threads()
+        found = self._halves.get(key)
+        if found is None:
+            found = self._halves.setdefault(key, Halves(layer, line, angles, weights))
+            self.seconds += found.seconds
+        return found
 
     def logits(self, model: Any, query: Query, store: Any) -> Tensor:
         """Answer a query, as `Model.__call__` does."""
@@ -172,68 +174,123 @@ class _Seen:
         self.base = base
 
 
+class Halves:
+    """A layer of transformers in compiled code, up to its attention and from there on. Both are the layer's own
+    `forward`, traced with an attention that keeps what it gets, or gives what it got.
+
+    Args:
+        layer: a copy of it is traced.
+        line: hidden states as they will come, [1, N, d].
+        angles: cosines and sines, [1, N, head_dim].
+        weights: its parameters and buffers (`_tables`).
+
+    Raises:
+        paradec.compiling.Uncompilable: see there.
+    """
+
+    def __init__(self, layer: nn.Module, line: Tensor, angles: Angles, weights: list[Tensor]):
+        _register()
+        traced = _second(layer, {}, apart=True)
+        tables = _tables(traced)
+        attention = traced.self_attn
+        config = copy.copy(getattr(attention.config, "_own", attention.config))
+        config._attn_implementation = ATTENTION
+        attention.__dict__["config"] = config
+        self.scaling: float = 1.0
+        self.window: int | None = None
+
+        def run(line: Tensor, angles: Angles, given: tuple[Tensor, ...]) -> Tensor:
+            for (table, name), weight in zip(tables, given, strict=True):
+                table[name] = weight
+            found: Tensor = traced(line, position_embeddings=angles)
+            return found
+
+        def before(line: Tensor, cos: Tensor, sin: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            kept: list[Tensor] = []
+
+            def keep(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+                kept.extend((query, key, value))
+                self.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+                self.window = window
+                return query.transpose(1, 2)
+
+            attention.__dict__["seam"] = keep
+            run(line, (cos, sin), given)
+            return tuple(each[0].transpose(0, 1).contiguous() for each in kept)
+
+        def after(attended: Tensor, line: Tensor, *given: Tensor) -> Tensor:
+            attention.__dict__["seam"] = lambda *asked: attended
+            unread = line.new_zeros(1, line.shape[1], angles[0].shape[2])
+            return run(line, (unread, unread), given)
+
+        fixed = [None] * len(weights)
+        self.before = compiling.Compiled(before, [line, *angles, *weights], [1, 1, 1, *fixed])
+        attended = line.new_empty(1, line.shape[1], config.num_attention_heads, attention.head_dim)
+        self.after = compiling.Compiled(after, [attended, line, *weights], [1, 1, *fixed])
+        self.seconds = self.before.seconds + self.after.seconds
+
+
 class _Forward:
     """The forward of a layer of the second tree."""
 
-    def __init__(self, layers: Layers, layer: nn.Module, attention: nn.Module):
+    def __init__(self, layers: Layers, layer: Any, last: bool):
         self.layers = weakref.ref(layers)
-        self.layer = weakref.ref(layer)
-        self.attention = attention
+        self.layer = layer
+        self.last = last
+        self.kind = _kind(layer)
+        self.tables = _tables(layer)
 
     def __call__(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Angles | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        layers, layer, call = self.layers(), self.layer(), current_call()
-        assert layers is not None and layer is not None and call is not None and position_embeddings is not None
-        shape = hidden_states.shape
-        call.attention = _Attention(layers, self.attention, attention_mask, past_key_values, kwargs, shape[0])
-        line = hidden_states.reshape(1, -1, shape[2])
-        angles = tuple(each.expand(shape[0], -1, -1).reshape(1, -1, each.shape[-1]) for each in position_embeddings)
-        function: Any = layers.function(layer, line)
-        return function(layer, line, position_embeddings=angles).view(shape)
-
-
-class _Attention:
-    """The attention of one layer's call, as the layer itself would ask for it."""
-
-    def __init__(self, layers: Layers, module: nn.Module, mask: Any, store: Any, kwargs: dict[str, Any], rows: int):
-        self.layers, self.module, self.mask, self.store, self.kwargs, self.rows = (
-            layers, module, mask, store, kwargs, rows,
-        )  # fmt: skip
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> Tensor:
-        """query, key, value: [1, heads, N, head_dim], row by row -> [1, N, heads, head_dim]."""
-        module: Any = self.module
-        query, key, value = (each[0].unflatten(1, (self.rows, -1)).transpose(0, 1) for each in (query, key, value))
-        if self.store is not None:
-            key, value = self.store.update(key, value, module.layer_idx)
-        windowed = {} if window == EVERY_WINDOW else {"sliding_window": window}
-        out: Tensor = self.layers.attend(
-            module, query, key, value, self.mask, dropout=0.0, scaling=scaling, **windowed, **self.kwargs
+        layers, call = self.layers(), current_call()
+        assert layers is not None and call is not None and position_embeddings is not None
+        attention = self.layer.self_attn
+        rows = hidden_states.shape[0]
+        line = hidden_states.reshape(1, -1, hidden_states.shape[2])
+        cos, sin = (each.expand(rows, -1, -1).reshape(1, -1, each.shape[-1]) for each in position_embeddings)
+        weights = [table[name] for table, name in self.tables]
+        halves = layers.halves(self.layer, self.kind, line, (cos, sin), weights)
+        query, key, value = (
+            each.unflatten(0, (rows, -1)).transpose(1, 2) for each in halves.before(line, cos, sin, *weights)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, attention.layer_idx)
+        windowed = {} if halves.window is None else {"sliding_window": halves.window}
+        attended: Tensor = layers.attend(
+            attention, query, key, value, attention_mask, dropout=0.0, scaling=halves.scaling, **windowed, **kwargs
         )[0]
-        return out.flatten(0, 1).unsqueeze(0).contiguous()
+        columns = call.columns
+        if self.last and columns is not None and columns.shape[1] < hidden_states.shape[1] and call.keeper is None:
+            call.columns = None
+            hidden_states = take_columns(hidden_states, columns)
+            attended = take_columns(attended.flatten(2), columns).unflatten(2, attended.shape[2:])
+        (line,) = halves.after(
+            attended.reshape(1, -1, *attended.shape[2:]), hidden_states.reshape(1, -1, line.shape[2]), *weights
+        )
+        return line.view(hidden_states.shape)
 
 
 # ---- which calls run compiled ---------------------------------------------------------------------------------------
 
 
 class _Thread(threading.local):
-    running: tuple[Any, Compiled] | None = None
+    running: tuple[Any, CompiledModel] | None = None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def compiled_calls(model: Any, layers: bool, statistics: bool) -> Iterator[Compiled]:
+def compiled_calls(model: Any, layers: bool, statistics: bool) -> Iterator[CompiledModel]:
     """In here calls of this thread to `model` run on compiled layers, and statistics are read by compiled code."""
     if model.compiled is None:
-        model.compiled = Compiled()
+        model.compiled = CompiledModel()
     own = model.compiled
     before, _thread.running = _thread.running, (model, own) if layers else None
     try:
@@ -253,24 +310,49 @@ def answered(model: Any, query: Query, store: Any) -> Tensor | None:
         return None
     try:
         return layers.logits(model, query, store)
-    except compiling.failures() as error:
-        own.give_up(model, compiling.first_line(error))
+    except compiling.Uncompilable as error:
+        own.give_up(model, str(error))
         return None
 
 
 # ---- the second tree ------------------------------------------------------------------------------------------------
 
 
-def _second(part: nn.Module, made: dict[int, nn.Module]) -> Any:
-    """A tree of new module objects over the same parameters, buffers and hooks, in evaluation mode."""
+def _second(part: nn.Module, made: dict[int, nn.Module], apart: bool = False) -> Any:
+    """A tree of new module objects over the same parameters, buffers and hooks, in evaluation mode; `apart`: with
+    dicts of their own, so that what is put into them shows in the new tree alone."""
     if id(part) not in made:
         new = object.__new__(type(part))
         made[id(part)] = new
         new.__dict__.update(part.__dict__)
-        below = {name: None if child is None else _second(child, made) for name, child in part._modules.items()}
+        below = {name: None if child is None else _second(child, made, apart) for name, child in part._modules.items()}
         new.__dict__["_modules"] = below
         new.__dict__["training"] = False
+        if apart:
+            new.__dict__ |= {table: dict(new.__dict__[table]) for table in TABLES}
     return made[id(part)]
+
+
+def _tables(part: nn.Module) -> list[tuple[dict[str, Tensor], str]]:
+    """Where the parameters and buffers of a module and all below it stand: dicts, and names in them."""
+    tables = [getattr(each, name) for each in every_part(part) for name in TABLES]
+    return [(table, name) for table in tables for name, value in table.items() if value is not None]
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What layers have in common that one trace serves, beside the shapes of their weights: their parts, and what else
+    is set on them. Its own config is the model's."""
+    own = {*nn.Module().__dict__, "config", "layer_idx"}
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, type(part))
+        + tuple(
+            (key, value if isinstance(value, plain) else id(value))
+            for key, value in part.__dict__.items()
+            if key not in own
+        )
+        for name, part in layer.named_modules()
+    )
 
 
 def _stamp(model: Any) -> tuple[Any, ...]:
@@ -288,54 +370,32 @@ def _attention_of(model: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
-# ---- the operator ---------------------------------------------------------------------------------------------------
+# ---- the seam -------------------------------------------------------------------------------------------------------
 
-_library: Any = None
 _lock = threading.Lock()
+_registered = False
 
 
 def _register() -> None:
-    """Make the operator and the attention function known, once."""
-    global _library
+    """Make the attention function known that layers are traced with, once."""
+    global _registered
     with _lock:
-        if _library is not None:
-            return
-        from transformers import AttentionInterface
+        if not _registered:
+            from transformers import AttentionInterface
 
-        library = torch.library.Library("paradec", "FRAGMENT")
-        library.define("attend(Tensor query, Tensor key, Tensor value, float scaling, int window) -> Tensor")
-        library.impl("attend", _attend, "CPU")
-        torch.library.register_fake("paradec::attend", _attended, lib=library)
-        AttentionInterface.register(ATTENTION, _function)
-        _library = library
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> Tensor:
-    call = current_call()
-    assert call is not None and call.attention is not None  # only layers of a second tree have this attention
-    found: Tensor = call.attention(query, key, value, scaling, window)
-    return found
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> Tensor:
-    """The shape and dtype of what `_attend` returns."""
-    one, heads, count, size = query.shape
-    return value.new_empty((one, count, heads, size))
+            AttentionInterface.register(ATTENTION, _function)
+            _registered = True
 
 
 def _function(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that compiled layers call."""
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    window = EVERY_WINDOW if sliding_window is None else sliding_window
-    return torch.ops.paradec.attend(query, key, value, scaling, window), None
+    """query, key, value [1, heads, N, head_dim] -> [1, N, heads, head_dim]: what the half that is traced makes of it."""
+    return module.seam(query, key, value, scaling, sliding_window), None

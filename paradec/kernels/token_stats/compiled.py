@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from paradec.compiling import CompiledFunction, failures, first_line
+from paradec.compiling import Compiled, Uncompilable
 from paradec.kernels.token_stats.reference import TokenStats
 
 STRETCH = 256
@@ -32,14 +32,11 @@ class CompiledSums:
     """Sums over vocabularies, compiled once for each size and dtype, for any number of rows."""
 
     def __init__(self) -> None:
-        self._functions: dict[tuple[int, torch.dtype, bool], CompiledFunction] = {}
+        self._functions: dict[tuple[int, torch.dtype, int], Compiled] = {}
         self.failed: str | None = None
         """Why it cannot be compiled; the portable path serves from then on."""
-
-    @property
-    def seconds(self) -> float:
+        self.seconds = 0.0
         """Spent compiling so far."""
-        return sum(function.seconds for function in list(self._functions.values()))
 
     def serves(self, logits: Tensor, wanted: frozenset[str], temperature: float) -> bool:
         """Whether `stats` can be asked: dense rows on a CPU in float32 or narrower, as they are."""
@@ -58,19 +55,16 @@ class CompiledSums:
         """All of `SERVED` for logits [..., V], and the probabilities of `ids` [...] or [..., K]; None where the sums
         turn out not to compile."""
         rows = logits.detach().view(-1, logits.shape[-1])
-        # code for one row is another one's
-        key = rows.shape[-1], rows.dtype, len(rows) == 1
+        key = rows.shape[-1], rows.dtype, torch.get_num_threads()
         function = self._functions.get(key)
         if function is None:
-            function = self._functions.setdefault(key, CompiledFunction(_sums))
-        torch._dynamo.mark_static(rows, 1)  # a second vocabulary would leave the length open, and its passes apart
-        if len(rows) > 1:
-            torch._dynamo.maybe_mark_dynamic(rows, 0)
-        try:
-            stretches = function(rows)
-        except failures() as error:
-            self.failed = first_line(error)
-            return None
+            try:
+                function = self._functions.setdefault(key, Compiled(_sums, [rows], [0]))
+            except Uncompilable as error:
+                self.failed = str(error)
+                return None
+            self.seconds += function.seconds
+        stretches = function(rows)
         lead = logits.shape[:-1]
         found = [each.view(lead) for each in _joined(rows, *stretches)]
         return _stats(*found, logits=logits, ids=ids)
