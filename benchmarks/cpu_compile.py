@@ -47,6 +47,7 @@ from paradec.evaluation.tasks import load_prompts
 from paradec.kernels.token_stats import token_stats
 from paradec.kernels.token_stats.compiled import CompiledSums, serving
 from paradec.models.compiled import compiled_calls
+from paradec.models.layout import lay_columns_first
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARIES = (126_464, 152_064)
@@ -87,6 +88,7 @@ def random_model(words: int, dtype: torch.dtype, **sizes: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=words, max_position_embeddings=512, **(SIZES | sizes))
     module = LlamaForCausalLM(config).to(dtype)
+    lay_columns_first(module)  # as `paradec.load` does
     return paradec.wrap(module, mask_token_id=words - 1, prediction="same", topology="bidirectional")
 
 

@@ -36,6 +36,7 @@ from paradec.estimation.devices import PUBLISHED
 from paradec.estimation.probe import Prober
 from paradec.estimation.shapes import BUILT_IN, Shape
 from paradec.models.adapter import Model
+from paradec.models.layout import lay_columns_first
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES: tuple[dict[str, int], ...] = (
@@ -71,6 +72,7 @@ def model_of(size: dict[str, int], dtype: str) -> Model:
         tie_word_embeddings=False,
     )
     module = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    lay_columns_first(module)  # as `paradec.load` does
     mask = size["vocab"] - 1
     return paradec.wrap(
         module,

@@ -18,6 +18,8 @@ import torch
 from provenance import write_result
 from token_stats import in_turns, summary
 
+from paradec.models.layout import columns_first
+
 RESULT = Path(__file__).resolve().parent / "results" / "layout.json"
 POSITIONS = (1, 4, 8, 16, 32, 64, 256)
 MATRICES = ((384, 384), (384, 1024), (1024, 384), (768, 2048), (2048, 768), (2048, 2048), (384, 32_000), (4096, 4096))
@@ -32,7 +34,7 @@ def main() -> None:
     linear, rows = torch.nn.functional.linear, []
     for width, out in MATRICES:
         weight = torch.randn(out, width)
-        columns = weight.t().contiguous().t()
+        columns = columns_first(weight)
         found: dict[str, Any] = {}
         for positions in POSITIONS:
             hidden = torch.randn(positions, width)

@@ -24,6 +24,7 @@ from paradec.estimation.costs import activation_bytes
 from paradec.estimation.devices import ITEM_BYTES, PROBED, Device, check_dtype
 from paradec.estimation.shapes import Shape
 from paradec.kernels.token_stats import token_stats
+from paradec.models.layout import columns_first
 
 SECONDS = 10.0
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -100,6 +101,8 @@ class Prober:
     def _products(self) -> None:
         count = max(1, round(BYTES / ITEM_BYTES[self.dtype] / WIDTH**2))
         weights = [torch.randn(WIDTH, WIDTH, dtype=self.kind) for _ in range(count)]
+        if self.kind == torch.float32:  # as `paradec.load` lays them
+            weights = [columns_first(weight) for weight in weights]
         for rows in ROWS:
             each = 2.0 * rows * WIDTH**2
             chosen = weights[: max(1, min(count, int(OPERATIONS / each)))]

@@ -122,7 +122,7 @@ class Model(Adapter):
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
     compiled: Any = None
-    """What compiled decodings on a CPU keep (`paradec.models.compiled.Compiled`); None before the first."""
+    """What compiled decodings on a CPU keep (`paradec.models.compiled.CompiledModel`); None before the first."""
     module: Any
     """Typed by families whose network is ours; of the others nothing is known here."""
 

@@ -397,5 +397,6 @@ def _function(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query, key, value [1, heads, N, head_dim] -> [1, N, heads, head_dim]: what the half that is traced makes of it."""
+    """query, key, value [1, heads, N, head_dim] -> [1, N, heads, head_dim], whatever the half that is traced makes of
+    them."""
     return module.seam(query, key, value, scaling, sliding_window), None

@@ -205,7 +205,8 @@ def test_the_last_layer_answers_for_wanted_columns_alone(monkeypatch: pytest.Mon
         return call(compiled, *inputs)
 
     monkeypatch.setattr(compiling.Compiled, "__call__", noted)
-    query = protocol.Query(tokens=torch.arange(10).view(2, 5), positions=torch.arange(5).expand(2, 5), rows=torch.arange(2))
+    tokens, positions = torch.arange(10).view(2, 5), torch.arange(5).expand(2, 5)
+    query = protocol.Query(tokens=tokens, positions=positions, rows=torch.arange(2))
     wanted = torch.tensor([[4, 1], [0, 0]])
     expected = model(query)
     with compiled_calls(model, layers=True, statistics=False):
@@ -282,7 +283,7 @@ def test_without_a_compiler() -> None:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("what", ["hook", "forward", "compiled", "kind"])
+@pytest.mark.parametrize("what", ["hook", "forward", "compiled", "weight", "kind"])
 def test_layers_that_are_left_as_they_are(what: str) -> None:
     model = make()
     part = model.module.model.layers[1].mlp
@@ -295,6 +296,13 @@ def test_layers_that_are_left_as_they_are(what: str) -> None:
     elif what == "compiled":
         part.compile(backend="eager")
         reason = "a LlamaMLP has a forward of its owner's"
+    elif what == "weight":
+
+        class Packed(nn.Parameter):
+            pass
+
+        part.up_proj.weight = Packed(part.up_proj.weight.data)
+        reason = "a weight of a Linear is a Packed"
     else:
 
         class Mine(type(model.module.model.layers[1])):  # type: ignore[misc]
@@ -388,6 +396,24 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert os.environ[compiling.TORCHS_FOLDER] == default_cache_dir()
     monkeypatch.setenv(compiling.TORCHS_FOLDER, str(tmp_path / "theirs"))
     assert compiling.folder() == tmp_path / "theirs"
+
+
+def test_code_is_named_after_all_that_it_is_made_for() -> None:
+    def name(factor: float, weight: torch.Tensor) -> str:
+        inputs = [torch.empty(1, 4, 8, dtype=weight.dtype), weight]
+        return compiling._digest(compiling._traced(lambda x, w: factor * (x @ w), inputs, [1, None]))
+
+    weight = torch.ones(8, 8)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        more = name(2.0, weight)
+    finally:
+        torch.set_num_threads(threads)
+    own = name(2.0, weight)
+    assert own == name(2.0, 3 * weight)
+    others = [more, name(3.0, weight), name(2.0, weight.T), name(2.0, weight.double()), name(2.0, weight[:, :4])]
+    assert len({own, *others}) == 6
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

@@ -59,15 +59,35 @@ class CompiledSums:
         function = self._functions.get(key)
         if function is None:
             try:
-                function = self._functions.setdefault(key, Compiled(_sums, [rows], [0]))
+                function = self._functions.setdefault(key, Compiled(_read, [rows], [0]))
             except Uncompilable as error:
                 self.failed = str(error)
                 return None
             self.seconds += function.seconds
-        stretches = function(rows)
         lead = logits.shape[:-1]
-        found = [each.view(lead) for each in _joined(rows, *stretches)]
-        return _stats(*found, logits=logits, ids=ids)
+        found = {name: each.view(lead) for name, each in zip(READ, function(rows), strict=True)}
+        top = found.pop("top").unsqueeze(-1)
+        ids_prob = None
+        if ids is not None:
+            chosen = logits.gather(-1, ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)).double()
+            ids_prob = ((chosen - top).exp() * found["prob"].unsqueeze(-1)).view(ids.shape)
+        return TokenStats(**found, ids_prob=ids_prob)
+
+
+READ = ("top", "token", "prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "nonfinite")
+"""What is read of each row: its largest logit, and fields of the statistics."""
+
+
+def _read(logits: Tensor) -> tuple[Tensor, ...]:
+    """Of logits [n, V], [n] each: `READ`."""
+    token, top, second, rest, weight = _joined(logits, *_sums(logits))
+    nonfinite = ~(top.isfinite() & rest.isfinite())
+    prob = torch.where(nonfinite, torch.nan, 1 / (1 + rest))
+    second_prob = (second - top).exp() * prob
+    entropy = torch.where(nonfinite, torch.nan, rest.log1p() - weight / (1 + rest))
+    logsumexp = torch.where(nonfinite, torch.nan, top + rest.log1p())
+    gap = torch.where(nonfinite, torch.nan, top - second)
+    return top, token, prob, second_prob, prob - second_prob, entropy, logsumexp, gap, nonfinite
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,30 +130,6 @@ def _joined(
     rest = torch.linalg.vecdot(scale, mass.double()) + share.sum(-1)
     weights = torch.linalg.vecdot(scale, below.mul_(mass).add_(weight)) + torch.linalg.vecdot(share, apart)
     return (stretch * STRETCH + place).squeeze(-1), top.squeeze(-1), second, rest, weights
-
-
-def _stats(
-    at: Tensor, top: Tensor, second: Tensor, rest: Tensor, weight: Tensor, *, logits: Tensor, ids: Tensor | None
-) -> TokenStats:
-    """What follows from the sums, in float64."""
-    nonfinite = ~(top.isfinite() & rest.isfinite())
-    best = torch.where(nonfinite, torch.nan, 1 / (1 + rest))
-    second_prob = (second - top).exp() * best
-    ids_prob = None
-    if ids is not None:
-        chosen = logits.gather(-1, ids if ids.dim() == logits.dim() else ids.unsqueeze(-1)).double()
-        ids_prob = ((chosen - top.unsqueeze(-1)).exp() * best.unsqueeze(-1)).view(ids.shape)
-    return TokenStats(
-        token=at,
-        prob=best,
-        second_prob=second_prob,
-        margin=best - second_prob,
-        entropy=torch.where(nonfinite, torch.nan, rest.log1p() - weight / (1 + rest)),
-        logsumexp=torch.where(nonfinite, torch.nan, top + rest.log1p()),
-        gap=torch.where(nonfinite, torch.nan, top - second),
-        nonfinite=nonfinite,
-        ids_prob=ids_prob,
-    )
 
 
 class _Thread(threading.local):
