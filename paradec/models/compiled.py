@@ -252,8 +252,8 @@ class _Forward:
         assert layers is not None and call is not None and position_embeddings is not None
         attention = self.layer.self_attn
         rows = hidden_states.shape[0]
-        line = hidden_states.reshape(1, -1, hidden_states.shape[2])
-        cos, sin = (each.expand(rows, -1, -1).reshape(1, -1, each.shape[-1]) for each in position_embeddings)
+        line = _line(hidden_states)
+        cos, sin = (_line(each.expand(rows, -1, -1)) for each in position_embeddings)
         weights = [table[name] for table, name in self.tables]
         halves = layers.halves(self.layer, self.kind, line, (cos, sin), weights)
         query, key, value = (
@@ -262,18 +262,26 @@ class _Forward:
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         windowed = {} if halves.window is None else {"sliding_window": halves.window}
-        attended: Tensor = layers.attend(
-            attention, query, key, value, attention_mask, dropout=0.0, scaling=halves.scaling, **windowed, **kwargs
-        )[0]
+        attended: Tensor = (
+            layers.attend(
+                attention, query, key, value, attention_mask, dropout=0.0, scaling=halves.scaling, **windowed, **kwargs
+            )[0]
+            .to(line.dtype)
+            .flatten(2)
+        )
         columns = call.columns
         if self.last and columns is not None and columns.shape[1] < hidden_states.shape[1] and call.keeper is None:
             call.columns = None
-            hidden_states = take_columns(hidden_states, columns)
-            attended = take_columns(attended.flatten(2), columns).unflatten(2, attended.shape[2:])
-        (line,) = halves.after(
-            attended.reshape(1, -1, *attended.shape[2:]), hidden_states.reshape(1, -1, line.shape[2]), *weights
-        )
+            hidden_states, attended = take_columns(hidden_states, columns), take_columns(attended, columns)
+            line = _line(hidden_states)
+        heads = _line(attended).unflatten(2, (query.shape[1], -1))
+        (line,) = halves.after(heads, line, *weights)
         return line.view(hidden_states.shape)
+
+
+def _line(rows: Tensor) -> Tensor:
+    """[R, Q, d] -> [1, R x Q, d], as dense as compiled code reads it."""
+    return rows.reshape(1, -1, rows.shape[2]).contiguous()
 
 
 # ---- which calls run compiled ---------------------------------------------------------------------------------------
