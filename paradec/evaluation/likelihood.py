@@ -227,7 +227,7 @@ def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
         at[index, : len(row.at)] = torch.tensor(row.at)
         ids[index, : len(row.at)] = torch.tensor(row.ids)
         judged[index, : len(row.at)] = True
-    origin = torch.tensor([row.context for row in rows], device=device) if facts.prompt_aligned else None
+    origin = torch.tensor([[row.context] for row in rows], device=device) if facts.prompt_aligned else None
     branches = 1 if scale == 1 else 2
     shift = 1 if facts.topology == "causal" else facts.shift
     if branches == 2:
@@ -241,7 +241,7 @@ def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
         positions=torch.arange(width, device=device).expand(len(tokens), -1),
         wanted=(at - shift).clamp(min=0).repeat(branches, 1).to(device),
         valid=None if valid.all() else valid.to(device),
-        origin=None if origin is None else origin.repeat(branches),
+        origin=None if origin is None else origin.repeat(branches, 1),
         branches=branches,
         forwarded=np.array([len(row.tokens) for row in rows]),
     )

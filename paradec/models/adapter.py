@@ -396,7 +396,7 @@ class Decoder(Model):
             return None
         if query.origin is None:
             raise ValueError(f"{self.facts.name} counts its blocks from the prompt's end: the query needs `origin`")
-        return query.origin.unsqueeze(1)
+        return query.origin
 
     def _plan(self, query: Query) -> Any:
         """What the attention follows: the query's plan, unless the query says which column sees which as well."""

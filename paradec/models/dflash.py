@@ -31,6 +31,7 @@ from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, check_base
 from paradec.models.layers import decoder_layers
+from paradec.models.layout import lay_columns_first
 from paradec.models.pretrained import read_module
 from paradec.protocol import Query
 
@@ -210,6 +211,7 @@ def load_dflash(
         text = " ".join(str(error).split())
         raise CheckpointError(f"config.json of {source!r} is not understood: {text}") from error
     module = module.to(base.device).requires_grad_(False)
+    lay_columns_first(module)
     name = os.path.basename(source.rstrip("/")) or source
     try:
         return DFlashDrafter(module, base, settings, name)

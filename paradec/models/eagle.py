@@ -33,6 +33,7 @@ from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positiv
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
 from paradec.models.drafter import FeatureDrafter, check_base
 from paradec.models.images.llamagen import LlamaGenModel, angles
+from paradec.models.layout import lay_columns_first
 from paradec.models.weights import read_weights
 from paradec.protocol import Query
 
@@ -201,6 +202,7 @@ def load_drafter(
         weights = halves_of_pairs(weights, config.head_dim)
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
+    lay_columns_first(module)
     try:
         return EagleDrafter(module, base, os.path.basename(source.rstrip("/")) or source)
     except ValueError as error:  # heads that LlamaGen's angles do not split

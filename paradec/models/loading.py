@@ -205,9 +205,8 @@ def load(
     if gguf_file is not None:
         if image_options:
             raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
-        return causal.load_causal(
-            source, {}, revision, attn_implementation, device, gguf_file=gguf_file, dtype=dtype, **options
-        )
+        read_it = partial(causal.load_causal, source, {}, revision, attn_implementation, device)
+        return _laid(read_it(gguf_file=gguf_file, dtype=dtype, **options))
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -223,7 +222,7 @@ def load(
             if value is not None:
                 raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
-        return load_image_model(config["model_type"], source, image_options, **common)
+        return _laid(load_image_model(config["model_type"], source, image_options, **common))
     if image_options:
         raise TypeError(f"load() got an unexpected keyword argument {next(iter(image_options))!r}")
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
@@ -232,13 +231,18 @@ def load(
                 raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
         if options.pop("tp_plan") is not None:
             raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
-        return diffusion_gemma.load_diffusion_gemma(
+        model = diffusion_gemma.load_diffusion_gemma(
             source, revision, dtype=dtype, device=device, attn_implementation=attn_implementation, **options
         )
+        return _laid(model)
     of_masks = known_family(config) is not None or config.get("model_type") in [*REFUSED]
     read = _language_model if of_masks or not causal.is_causal(config) else causal.load_causal
     load_it = partial(read, source, config, revision, attn_implementation, device, dtype=dtype, **options)
-    model = load_it() if plan is None else plan.read(load_it)
+    return _laid(load_it() if plan is None else plan.read(load_it))
+
+
+def _laid(model: Any) -> Any:
+    """The same model, its matrices as a CPU multiplies them fastest."""
     lay_columns_first(model.module)
     return model
 

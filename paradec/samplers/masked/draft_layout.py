@@ -177,7 +177,7 @@ def tree_query(state: MaskedState, query: Query, drafts: list[Ahead], copies: np
     number = torch.arange(most, device=device).repeat_interleave(width)
     visible = (number[:, None] == number).expand(count, -1, -1)
     if state.facts.topology == "block_causal":
-        block = state.facts.block_numbers(positions, None if query.origin is None else query.origin.unsqueeze(1))
+        block = state.facts.block_numbers(positions, query.origin)
         visible = visible & (block[:, :, None] >= block[:, None, :])
     valid = None
     if query.valid is not None or (copies < most).any():

@@ -95,7 +95,7 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         kind=part.kind,
     )
     if state.facts.prompt_aligned:
-        query.origin = per_branch(state, state.prompt_length[rows])
+        query.origin = per_branch(state, state.prompt_length[rows, None])
     if state.store is not None:
         query.store_index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
         query.store_rows = torch.as_tensor(query.store_index, device=device)

@@ -135,7 +135,7 @@ def shadowed(state: MaskedState, query: Query) -> dict[str, Any]:
     visible[:, :columns, columns:] = False
     visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
     if state.facts.topology == "block_causal":
-        block = state.facts.block_numbers(positions, None if query.origin is None else query.origin.unsqueeze(1))
+        block = state.facts.block_numbers(positions, query.origin)
         visible &= block.unsqueeze(2) >= block.unsqueeze(1)
     own = torch.arange(columns, columns + width, device=device).expand(rows, width)
     return {
