@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import tempfile
 import threading
 import time
@@ -188,7 +189,9 @@ def _digest(program: Any) -> str:
         for node in program.graph.nodes
         if node.op == "placeholder" and isinstance(value := node.meta.get("val"), Tensor)
     ]
-    machine = sorted(torch.cpu.get_capabilities().items()), torch.get_num_threads()
+    instructions: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # before 2.13 it may be missing
+    level = torch.backends.cpu.get_cpu_capability()
+    machine = platform.machine(), level, sorted(instructions.items()), torch.get_num_threads()
     said = [torch.__version__, machine, program.graph_module.code, inputs]
     digest = hashlib.sha256(repr(said).encode())
     for name, constant in sorted(program.constants.items()):
