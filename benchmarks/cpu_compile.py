@@ -6,10 +6,11 @@ One thread. Everything that is compared takes turns within one run; times are th
 and by the clock on the wall, medians with quartiles over the turns, and factors are medians of ratios within a turn, of
 the process's own times.
 
-- statistics: margin and entropy of float32 logits [32, V], compiled and not, beside one softmax of the same logits;
+- statistics: margin and entropy of float32 logits [8 or 32, V], compiled and not, beside one softmax of the same logits
+  into memory that is kept (new memory makes it take twice as long);
 - forwards: a Llama with random weights (12 heads of 64, 6 layers, 32,000 words), one row: whole forwards over 128 and
   256 positions, and the cached steps of 32 positions over 256 (`dual`); compiled and not, beside its matrix products
-  alone. In float32 and bfloat16;
+  alone, and beside these with attention. In float32 and bfloat16;
 - steps: what `threshold` and `entropy` do with the logits [1, 32, 126,464] of a step, compiled and not; and of that the
   selection alone;
 - compiling: wall and process time of a first request with the packaged model, with an empty cache folder and with a
@@ -23,6 +24,7 @@ Writes benchmarks/results/cpu_compile.json, with the commit that was measured.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -63,16 +65,16 @@ def compared(functions: dict[str, Callable[[], Any]], base: str, repeats: int) -
 
 def statistics_part(repeats: int) -> list[dict[str, Any]]:
     found = []
-    for words in VOCABULARIES:
-        logits = 4 * torch.randn(32, words, generator=torch.Generator().manual_seed(0))
-        sums = CompiledSums()
+    for words, rows in itertools.product(VOCABULARIES, (8, 32)):
+        logits = 4 * torch.randn(rows, words, generator=torch.Generator().manual_seed(0))
+        sums, kept = CompiledSums(), torch.empty_like(logits)
 
         def compiled(logits: Tensor = logits, sums: CompiledSums = sums) -> Any:
             with serving(sums):
                 return token_stats(logits, fields=("margin", "entropy"))
 
         functions: dict[str, Callable[[], Any]] = {
-            "softmax": lambda logits=logits: logits.softmax(-1),  # type: ignore[misc]
+            "softmax": lambda logits=logits, kept=kept: torch.softmax(logits, -1, out=kept),  # type: ignore[misc]
             "uncompiled": lambda logits=logits: token_stats(logits, fields=("margin", "entropy")),  # type: ignore[misc]
             "compiled": compiled,
         }
@@ -80,7 +82,7 @@ def statistics_part(repeats: int) -> list[dict[str, Any]]:
             times = compared(functions, "softmax", repeats)
             wide = token_stats(logits.double(), fields=("entropy",)).entropy
             error = float((compiled().entropy / wide - 1).abs().max())
-        found.append({"vocabulary": words, "times": times, "entropy_error": error})
+        found.append({"vocabulary": words, "rows": rows, "times": times, "entropy_error": error})
     return found
 
 
@@ -106,6 +108,20 @@ def products(module: Any, columns: int, wanted: int, dtype: torch.dtype) -> Call
     return run
 
 
+def with_attention(run: Callable[[], None], module: Any, columns: int, keys: int, dtype: torch.dtype) -> Any:
+    """The same, and after it every layer's attention over dense keys and values, which has two products of its own."""
+    config = module.config
+    query = torch.randn(1, config.num_attention_heads, columns, config.head_dim).to(dtype)
+    key, value = torch.randn(2, 1, config.num_attention_heads, keys, config.head_dim).to(dtype)
+
+    def both() -> None:
+        run()
+        for _ in module.model.layers:
+            torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    return both
+
+
 def forwards_part(repeats: int) -> list[dict[str, Any]]:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -128,8 +144,12 @@ def forwards_part(repeats: int) -> list[dict[str, Any]]:
 
                 run = products(model.module, query.tokens.shape[1], query.wanted.shape[1], dtype)
                 difference = float((plain() - compiled()).abs().max())
-                times = compared({"products": run, "uncompiled": plain, "compiled": compiled}, "products", repeats)
-                gain = compared({"compiled": compiled, "uncompiled": plain}, "compiled", repeats)
+                both = with_attention(run, model.module, query.tokens.shape[1], length, dtype)
+                functions = {"products": run, "with attention": both, "uncompiled": plain, "compiled": compiled}
+                seconds = in_turns(functions, repeats)
+                times = {name: summary(each, seconds["products"]) for name, each in seconds.items()}
+                over_both = {name: summary(seconds[name], seconds["with attention"]) for name in list(seconds)[2:]}
+                gain = summary(seconds["uncompiled"], seconds["compiled"])
             found.append(
                 {
                     "call": name,
@@ -137,8 +157,9 @@ def forwards_part(repeats: int) -> list[dict[str, Any]]:
                     "positions": query.tokens.shape[1],
                     "of": length,
                     "times": times,
-                    "speed_up": gain["uncompiled"]["times_base"],
-                    "speed_up_quartiles": gain["uncompiled"]["times_base_quartiles"],
+                    "over_products_and_attention": over_both,
+                    "speed_up": gain["times_base"],
+                    "speed_up_quartiles": gain["times_base_quartiles"],
                     "largest_difference": difference,
                 }
             )
@@ -154,7 +175,7 @@ def steps_part(repeats: int) -> list[dict[str, Any]]:
         with torch.inference_mode():
             queries = method.query(state)
             logits = model(queries[0], state.store)
-            sums = CompiledSums()
+            sums, kept = CompiledSums(), torch.empty_like(logits)
 
             def propose(method: Any = method, state: Any = state, logits: Any = logits, queries: Any = queries) -> Any:
                 return method.propose(state, [logits], queries)
@@ -165,7 +186,7 @@ def steps_part(repeats: int) -> list[dict[str, Any]]:
 
             view = method._view(state, propose(), {}, None)
             functions: dict[str, Callable[[], Any]] = {
-                "softmax": lambda logits=logits: logits.softmax(-1),  # type: ignore[misc]
+                "softmax": lambda logits=logits, kept=kept: torch.softmax(logits, -1, out=kept),  # type: ignore[misc]
                 "uncompiled": propose,
                 "compiled": compiled,
                 "selection": lambda method=method, view=view: method.select(view),  # type: ignore[misc]
