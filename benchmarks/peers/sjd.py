@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 import paradec
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
+from paradec.models.layout import lay_columns_first
 
 RESULT = common.BENCHMARKS / "results" / "peers_sjd.json"
 PATCHED = "its clock, CUDA's events, stands still, and absl's logging is Python's"
@@ -45,6 +46,7 @@ def random_model(size: str) -> LlamaGenModel:
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+    lay_columns_first(module)  # as `paradec.load` does
     return LlamaGenModel(module)
 
 
@@ -78,7 +80,7 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as away:
         weights = Path(away) / "weights.safetensors"
-        save_file(dict(model.module.state_dict()), weights)
+        save_file({name: tensor.contiguous() for name, tensor in model.module.state_dict().items()}, weights)
         sizes = {
             "dim": config.dim, "n_layer": config.n_layer, "n_head": config.n_head, "vocab_size": config.vocab_size,
             "block_size": config.grid**2, "cls_token_num": 1, "model_type": "c2i",

@@ -8,6 +8,8 @@ all. Shapes, values and what is saved stay the same; sums are rounded in another
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 
@@ -19,16 +21,11 @@ STRIPE = 512
 
 @torch.no_grad()
 def lay_columns_first(module: nn.Module) -> None:
-    """Let the matrices of plain linear layers lie column by column: those of float32 on a CPU that no other module
-    reads (an embedding reads rows)."""
-    read_by_others = {
-        id(weight)
-        for part in module.modules()
-        if type(part) is not nn.Linear
-        for weight in part.parameters(recurse=False)
-    }
+    """Let the matrices of plain linear layers lie column by column: those of float32 on a CPU that one layer alone has
+    (an embedding reads rows, and what writes checkpoints finds out who shares a dense matrix only)."""
+    readers = Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
     for part in module.modules():
-        if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or id(part.weight) in read_by_others:
+        if type(part) is not nn.Linear or type(part.weight) is not nn.Parameter or readers[id(part.weight)] > 1:
             continue
         if part.weight.device.type == "cpu" and part.weight.dtype == torch.float32:
             part.weight.data = columns_first(part.weight.data)

@@ -62,6 +62,31 @@ def test_every_number_is_where_it_was(shape: tuple[int, int]) -> None:
     assert torch.equal(layout.columns_first(lying), matrix)  # from any order
 
 
+def test_matrices_that_two_layers_share() -> None:
+    module = nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6)])
+    module[1].weight = module[0].weight
+    lay_columns_first(module)
+    assert module[0].weight is module[1].weight and module[0].weight.is_contiguous()
+
+
+def test_others_write_what_lies_by_columns(tmp_path: Path) -> None:
+    """transformers, and torch."""
+    module = paradec.load(dtype="float32").module
+    module.save_pretrained(tmp_path)
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    again = type(module).from_pretrained(tmp_path).state_dict()
+    loaded = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(again[name], tensor) and torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["digits-ar", "digits-var"])
+def test_image_models(name: str) -> None:
+    module = paradec.load(name).module
+    laid = [part.weight for part in module.modules() if type(part) is nn.Linear]
+    assert laid and all(by_columns(weight) for weight in laid)
+
+
 def test_loaded_models(tmp_path: Path) -> None:
     model = paradec.load(dtype="float32")
     head = model.module.get_output_embeddings().weight
