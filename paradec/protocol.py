@@ -52,7 +52,7 @@ class Query:
     valid: Tensor | None = None
     """[R, Q] bool: False where a column is padding; None when nothing is."""
     origin: Tensor | None = None
-    """[R, 1] int64: where each row's prompt ends, for models that count their blocks from there; None for all others."""
+    """[R, 1] int64: where each row's prompt ends, for models that count blocks from there; None for all others."""
     visible: Tensor | None = None
     """[R, Q, Q] bool: which of the call's columns each column sees; None is the model's own topology. Over a store,
     columns see what is stored elsewhere too, and not what is stored at the positions that the call evaluates."""

@@ -191,7 +191,8 @@ def weights_of(model: Any) -> str:
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
-            digest.update(repr(tensor.detach().reshape(-1)[:32].double().cpu().tolist()).encode())
+            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # the rest is not copied into that order
+            digest.update(repr(first.reshape(-1)[:32].double().cpu().tolist()).encode())
     return digest.hexdigest()[:16]
 
 
