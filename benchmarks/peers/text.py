@@ -31,9 +31,10 @@ import paradec
 
 RESULT = common.BENCHMARKS / "results" / "peers_text.json"
 SIZES = {
-    # hidden, layers, heads, inner, words, prompt, answer
+    # hidden, layers, heads, inner, words, prompt, answer; "words" has as many as LLaDA
     "tiny": (64, 2, 4, 128, 500, 16, 32),
     "small": (384, 6, 6, 1024, 32_000, 32, 64),
+    "words": (384, 6, 6, 1024, 126_464, 32, 64),
     "large": (768, 8, 12, 2048, 126_464, 64, 128),
 }
 PATCHED = {
