@@ -24,9 +24,13 @@ ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
 def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret\n")
     command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--name", "mine", "--api-key-file", "key"]
-    running = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ELSEWHERE
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it, and children
+    try:
+        running = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ELSEWHERE
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert running.stdout is not None
     name, address = running.stdout.readline().split()
     assert name == "mine:" and address.startswith("http://127.0.0.1:") and address.endswith("/v1")
