@@ -713,6 +713,7 @@ def rendered() -> dict[str, str]:
             "peers_text": peers_text_table(_result("peers_text")),
             "peers_rule": peers_rule_table(_result("peers_rule")),
             "layout": layout_table(_result("layout")),
+            "peers_text_words": peers_text_table(_result("peers_text_words")),
             "peers_text_bfloat16": peers_text_table(_result("peers_text_bfloat16")),
             "peers_sjd": peers_sjd_table(_result("peers_sjd")),
             "peers_pictures": peers_pictures_table(
