@@ -126,7 +126,6 @@ class Layers:
     """
 
     def __init__(self, model: Any):
-        _register()
         self._stamp = _stamp(model)
         self.module = _second(model.module, {})
         base: Any = self.module.base_model
