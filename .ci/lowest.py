@@ -1,9 +1,8 @@
 """Prints the lowest transformers and diffusers that pyproject.toml allows, as requirements for pip."""
 
 import re
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 for name in ("transformers", "diffusers"):

@@ -4,9 +4,11 @@
     python benchmarks/server.py --requests 300 --out runs/server.json
 
 One at a time first, then 200 at once (half of them as streams), then a mixture of good requests and clients that
-vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in all. Checked: no good
-request is lost, every answer is that of `paradec.generate`, every bad one gets its status, and afterwards the server
-has no row, thread or file more than before. Exits with 1 where one does not hold.
+vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in all; then --hostile bodies
+(`hostile.py`: every setting with extreme, wrong-typed, nested, non-finite and huge values) with good requests among
+them. Checked: no good request is lost, every answer is that of `paradec.generate`, every bad one gets its status, no
+body stops the server, and afterwards it has no row, thread or file more than before, and at most 300 MB more memory.
+Exits with 1 where one does not hold.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import hostile
 import numpy as np
 from openai import AsyncOpenAI
 from provenance import write_result
@@ -78,6 +81,12 @@ class Server:
             "threads": len(list((place / "task").iterdir())),
             "files": len(list((place / "fd").iterdir())),
         }
+
+    def megabytes(self) -> int:
+        """Resident memory."""
+        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
+        assert found
+        return int(found[1]) // 1024
 
     def settled(self, before: dict[str, int], seconds: float = 60) -> dict[str, int]:
         """What is left once nothing changes any more; connections and threads that idle end after seconds."""
@@ -195,9 +204,27 @@ async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong
     await asyncio.gather(*(one(number) for number in range(len(prompts))))
 
 
+async def attack(port: int, bodies: list[bytes], counts: dict[str, int], wrong: list[str]) -> None:
+    """Hostile bodies, eight at a time: each is answered, or refused by an error of its own."""
+    limit = asyncio.Semaphore(8)
+
+    async def one(body: bytes) -> None:
+        async with limit:
+            try:
+                status = await asyncio.to_thread(raw, port, body)
+            except OSError as error:
+                status = repr(error)
+        counts[f"hostile {status}"] = counts.get(f"hostile {status}", 0) + 1
+        if status not in (200, 400, 404, 422):
+            wrong.append(f"hostile: status {status} for {body[:300]!r}")
+
+    await asyncio.gather(*(one(body) for body in bodies))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--hostile", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -206,25 +233,29 @@ def main() -> None:
     texts = [text for at in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[at : at + 50]).text]
     server = Server(args.batch)
     try:
-        asyncio.run(load(server.port, prompts[:8], texts[:8], 8))  # what is made once is made
+        asyncio.run(load(server.port, prompts, texts, 64))  # what is made once is made, threads that read prompts too
         before = server.left()
         alone = asyncio.run(load(server.port, prompts[:40], texts[:40], 1))
         print("one at a time:", json.dumps(alone), flush=True)
         together = asyncio.run(load(server.port, prompts, texts, AT_ONCE))
         print("together:", json.dumps(together), flush=True)
 
-        async def both(count: int) -> dict[str, Any]:
+        async def both(count: int, bad: Any) -> dict[str, Any]:
             asked = [prompts[number % AT_ONCE] for number in range(count)]
             answers = [texts[number % AT_ONCE] for number in range(count)]
-            good, _ = await asyncio.gather(
-                load(server.port, asked, answers, 16), misbehave(server.port, asked, counts, wrong)
-            )
+            good, _ = await asyncio.gather(load(server.port, asked, answers, 16), bad(asked))
             return good
 
         counts: dict[str, int] = {}
         wrong: list[str] = []
-        good = asyncio.run(both(max(len(BAD), (args.requests - 248) // 2)))
+        some = max(len(BAD), (args.requests - 248) // 2)
+        good = asyncio.run(both(some, lambda asked: misbehave(server.port, asked, counts, wrong)))
         print("among bad ones:", json.dumps(good), counts, wrong[:5], flush=True)
+        memory = server.megabytes()
+        bodies = hostile.bodies(args.hostile, prompts[0])
+        beside = asyncio.run(both(args.hostile // 4, lambda _: attack(server.port, bodies, counts, wrong)))
+        memory = server.megabytes() - memory
+        print("among hostile ones:", json.dumps(beside), counts, f"{memory:+} MB", wrong[:5], flush=True)
         after = server.settled(before)
         ends = {name: value for name, value in server.metrics().items() if name.startswith("paradec_answers_total")}
     finally:
@@ -234,6 +265,8 @@ def main() -> None:
         "one_at_a_time": alone,
         "together": together,
         "among_bad_ones": good,
+        "among_hostile_ones": beside,
+        "megabytes_more": memory,
         "bad": counts,
         "wrong_status": len(wrong),
         "before": before,
@@ -241,8 +274,8 @@ def main() -> None:
         "ends": ends,
     }
     write_result(args.out, result)
-    kept = all(after[name] <= before[name] for name in before)
-    right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, good))
+    kept = all(after[name] <= before[name] for name in before) and memory <= 300
+    right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, good, beside))
     print(json.dumps({"nothing_left": kept, "all_right": right, "wrong_status": len(wrong)}))
     sys.exit(0 if kept and right and not wrong else 1)
 

@@ -15,10 +15,11 @@ import gc
 import hashlib
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, Unpack
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.checks import check_int, check_model, shown
+from paradec.checks import LARGEST_INT64, check_int, check_model, shown
 from paradec.generate import Output, output_of, own_defaults, sampler_on
 from paradec.interrupts import held_back
 from paradec.prompts import Prompts, encode
@@ -37,7 +38,7 @@ from paradec.samplers.masked import device_step
 from paradec.slots import DeviceGroup, Group, Seen, Ticket
 from paradec.streaming import check_streamer
 
-__all__ = ["OWN", "Batch", "Cancelled", "Ticket", "refusal"]
+__all__ = ["OWN", "Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]
 
 MADE = ("text", "codes", "masked image")
 """Kinds of model (`paradec.checks.MODELS`) whose batches can be refilled."""
@@ -65,6 +66,10 @@ class Cancelled(Exception):
     """A prompt was taken back before its answer was whole."""
 
 
+class BatchClosed(RuntimeError):
+    """A batch takes no prompts any more."""
+
+
 T = TypeVar("T", bound=Ticket)
 
 
@@ -79,9 +84,11 @@ class Batch:
     are decoded beside them in groups of their own, of which every step takes one step each. Groups share the rows: one
     that is free goes to the prompt that has waited longest, so that none starves.
 
-    `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. An
-    exception from `step` that is no prompt's own, Ctrl-C among them, leaves the batch at its last commit: call it
-    again.
+    `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. Ctrl-C
+    leaves the batch at its last commit: call `step` again.
+
+    A prompt that raises while it is let in fails alone: its output has the error. Where a step of several rows raises,
+    they begin anew, each by itself and with the same result, and a row whose steps raise again fails alone.
 
     Out of memory: of the rows that were being evaluated the younger half begins anew once there is room, with the same
     result, and as many positions are not evaluated together again. A row that does not fit alone fails.
@@ -119,7 +126,7 @@ class Batch:
         self._check_kind(model)
         check_int("batch_size", batch_size, low=1)
         check_int("calls_per_step", calls_per_step, low=1, high=3)
-        check_int("max_memory", max_memory, low=1, none=True)
+        check_int("max_memory", max_memory, low=1, high=LARGEST_INT64, none=True)
         self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
         self.calls_per_step = calls_per_step
         self.request = self._requested(arguments, preset)
@@ -138,6 +145,9 @@ class Batch:
         self._most_positions: int | None = None  # rows times columns, once memory was too small for more
         self._uncapturable = ""  # why no graph could be captured
         self._closed = False
+        self._cause: Exception | None = None  # why it was closed
+        self._untold: deque[Any] = deque()  # tickets whose on_done is to be called
+        self._stepper: int | None = None  # the thread that takes a step
         self._changed = threading.Condition()
         self._stepping = threading.Lock()
 
@@ -161,14 +171,16 @@ class Batch:
             streamer: `put(ids)` and `end()`, as transformers' streamers: ids [1, n] that are final with everything left
                 of them final, the prompt's at first; `put_draft` as in `paradec.streaming`. Called from `step`; an
                 exception from it ends this prompt alone.
-            on_done: called from `step` with the ticket, once its output is there.
+            on_done: called with the ticket once its output is there, by the thread that takes the step, after the step:
+                it may use the batch, `step` and `close` too. `step` raises what it raises, once every other ticket's
+                was called.
             id: whatever names the prompt for the caller, in `Ticket.id` and `Output.id`.
             alone: draw as `generate` does for this prompt alone, whatever equal ones came before.
             preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
 
         Raises:
             ValueError, TypeError: a prompt or an argument that cannot be used; it takes no number then.
-            RuntimeError: the batch is closed.
+            BatchClosed: the batch is closed.
         """
         request = self._own_request(changes, preset)
         prompts = encode(self.model, prompt, None, request.chat)
@@ -191,6 +203,8 @@ class Batch:
     def _queue(self, ticket: T, alone: bool) -> T:
         """Give a ticket its number, and let it wait."""
         prompts = ticket.prompts
+        if ticket.on_done is not None and not callable(ticket.on_done):
+            raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
         if len(prompts.rows) != 1:
             raise ValueError(f"prompt holds {len(prompts.rows)} rows; add them one by one")
         if self._ranks is not None:
@@ -199,7 +213,7 @@ class Batch:
         key = hashlib.blake2b(identity, digest_size=16).digest()
         with self._changed:
             if self._closed:
-                raise RuntimeError("this batch is closed")
+                raise BatchClosed("this batch is closed")
             # what `paradec.rng.row_keys` counts in a list
             before = 0 if alone else self._copies[key]
             if not alone:
@@ -238,21 +252,16 @@ class Batch:
         """Prompts that wait for a row."""
         return len(self._waiting)
 
-    def close(self) -> None:
-        """End what is not done with the error `Cancelled`, and give the memory back. Waits for a step that runs."""
+    def close(self, error: Exception | None = None) -> None:
+        """End what is not done with `error`, by default `Cancelled`, and give the memory back. Waits for a step that
+        runs; where a streamer calls it, that step ends everything."""
         with self._changed:
-            self._closed = True
-            for ticket in self._waiting:
-                ticket.cancelled = True
+            self._closed, self._cause = True, self._cause or error
             self._changed.notify_all()
-        with self._stepping:
-            for running in (ticket for group in self._groups for ticket in group.tickets):
-                if running is not None:
-                    running.cancelled = True
-            self._cancel()
-            for group in self._groups:
-                group.close()
-            self._groups.clear()
+        if self._stepper != threading.get_ident():
+            with self._turn():
+                self._end_all()
+            self._tell()
 
     def __enter__(self) -> Self:
         return self
@@ -264,8 +273,10 @@ class Batch:
 
     def step(self) -> list[Ticket]:
         """Let in the prompts that fit, take one step of every group, and return the tickets that have ended since."""
+        if self._stepper == threading.get_ident():
+            raise RuntimeError("a streamer called step of the batch that it is called by")
         together = nullcontext() if self._ranks is None else self._ranks.request()
-        with self._stepping, together, torch.inference_mode():
+        with self._turn(), together, torch.inference_mode():
             with held_back():
                 self._cancel()
             self._admit()
@@ -275,15 +286,56 @@ class Batch:
                 for group in [group for group in self._groups if not group.occupied]:
                     group.close()
                     self._groups.remove(group)
-                if not self._waiting:
+                if self._closed:
+                    self._end_all()
+                elif not self._waiting:
                     for group in self._groups:
                         group.compact()
-            return self.ended()
+        self._tell()
+        return self.ended()
 
     def ended(self) -> list[Ticket]:
         """The tickets that have ended and were not returned yet, as after a step that was interrupted."""
         found, self._ended = self._ended, []
         return found
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's turn to step."""
+        with self._stepping:
+            self._stepper = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._stepper = None
+
+    def _end_all(self) -> None:
+        """End everything, once the batch is closed."""
+        with self._changed:
+            left = [*self._waiting, *(ticket for group in self._groups for ticket in group.tickets)]
+        for ticket in left:
+            if ticket is not None:
+                ticket.cancelled = True
+        self._cancel()
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+
+    def _tell(self) -> None:
+        """Call `on_done` of what has ended."""
+        raised = []
+        while self._untold:
+            with held_back():
+                try:
+                    ticket = self._untold.popleft()
+                except IndexError:  # another thread has told it
+                    break
+                try:
+                    ticket.on_done(ticket)
+                except Exception as error:
+                    raised.append(error)
+        if raised:
+            raise raised[0] if len(raised) == 1 else ExceptionGroup("on_done of several prompts", raised)
 
     # ---- what is text's own -----------------------------------------------------------------------------------------
 
@@ -342,21 +394,18 @@ class Batch:
         while True:
             with self._changed:
                 ticket = self._waiting[0] if self._waiting else None
-            if ticket is None or self.occupied >= self.batch_size:
+            if ticket is None or self._closed or self.occupied >= self.batch_size:
                 return
             try:
-                method, state = self._start(ticket)
-            except (ValueError, TypeError, FloatingPointError) as error:
-                with held_back():
-                    self._leave_queue(ticket)
-                    self._end(ticket, self._failed(ticket, error))
-                continue
+                if not self._enter(ticket, *self._start(ticket)):
+                    return  # once other rows have ended there is room
             except Exception as error:
-                if not out_of_memory(error) or not self.occupied:
-                    raise
-                state = None
-            if state is None or not self._enter(ticket, method, state):
-                return  # once other rows have ended there is room
+                if out_of_memory(error) and self.occupied:
+                    return
+                with held_back():
+                    if not ticket.done:
+                        self._leave_queue(ticket)
+                        self._end(ticket, self._failed(ticket, detached(error)))
 
     def _start(self, ticket: Ticket) -> tuple[Any, State]:
         """The sampler of a prompt, and the state of a request that has this row alone."""
@@ -369,7 +418,7 @@ class Batch:
 
     def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
         """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
-        key = _key(method, ticket.request, state, self._on_device(method, ticket.request, state))
+        key = _key(method, ticket, state, self._on_device(method, ticket.request, state))
         group = next((group for group in self._groups if group.key == key), None)
         width = state.extent(np.zeros(1, np.int64))
         if group is not None:
@@ -386,11 +435,7 @@ class Batch:
             if self.occupied:
                 return False
             if self.max_memory is not None and row > self.max_memory:
-                error = ValueError(f"the prompt needs {row} bytes, more than max_memory={self.max_memory}")
-                with held_back():
-                    self._leave_queue(ticket)
-                    self._end(ticket, self._failed(ticket, error))
-                return True
+                raise ValueError(f"the prompt needs {row} bytes, more than max_memory={self.max_memory}")
             most = 1
         try:
             with held_back():
@@ -406,17 +451,9 @@ class Batch:
                 if ticket.done:  # its streamer failed
                     group.dismiss(np.array([slot]))
         except Exception as error:
-            if not out_of_memory(error):
-                raise
-            assert group is not None
-            if not group.occupied:
-                self._groups.remove(group)
-            if not self.occupied:
-                with held_back():
-                    self._leave_queue(ticket)
-                    self._end(ticket, self._failed(ticket, error))
-                return True
-            return False
+            if group in self._groups and not (out_of_memory(error) and group.occupied):
+                self._begin_anew(group)  # another error may have come between two of its changes
+            raise
         return True
 
     def _on_device(self, method: Any, request: Request, state: Any) -> bool:
@@ -457,14 +494,14 @@ class Batch:
             except device_step.NotCapturable as found:
                 with held_back():
                     self._uncapturable = str(found)  # in the plain loop, from their beginning
-                    self._groups.remove(group)
-                    self._wait_again([ticket for ticket in group.tickets if ticket is not None])
+                    self._begin_anew(group)
                 return
             except Exception as found:
-                if not out_of_memory(found):
-                    raise
-                error = found.with_traceback(None)
+                error = detached(found)
             with held_back():
+                if not isinstance(error, NotFinite) and not out_of_memory(error):
+                    self._isolate(group, error)
+                    return
                 if not isinstance(error, NotFinite):
                     self._shrink(group, error, keep=between and not isinstance(group, DeviceGroup))
                     return
@@ -490,7 +527,11 @@ class Batch:
         assert ticket is not None
         group.told(np.array([slot]))
         group.tickets[slot] = None
-        self._end(ticket, self._read(group.state, slot, ticket, error))
+        try:
+            output = self._read(group.state, slot, ticket, error)
+        except Exception as unread:
+            output = self._failed(ticket, error or unread)
+        self._end(ticket, output)
 
     def _end(self, ticket: Ticket, output: Output) -> None:
         output.index, output.id = ticket.number, ticket.id
@@ -504,7 +545,7 @@ class Batch:
         ticket.output = output
         self._ended.append(ticket)
         if ticket.on_done is not None:
-            ticket.on_done(ticket)
+            self._untold.append(ticket)
 
     def _feed(self, group: Group, slot: int, ticket: Ticket, seen: Seen | None) -> None:
         """Give a ticket's streamer what has become final; one that raises ends the ticket."""
@@ -535,11 +576,12 @@ class Batch:
             for ticket in gone:
                 self._waiting.remove(ticket)
         for ticket in gone:
-            self._end(ticket, self._failed(ticket, Cancelled(f"prompt {ticket.number} was cancelled")))
+            self._end(ticket, self._failed(ticket, self._cause or Cancelled(f"prompt {ticket.number} was cancelled")))
         for group in self._groups:
             for slot, running in enumerate(group.tickets):
                 if running is not None and running.cancelled:
-                    self._let_go(group, slot, Cancelled(f"prompt {running.number} was cancelled"))
+                    cause = self._cause or Cancelled(f"prompt {running.number} was cancelled")
+                    self._let_go(group, slot, cause)
                     group.dismiss(np.array([slot]))
 
     def _shrink(self, group: Group, error: Exception, keep: bool) -> None:
@@ -565,6 +607,21 @@ class Batch:
         gc.collect()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _begin_anew(self, group: Group) -> list[Ticket]:
+        """Let the rows of a group wait, to be decoded from their beginning; they are returned."""
+        self._groups.remove(group)
+        tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waiting]
+        self._wait_again(tickets)
+        return tickets
+
+    def _isolate(self, group: Group, error: Exception) -> None:
+        """A step of a group raised: each of its rows begins anew by itself; one that was by itself fails."""
+        for ticket in self._begin_anew(group):
+            if ticket.isolated:
+                self._leave_queue(ticket)
+                self._end(ticket, self._failed(ticket, error))
+            ticket.isolated = True
 
     def _wait_again(self, tickets: Sequence[Ticket]) -> None:
         """Let tickets wait where they stood: nothing that waits is older, but what came back before."""
@@ -606,11 +663,12 @@ def check_request(model: Any, request: Request) -> None:
         raise ValueError(why)
 
 
-def _key(method: Any, request: Request, state: Any, on_device: bool) -> tuple[Any, ...]:
+def _key(method: Any, ticket: Ticket, state: Any, on_device: bool) -> tuple[Any, ...]:
     """What rows must have in common to share their calls."""
+    request, alone = ticket.request, ticket.number if ticket.isolated else None
     own = OWN_MASKED if method.family == "masked" and not on_device else OWN
     changes = {name: value for name, value in request.changes().items() if name not in (*own, "sampler")}
-    return method, changes, getattr(state, "blocks", None), on_device
+    return method, changes, getattr(state, "blocks", None), alone, on_device
 
 
 def bytes_of_row(model: Any, method: Any, state: Any, width: int) -> int:
@@ -665,6 +723,14 @@ def nothing(model: Any, ids: Sequence[int], error: Exception) -> Output:
         seconds=0.0,
         error=error.with_traceback(None),
     )
+
+
+def detached(error: Exception) -> Exception:
+    """An error without its traceback, which would hold on to a step's tensors. One that no check raised, and that is
+    none of memory, has the traceback as a note."""
+    if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not out_of_memory(error):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    return error.with_traceback(None)
 
 
 def out_of_memory(error: BaseException) -> bool:

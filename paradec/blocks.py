@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_choice, check_int, check_number, shown
+from paradec.checks import LARGEST_INT, check_choice, check_int, check_number, shown
 
-LONGEST_BLOCK = 2**31 - 1
+LONGEST_BLOCK = LARGEST_INT
 
 
 class BlockPolicy(Protocol):

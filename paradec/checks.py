@@ -51,19 +51,25 @@ def wrong_model(user: str, model: Any, takes: str) -> TypeError:
 
 def shown(value: Any) -> str:
     """A value in one short line, for a message."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python writes
+        text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_int(name: str, value: Any, low: int | None = None, high: int | None = None, none: bool = False) -> None:
+LARGEST_INT = 2**31 - 1
+"""What an integer may be where nothing else is said: sums and products of a few such still fit into int64."""
+LARGEST_INT64 = 2**63 - 1
+"""What sizes in bytes, and seeds, may be."""
+
+
+def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGEST_INT, none: bool = False) -> None:
     """Raise ValueError unless `value` is an integer (a bool is none) in [low, high], or None where `none` allows it."""
     if value is None and none:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name}={shown(value)} must be an integer{_range(low, high)}")
-    number = int(value)
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{name}={shown(value)} must be an integer{_range(low, high)}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
 
 
 def check_number(
@@ -114,10 +120,3 @@ def is_finite(value: Any) -> bool:
         return -(2**63) <= int(value) < 2**63
     return math.isfinite(value)
 
-
-def _range(low: int | None, high: int | None) -> str:
-    if low is not None and high is not None:
-        return f" from {low} to {high}"
-    if low is not None:
-        return f" of at least {low}"
-    return "" if high is None else f" of at most {high}"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, Unpack
 
-from paradec.batching import MADE, Batch, Cancelled, Ticket
+from paradec.batching import MADE, Batch, BatchClosed, Cancelled, Ticket, detached
 from paradec.checks import check_choice, check_int, check_model, shown
 from paradec.generate import Output
+from paradec.interrupts import held_back
 from paradec.many_images import ImageBatch, check_refillable
 from paradec.models.images.base import PictureModel
 from paradec.pictures import ImageOutput
@@ -129,6 +131,7 @@ class Many(Iterator[Any]):
         self._done: dict[int, Output | ImageOutput] = {}
         self._came: deque[int] = deque()
         self._unwanted: set[int] = set()
+        self._numbering = threading.Lock()  # `cancel` sees a prompt either unread or in the batch
 
     def __next__(self) -> Any:
         try:
@@ -159,10 +162,11 @@ class Many(Iterator[Any]):
         """Take back the prompt of this number, from any thread: its output bears the error `Cancelled` and what was
         decoded until then. A prompt that has not been read yet is not decoded. False if it has ended already."""
         check_int("index", index, low=0)
-        if index >= self._read:
-            self._unwanted.add(index)
-            return True
-        ticket = self._tickets.get(index)
+        with self._numbering:
+            if index >= self._read:
+                self._unwanted.add(index)
+                return True
+            ticket = self._tickets.get(index)
         return ticket is not None and self.batch.cancel(ticket)
 
     def close(self) -> None:
@@ -198,19 +202,29 @@ class Many(Iterator[Any]):
             except StopIteration:
                 self._exhausted = True
                 return
+            with held_back():
+                self._add(entry)
+
+    def _add(self, entry: Any) -> None:
+        """Give the batch a prompt."""
+        ticket, output = None, None
+        try:
+            ticket = self.batch.add(**as_arguments(entry))
+        except BatchClosed:
+            raise
+        except Exception as error:
+            output = self.batch.refused(detached(error))
+            output.id = entry.get("id") if isinstance(entry, Mapping) else None
+        with self._numbering:
             index, self._read = self._read, self._read + 1
-            name = entry.get("id") if isinstance(entry, Mapping) else None
-            try:
-                ticket = batch.add(**as_arguments(entry))
-            except (ValueError, TypeError) as error:
-                output = batch.refused(error)
-                output.id = name
-                self._hold(index, output)
-                continue
-            self._tickets[index], self._index[ticket.number] = ticket, index
-            if index in self._unwanted:
-                self._unwanted.discard(index)
-                batch.cancel(ticket)
+            unwanted = index in self._unwanted
+            self._unwanted.discard(index)
+            if ticket is not None:
+                self._tickets[index], self._index[ticket.number] = ticket, index
+        if output is not None:
+            self._hold(index, output)
+        if ticket is not None and unwanted:
+            self.batch.cancel(ticket)
 
     def _take(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

@@ -93,7 +93,7 @@ class ImageBatch(Batch):
             on_done, id, alone, preset, changes: as in `Batch.add`.
 
         Raises:
-            ValueError, TypeError: a prompt or an argument that cannot be used. RuntimeError: the batch is closed.
+            ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed.
         """
         request = self._own_request(changes, preset)
         negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt

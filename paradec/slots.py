@@ -34,6 +34,8 @@ class Ticket:
     output: Output | None = None
     """Of one row; None as long as it is being decoded or waits."""
     cancelled: bool = False
+    isolated: bool = False
+    """Whether a step of its group raised, so that it is decoded alone."""
     new: int = field(default=0, repr=False)
     began: float = field(default=0.0, repr=False)
     sent: int | None = field(default=None, repr=False)

@@ -21,7 +21,6 @@ from paradec.checks import check_choice, check_int, check_number, shown
 DENSITIES = ("cut", "gaussian", "uniform")
 SCALES = {"same": 2.0, "shifted": 1.6}
 """DPad's scales of the density, for LLaDA and for Dream."""
-LONGEST_WINDOW = 2**31 - 1
 SUFFIX_STREAM = 6
 """Draws that choose which masks are kept; the block's first position stands in the place of the step."""
 
@@ -61,7 +60,7 @@ class Suffix:
 
     def __post_init__(self) -> None:
         check_choice("density", self.density, DENSITIES)
-        check_int("window", self.window, low=0 if self.density == "cut" else 1, high=LONGEST_WINDOW)
+        check_int("window", self.window, low=0 if self.density == "cut" else 1)
         check_number("scale", self.scale, low=0, high=1e6, none=True, open_low=True)
         check_number("k_sigma", self.k_sigma, low=0, high=1e3)
         check_int("count", self.count, low=0, high=self.window, none=self.density != "uniform")
@@ -142,10 +141,11 @@ class Suffix:
 
     # ---- which masks ----------------------------------------------------------------------------------------------
 
-    def probabilities(self, prediction: str) -> np.ndarray:
-        """[window] float64: how likely "gaussian" keeps the mask at each distance, for a model of this prediction."""
+    def probabilities(self, prediction: str, size: int) -> np.ndarray:
+        """[size] float64: how likely "gaussian" keeps the mask at each of the first `size` distances of the window, for
+        a model of this prediction."""
         scale = SCALES[prediction] if self.scale is None else self.scale
-        z = np.linspace(0, self.k_sigma, self.window)
+        z = np.arange(size) * (self.k_sigma / max(self.window - 1, 1))
         return scale * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
 
     def kept(
@@ -180,7 +180,7 @@ class Suffix:
         column = distance.clip(0, size - 1)
         numbers = np.take_along_axis(numbers, column, 1)
         if self.density == "gaussian":
-            return near & (numbers < self.probabilities(prediction)[column])
+            return near & (numbers < self.probabilities(prediction, size)[column])
         lowest = np.argsort(np.where(near, numbers, 2.0), axis=1, kind="stable")[:, : self.count]
         chosen = np.zeros_like(near)
         np.put_along_axis(chosen, lowest, True, axis=1)

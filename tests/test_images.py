@@ -109,7 +109,7 @@ def test_contact_sheet() -> None:
     assert (sheet[6] == 255).all() and (sheet[7:, 9:] == 255).all()
     with pytest.raises(ValueError, match="images is empty"):
         contact_sheet([])
-    with pytest.raises(ValueError, match="columns=0 must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="columns=0 must be an integer from 1"):
         contact_sheet(pictures, columns=0)
 
 
@@ -157,7 +157,7 @@ def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) ->
         ({"guidance_scale": -1}, ValueError, r"guidance_scale=-1 must be a number in \[0"),
         ({"guidance_scale": float("nan")}, ValueError, "guidance_scale=nan"),
         ({"temperature": -1}, ValueError, "temperature=-1"),
-        ({"top_k": -1}, ValueError, "top_k=-1 must be an integer of at least 0"),
+        ({"top_k": -1}, ValueError, "top_k=-1 must be an integer from 0"),
         ({"top_p": 0}, ValueError, r"top_p=0 must be a number in \(0, 1\]"),
         ({"num_images": 0}, ValueError, "num_images=0 must be an integer from 1 to 100000"),
         ({"output_type": "np"}, ValueError, "unknown output_type: 'np'"),
@@ -172,7 +172,7 @@ def test_bad_requests(tiny: LlamaGenModel, request_: dict[str, Any], error: type
 
 
 def test_window_0() -> None:
-    with pytest.raises(ValueError, match="window=0 must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="window=0 must be an integer from 1"):
         paradec.samplers.create("sjd", window=0)
 
 
@@ -320,7 +320,7 @@ def test_command(tmp_path: Path) -> None:
         ([], "give either --prompt or --class"),
         (["--class", "1", "--prompt", "x"], "not both"),
         (["--class", "1", "--sampler", "threshold"], "is of family 'masked'"),
-        (["--class", "1", "--set", "window=0"], "window=0 must be an integer of at least 1"),
+        (["--class", "1", "--set", "window=0"], "window=0 must be an integer from 1"),
         (["--class", "1", "--height", "56"], "height=56 is not what digits-ar makes"),
         (["--class", "1", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],

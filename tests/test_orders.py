@@ -75,15 +75,15 @@ def test_mar_s_order_is_the_one_it_drew() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: orders.Raster(0), "sizes=0 must be an integer of at least 1"),
-        (lambda: orders.Raster((2, 0)), "sizes=0 must be an integer of at least 1"),
+        (lambda: orders.Raster(0), "sizes=0 must be an integer from 1"),
+        (lambda: orders.Raster((2, 0)), "sizes=0 must be an integer from 1"),
         (lambda: orders.Raster("all"), "sizes='all' must be a number of groups, or the sizes"),
         (lambda: orders.Raster(()), r"sizes=\(\) must be a number of groups"),
         (lambda: orders.Raster(True), "sizes=True must be an integer"),
         (lambda: orders.Raster((2, 3)).groups(2, 2), r"sizes=\(2, 3\) add up to 5; the picture has 4 cells"),
         (lambda: orders.Halton(5).groups(2, 2), "sizes=5 must be an integer from 1 to 4"),
         (lambda: orders.Cosine(5).groups(2, 2), "steps=5 must be an integer from 1 to 4"),
-        (lambda: orders.ZipAR(0), "window=0 must be an integer of at least 1"),
+        (lambda: orders.ZipAR(0), "window=0 must be an integer from 1"),
         (lambda: orders.LPD(repulsion=-1), "repulsion=-1 must be a number"),
         (lambda: orders.LPD(proximity="near"), "proximity='near' must be a number"),
         (lambda: orders.Given(), r"cells=\(\) must list every cell once"),
@@ -250,7 +250,7 @@ def test_caches_are_told_what_is_committed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": 0}, "groups=0 must be an integer of at least 1"),
+        ({"groups": 0}, "groups=0 must be an integer from 1"),
         ({"groups": "few"}, "groups='few' must be a number of groups"),
         ({"repulsion": -2}, "repulsion=-2 must be a number"),
         ({"height": 4}, "height=4 and width=None go together"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from paradec import rows as of_rows
 from paradec.canvas import CanvasState
-from paradec.checks import check_choice, check_int
+from paradec.checks import LARGEST_INT64, check_choice, check_int
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -163,7 +163,7 @@ class StoredCache(Cache):
     def __post_init__(self) -> None:
         if self.store_dtype is not None:
             check_choice("store_dtype", self.store_dtype, STORE_DTYPES)
-        check_int("max_memory", self.max_memory, low=1, none=True)
+        check_int("max_memory", self.max_memory, low=1, high=LARGEST_INT64, none=True)
         check_int("shape_multiple", self.shape_multiple, low=1, high=2**20)
 
     def plan(self, state: CanvasState, picks: np.ndarray | None = None) -> list[Part]:

@@ -42,7 +42,7 @@ class D2Cache(SubsetCache):
 
     Args:
         current_k: masks that a step evaluates, at least 1.
-        sigma: of the density's kernel, in positions.
+        sigma: of the density's kernel, in positions, at most 100.
         inflate_w: of two evaluated positions at most so far apart, those between are evaluated too; 0 leaves gaps.
     """
 
@@ -63,9 +63,9 @@ class D2Cache(SubsetCache):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("current_k", self.current_k, low=1, high=2**31 - 1)
-        check_number("sigma", self.sigma, low=0, high=1e6, open_low=True)
-        check_int("inflate_w", self.inflate_w, low=0, high=2**31 - 1)
+        check_int("current_k", self.current_k, low=1)
+        check_number("sigma", self.sigma, low=0, high=100, open_low=True)
+        check_int("inflate_w", self.inflate_w, low=0)
 
     def begin(self, state: CanvasState) -> ReadLog:
         return ReadLog(state)

@@ -43,7 +43,7 @@ class DkvGreedy(SubsetCache):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("refresh_interval", self.refresh_interval, low=1)
-        check_int("window", self.window, low=0, high=2**31 - 1)
+        check_int("window", self.window, low=0)
 
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.refresh_interval == 1

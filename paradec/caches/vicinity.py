@@ -45,7 +45,7 @@ class VicinityCache(RangeCache):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("prefix_look", "after_look", "warmup_steps"):
-            check_int(name, getattr(self, name), low=0, high=2**31 - 1)
+            check_int(name, getattr(self, name), low=0)
         check_int("cache_update_freq", self.cache_update_freq, low=1, none=True)
 
     def exact_for(self, topology: str) -> bool:

@@ -75,7 +75,7 @@ def compare(
     check_int("batch", batch, low=1)
     check_int("seed", seed, low=0, high=2**63 - 1)
     for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
-        check_int(name, value, low=1, high=2**31 - 1, none=True)
+        check_int(name, value, low=1, none=True)
     if prompts is None:
         questions = evaluation.packaged_questions(options.names(tasks), limit)
     else:

@@ -80,7 +80,7 @@ def train(
         paradec.caches.create(name)
     check_int("batch", batch, low=1)
     for name, value in (("max_new_tokens", max_new_tokens), ("block_length", block_length)):
-        check_int(name, value, low=1, high=2**31 - 1, none=True)
+        check_int(name, value, low=1, none=True)
 
     texts = training.packaged_prompts(per_task, seed) if prompts is None else training.read_prompts(prompts)
     earlier = training.Records.load(records) if records is not None and records.exists() else None

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from paradec.checks import check_int, check_number
+from paradec.checks import LARGEST_INT64, check_int, check_number
 from paradec.cli import options, show
 
 Host = Annotated[str, typer.Option(help="Where to listen; by default this machine alone.")]
@@ -62,7 +62,7 @@ def serve(
     """Serve a model at /v1/chat/completions and /v1/completions, with batches that stay full."""
     check_int("--port", port, low=0, high=65535)
     check_int("--batch", batch, low=1)
-    check_int("--max-memory", max_memory, low=1, none=True)
+    check_int("--max-memory", max_memory, low=1, high=LARGEST_INT64, none=True)
     check_int("--max-answer", max_answer, low=1)
     check_int("--max-body", max_body, low=1)
     check_int("--max-requests", max_requests, low=1)

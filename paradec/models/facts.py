@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.checks import check_choice, check_int
+from paradec.checks import LARGEST_INT64, check_choice, check_int
 
 PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
@@ -68,7 +68,7 @@ class ModelFacts:
             raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
         if self.block_align != "absolute" and self.topology != "block_causal":
             raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
-        check_int("max_length", self.max_length, low=1, none=True)
+        check_int("max_length", self.max_length, low=1, high=LARGEST_INT64, none=True)
 
     @property
     def mask_id(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import check_int, shown
+from paradec.checks import LARGEST_INT64, check_int, shown
 from paradec.models.checkpoint import INDEX, Stored, check_weights
 from paradec.models.family import Family
 from paradec.models.stacked import Fetched, Part, parts_of
@@ -66,7 +66,7 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
         if (path / name).exists():
             raise ValueError(f"folder={str(path)!r} holds {name}, which says that no model of its own is there")
     if not isinstance(max_shard_size, str):
-        check_int("max_shard_size", max_shard_size, low=1)
+        check_int("max_shard_size", max_shard_size, low=1, high=LARGEST_INT64)
     _split({}, max_shard_size)
     if model.tokenizer is not None and not hasattr(model.tokenizer, "save_pretrained"):
         raise ValueError(f"tokenizer={shown(model.tokenizer)} of {model.facts.name} has no save_pretrained")

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paradec.batching import Batch, Ticket
+from paradec.batching import Batch, BatchClosed, Ticket
+from paradec.checks import shown
+from paradec.generate import generate
 
 log = logging.getLogger(__name__)
 TRIES = 3
@@ -21,6 +23,10 @@ IDLE = 0.5
 
 class EngineStopped(RuntimeError):
     """Nothing is decoded any more: the engine was closed, or its steps failed again and again."""
+
+
+class ModelFailed(RuntimeError):
+    """The model raises whatever it is given, as on a device that is lost."""
 
 
 class Engine:
@@ -77,7 +83,7 @@ class Engine:
             ValueError, TypeError: a prompt or an argument that cannot be used. EngineStopped: nothing is decoded.
         """
         if not self.alive:
-            raise EngineStopped(f"the engine has stopped: {self.failure or 'it was closed'}")
+            raise EngineStopped(self._why())
         if changes.get("seed") is None:
             changes["seed"] = secrets.randbits(63)
         began = time.perf_counter()
@@ -92,10 +98,8 @@ class Engine:
 
         try:
             return self.batch.add(prompt, streamer=streamer, on_done=done, id=id, alone=True, **changes)
-        except RuntimeError as error:  # closed in between
-            if self.alive:
-                raise
-            raise EngineStopped(str(error)) from error
+        except BatchClosed as error:  # in between
+            raise EngineStopped(self._why()) from error
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a prompt back, from any thread. False if it has ended."""
@@ -113,18 +117,34 @@ class Engine:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _why(self) -> str:
+        """Why nothing is decoded."""
+        return f"the engine has stopped: {'it was closed' if self.failure is None else shown(self.failure)}"
+
     def _run(self) -> None:
         failed = 0
         while not self._stopping.is_set():
             try:
                 if self.batch.wait(IDLE):
-                    self.batch.step()
+                    ended = self.batch.step()
                     self.steps += 1
                     failed = 0
+                    self._check_model(ended)
             except Exception as error:  # the batch is at its last commit
                 failed += 1
                 log.exception("a step failed (%s of %s)", failed, TRIES)
-                if failed == TRIES:
+                if failed == TRIES or isinstance(error, ModelFailed):
                     self.failure = error
-                    self.batch.close()
+                    self.batch.close(EngineStopped(self._why()))
                     return
+
+    def _check_model(self, ended: list[Ticket]) -> None:
+        """Raise `ModelFailed` where a step raised for a row by itself and the model cannot be evaluated at all: else
+        the fault is that row's."""
+        for ticket in ended:
+            if ticket.isolated and ticket.output is not None and (error := ticket.output.error) is not None:
+                log.error("prompt %s failed", ticket.number, exc_info=error)
+                try:
+                    generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
+                except Exception as found:
+                    raise ModelFailed(f"the model fails: {shown(found)}") from found

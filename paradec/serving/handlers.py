@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import BaseHandler
+from transformers.cli.serving.utils import BaseHandler, Modality
 
 from paradec.checks import shown
 from paradec.serving import asked
@@ -20,6 +23,9 @@ from paradec.serving.streams import Draft
 
 ERROR = re.compile(r'data: \{"error": ("(?:[^"\\]|\\.)*")\}\n\n\Z')
 """How transformers' handlers end a stream that failed."""
+NOT_FOR_TEMPLATES = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""Names that no variable of a chat template may have: a template among them, which would be a client's program."""
+NOT_FOR_TEMPLATES -= {"documents"}  # which is one
 
 
 class Handler(BaseHandler):
@@ -30,6 +36,16 @@ class Handler(BaseHandler):
     def __init__(self, models: Models, state: State, presets: Mapping[str, Mapping[str, Any]]):
         super().__init__(models, state)
         self.presets = presets
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """As transformers', with the prompt read in a thread."""
+        self._validate_request(body)
+        CALL.get().inputs = await asyncio.to_thread(self._read, body)
+        return await super().handle_request(body, request_id)
+
+    def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
+        """The ids of a body that was checked."""
+        raise NotImplementedError
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         asked.check_fields(body, self.fields)
@@ -74,11 +90,25 @@ class Chat(Handler, ChatCompletionHandler):
                     raise Refused(
                         f"content part {shown(part)} must be of type text: texts are read alone", 422, "messages"
                     )
-        if not isinstance(body.get("chat_template_kwargs", {}), dict):
+        options = body.get("chat_template_kwargs", {})
+        if not isinstance(options, dict):
             raise Refused("chat_template_kwargs must be an object", 422, "chat_template_kwargs")
+        for name in options:
+            if name in NOT_FOR_TEMPLATES:
+                raise Refused(
+                    f"chat_template_kwargs: {name} is for the server to choose; give variables of the template",
+                    422,
+                    "chat_template_kwargs",
+                )
         own = body.get(asked.OWN)
         if isinstance(own, Mapping) and "chat" in own:
             raise Refused("chat is for /v1/completions; messages are a chat", 422, asked.OWN)
+
+    def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
+        messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        return self.model_manager.processor.read_chat(
+            messages, body.get("tools"), body.get("chat_template_kwargs", {})
+        )
 
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:  # type: ignore[override]
         """Messages as the chat template takes them."""
@@ -108,7 +138,10 @@ class Completions(Handler, CompletionHandler):
             raise Refused(f"prompt={shown(body.get('prompt'))} must be one text with a word in it", 422, "prompt")
         if body.get("suffix") is not None:
             raise Refused("suffix is not offered; leave it out", 422, "suffix")
-        CALL.get().chat = chat
+
+    def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
+        own = body.get(asked.OWN) or {}
+        return self.model_manager.processor.read_text(body["prompt"], own.get("chat", False))
 
     def _build_chunk_sse(self, request_id: str, model_id: str, text: str = "", *more: Any, **named: Any) -> str:
         if isinstance(text, Draft):

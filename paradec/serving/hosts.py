@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Call:
         self.engine = engine
         self.tickets: list[Ticket] = []
         self.ended = False
-        self.chat: bool | None = None
+        self.inputs: BatchEncoding | None = None
+        """The ids of its prompt, once they are read."""
 
     def add(self, ticket: Ticket) -> None:
         """It belongs to this request. A client may go away before its prompt is in the batch."""
@@ -64,7 +65,8 @@ class Hosted:
 
 
 class Processor:
-    """The tokenizer as the handlers call it, with the checks of `paradec.prompts`; else the tokenizer itself."""
+    """The tokenizer as the handlers call it; else the tokenizer itself. What they ask ids of was read before, in a
+    thread: a long text must not keep the event loop from other clients."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -72,14 +74,18 @@ class Processor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model.tokenizer, name)
 
-    def __call__(self, prompt: str, **_: Any) -> BatchEncoding:
-        """A text as it is, or as a user's turn where the body says "chat"."""
-        return self._encoded(prompt, bool(CALL.get().chat))
+    def __call__(self, *_: Any, **__: Any) -> BatchEncoding | None:
+        """The ids of this request."""
+        return CALL.get().inputs
 
-    def apply_chat_template(self, messages: Any, *, tools: Any = None, **options: Any) -> BatchEncoding:
-        """The ids of a chat. Tools and options of the template are for its own code."""
-        for name in ("add_generation_prompt", "return_tensors", "return_dict", "tokenize", "load_audio_from_video"):
-            options.pop(name, None)
+    apply_chat_template = __call__
+
+    def read_text(self, prompt: str, chat: bool) -> BatchEncoding:
+        """The ids of a text as it is, or as a user's turn."""
+        return self._encoded(prompt, chat)
+
+    def read_chat(self, messages: Any, tools: Any, options: Mapping[str, Any]) -> BatchEncoding:
+        """The ids of a chat, with the checks of `paradec.prompts`. Tools and options are for the template's code."""
         if not tools and not options:
             return self._encoded(messages, None)
         tokenizer = self._model.tokenizer
@@ -190,6 +196,8 @@ class Manager(BaseGenerateManager):
         assert output is not None
         if isinstance(output.error, Cancelled):
             raise HTTPException(503, "the answer was broken off: the server is stopping, or the client has gone")
+        if isinstance(output.error, EngineStopped):
+            raise CBWorkerDeadError(str(output.error))
         if output.error is not None:
             status = 400 if isinstance(output.error, (ValueError, TypeError)) else 500
             raise HTTPException(status, str(output.error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.batching import Batch, Cancelled, Ticket, refusal
+from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, refusal
 from paradec.models.adapter import Model
 from paradec.request import Request
+from paradec.samplers.masked.low_confidence import LowConfidence
 
 ROWS = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for draw in map(random.Random, range(6))]
 REQUEST: dict[str, Any] = {"max_new_tokens": 6, "block_length": 3, "temperature": 0.8, "seed": 2}
@@ -65,7 +67,8 @@ class Recorder:
 
 
 class Failing:
-    """A model that fails for rows in which a token stands, or once it has been called so often."""
+    """A model that fails for rows in which a token stands, or once it has been called so often. It raises `error`, or
+    returns NaN where there is none."""
 
     def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
         self.model, self.token, self.left, self.error = model, token, calls, error
@@ -78,6 +81,8 @@ class Failing:
         if self.left == -1 and self.error is not None:
             raise self.error
         poisoned = (query.tokens == self.token).any(1)
+        if poisoned.any() and self.error is not None:
+            raise self.error
         if store and poisoned.any():  # what it writes is no better
             found = self.model(query, *store)
             for layers in (store[0].layer_keys, store[0].layer_values):
@@ -268,6 +273,59 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
     assert ["drafter" in str(error) for error in broken] == [False, True]
 
 
+@pytest.mark.parametrize("cache", ["none", "prefix"])
+def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
+    request = {**REQUEST, "cache": cache}
+    rows = [[1, 2], [1, 38, 3], [4], [38], [5, 6, 7]]
+    failing = Failing(model, token=38, error=RuntimeError("a row's own"))
+    with Batch(failing, batch_size=4, **request) as batch:
+        recorder = Recorder()
+        tickets = [batch.add(row, streamer=recorder if row == [4] else None) for row in rows]
+        later = []
+        while not all(ticket.done for ticket in tickets):
+            batch.step()
+            if not later:
+                later = [batch.add([9, 9])]
+        drained(batch)
+        assert batch.occupied == batch.waiting == 0
+    for row, ticket in zip(rows, tickets):
+        if 38 in row:
+            assert ticket.output is not None and "a row's own" in str(ticket.output.error)
+            assert "in step" in ticket.output.error.__notes__[0]  # where it was raised, without what it held
+            assert ticket.output.error.__traceback__ is None
+        else:
+            assert tokens(ticket) == paradec.generate(model, row, **request).new_tokens[0].tolist()
+    assert tokens(later[0]) == paradec.generate(model, [9, 9], **request).new_tokens[0].tolist()
+    streamed = [token for piece in recorder.pieces[1:] for token in piece]
+    assert streamed == tokens(tickets[2])[: len(streamed)] and recorder.ends == 1  # nothing was streamed twice
+
+
+def test_an_error_that_comes_once_loses_nothing(model: Model) -> None:
+    whole = paradec.generate(model, ROWS[:4], **REQUEST)
+    with Batch(Failing(model, calls=2, error=RuntimeError("once")), batch_size=4, **REQUEST) as batch:
+        tickets = [batch.add(row) for row in ROWS[:4]]
+        drained(batch)
+    assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+
+
+def test_any_error_while_a_prompt_is_let_in_is_its_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a MemoryError, or an error of a method of one's own, where nothing else is decoded."""
+    for error in (MemoryError("16 GiB"), RuntimeError("broken"), OverflowError("too big")):
+
+        @dataclass(frozen=True)
+        class Own(LowConfidence):
+            name = "own"
+
+            def memory(self, error: Exception = error) -> Any:
+                raise error
+
+        with Batch(model, batch_size=2, **REQUEST) as batch:
+            bad, good = batch.add([1], sampler=Own()), batch.add([2])
+            drained(batch)
+        assert bad.output is not None and bad.output.error is error
+        assert tokens(good) == paradec.generate(model, [2], **REQUEST).new_tokens[0].tolist()
+
+
 def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
         long, good = batch.add([1] * 600), batch.add(ROWS[0])
@@ -312,6 +370,68 @@ def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> Non
 
 
 # ---- streamers ------------------------------------------------------------------------------------------------------
+
+
+def test_on_done_may_use_the_batch(model: Model) -> None:
+    with Batch(model, batch_size=2, **REQUEST) as batch:
+        found: list[Any] = []
+
+        def again(ticket: Ticket) -> None:
+            found.append(ticket.number)
+            if ticket.number == 0:
+                found.append(batch.add([7], on_done=lambda ticket: found.append(tokens(ticket))))
+                while not found[1].done:
+                    batch.step()
+            else:
+                batch.close()
+
+        batch.add([1], on_done=again, max_new_tokens=3)
+        drained(batch)
+        assert found[0] == 0 and tokens(found[1]) in found
+        last = [batch.add([number], on_done=again) for number in (2, 3, 4)]
+        drained(batch)
+        assert all(ticket.done for ticket in last)
+        with pytest.raises(BatchClosed):
+            batch.add([1])
+    with pytest.raises(TypeError, match="on_done=3 must be callable"):
+        Batch(model).add([1], on_done=3)
+
+
+def test_on_done_that_raises_leaves_no_other_untold(model: Model) -> None:
+    told = []
+
+    def on_done(ticket: Ticket) -> None:
+        told.append(ticket.number)
+        if ticket.number != 1:
+            raise RuntimeError(f"nobody takes {ticket.number}")
+
+    with Batch(model, batch_size=4, **REQUEST) as batch:
+        tickets = [batch.add([number], on_done=on_done) for number in range(3)]
+        with pytest.raises(ExceptionGroup) as caught:
+            drained(batch)
+        assert [str(error) for error in caught.value.exceptions] == ["nobody takes 0", "nobody takes 2"]
+        assert sorted(told) == [0, 1, 2] and batch.ended() == tickets  # and no ticket is lost
+        batch.add([5], on_done=on_done)
+        with pytest.raises(RuntimeError, match="nobody takes 3"):
+            drained(batch)
+
+
+@pytest.mark.parametrize("call", ["step", "close"])
+def test_a_streamer_may_call_back(model: Model, call: str) -> None:
+    class CallsBack(Recorder):
+        def put(self, ids: Tensor) -> None:
+            super().put(ids)
+            if len(self.pieces) == 2:
+                getattr(batch, call)()
+
+    with Batch(model, batch_size=2, **REQUEST) as batch:
+        one, other = batch.add([1], streamer=CallsBack()), batch.add([2])
+        drained(batch)
+    assert one.output is not None and other.output is not None
+    if call == "step":
+        assert "a streamer called step" in str(one.output.error) and other.output.error is None
+    else:
+        assert isinstance(one.output.error, Cancelled) and isinstance(other.output.error, Cancelled)
 
 
 @pytest.mark.parametrize("name", ["threshold", "wino", "sjd"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -104,6 +105,48 @@ def test_errors_can_be_raised_in_their_place(model: Model, whole: list[list[int]
         next(many)
     assert caught.value.__notes__ == ["prompt 1 of generate_many"]
     assert [out.index for out in many] == [2]
+
+
+class Reader(UserDict[str, Any]):
+    """A prompt that calls something while it is read."""
+
+    def __init__(self, prompt: list[int], called: Callable[[], Any]):
+        super().__init__(prompt=prompt)
+        self.called = called
+
+    def __iter__(self) -> Iterator[str]:
+        self.called()
+        return super().__iter__()
+
+
+def test_any_error_of_a_prompt_is_its_own(model: Model, whole: list[list[int]]) -> None:
+    def broken() -> None:
+        raise RuntimeError("no such file")
+
+    for errors in ("output", "raise"):
+        failing = Failing(model, token=38, error=OverflowError("too big"))
+        prompts = [ROWS[0], Reader(prompt=[1], called=broken), [3, 38], ROWS[1], ROWS[2]]
+        many, found = generate_many(failing, prompts, errors=errors, batch_size=3, **REQUEST), []
+        while True:
+            try:
+                found.append(next(many))
+            except StopIteration:
+                break
+            except (RuntimeError, OverflowError) as error:
+                found.append(error)
+        errors_found = [out if isinstance(out, Exception) else out.error for out in found]
+        assert [str(error or "") for error in errors_found] == ["", "no such file", "too big", "", ""]
+        assert [found[at].new_tokens[0].tolist() for at in (0, 3, 4)] == whole[:3]
+
+
+def test_a_prompt_may_be_taken_back_while_it_is_read(model: Model, whole: list[list[int]]) -> None:
+    prompts: list[Any] = [ROWS[0], None, ROWS[2]]
+    many = generate_many(model, prompts, batch_size=2, **REQUEST)
+    kept: list[bool] = []
+    prompts[1] = Reader(prompt=ROWS[1], called=lambda: kept.append(many.cancel(1)))
+    outs = list(many)
+    assert kept[0] is True and isinstance(outs[1].error, Cancelled)
+    assert [outs[at].new_tokens[0].tolist() for at in (0, 2)] == [whole[0], whole[2]]
 
 
 def test_a_prompt_may_bring_a_request(model: Model) -> None:

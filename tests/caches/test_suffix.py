@@ -243,7 +243,7 @@ def test_positions_evaluated(cache: str) -> None:
 
 @pytest.mark.parametrize(("prediction", "nearest"), [("same", 0.798), ("shifted", 0.638)])
 def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
-    found = Suffix(256, "gaussian").probabilities(prediction)
+    found = Suffix(256, "gaussian").probabilities(prediction, 256)
     assert found.shape == (256,) and found[0] == pytest.approx(nearest, abs=1e-3)
     assert found[-1] == pytest.approx(found[0] * math.exp(-8), rel=1e-9)
     assert (np.diff(found) < 0).all()
@@ -254,7 +254,7 @@ def test_masks_are_kept_as_often_as_the_density_says() -> None:
     keys = torch.as_tensor(rng.row_keys(list(range(rows)), [[1]] * rows))
     start, end = np.full(rows, 2), np.full(rows, 4)
     kept = suffix.kept(np.ones((rows, 30), bool), start, end, keys, None, "same")
-    odds = suffix.probabilities("same")
+    odds = suffix.probabilities("same", 16)
     assert not kept[:, :4].any() and not kept[:, 20:].any()
     share = kept[:, 4:20].mean(0)
     assert (np.abs(share - odds) < 4.5 * np.sqrt(odds * (1 - odds) / rows) + 1e-9).all()

@@ -249,7 +249,7 @@ def test_the_command_exits_with_1_where_something_differs(tmp_path: Path, monkey
         (["--target", "nothing"], "--target 'nothing' must be MODULE:FUNCTION"),
         (["--method", "treshold"], "unknown --method: 'treshold' (did you mean 'threshold'?)"),
         (["--group", "trace"], "unknown --group: 'trace' (did you mean 'traces'?)"),
-        (["--draws", "10"], "--draws=10 must be an integer of at least 100"),
+        (["--draws", "10"], "--draws=10 must be an integer from 100"),
         (["--tolerance", "-1"], "--tolerance=-1.0 must be a number in"),
         (["--timeout", "0"], "--timeout=0.0 must be a number in"),
         (["--json", "no/such/folder/x.json"], "cannot write --json"),

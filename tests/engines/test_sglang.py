@@ -6,11 +6,11 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import tomllib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from blocks import RULES, batch_of, check_rule, config
 from places import ROOT

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from blocks import RULES, batch_of, check_rule, config
 from places import ROOT

@@ -184,7 +184,7 @@ def test_experts_that_a_batch_covers() -> None:
         (None, TypeError, "not None"),
         (7, TypeError, "not 7"),
         (GPT2Config(), ValueError, "model_type='gpt2'; estimates know the layers of 'llama'"),
-        (LlamaConfig(num_hidden_layers=0), ValueError, "llama's layers=0 must be an integer of at least 1"),
+        (LlamaConfig(num_hidden_layers=0), ValueError, "llama's layers=0 must be an integer from 1"),
     ],
 )
 def test_what_is_none(source: Any, error: type[Exception], said: str) -> None:

@@ -483,7 +483,7 @@ def gpt2() -> Any:
         (decoder, BOTH | {"eos_token_id": "7"}, "eos_token_id='7'"),
         (decoder, BOTH | {"eos_token_id": True}, "eos_token_id=True"),
         (decoder, BOTH | {"pad_token_id": -1}, "pad_token_id=-1"),
-        (decoder, BOTH | {"max_length": 0}, "max_length=0 must be an integer of at least 1"),
+        (decoder, BOTH | {"max_length": 0}, "max_length=0 must be an integer from 1"),
         (decoder, BOTH | {"max_length": "48"}, "max_length='48'"),
         (
             decoder,

@@ -874,7 +874,7 @@ def test_defaults_are_the_papers_whatever_the_other_one_left_at_its_own() -> Non
         (lambda s: s.LocalLeapScheduler.from_config({}, radios=3), "'radios' .did you mean 'radius'"),
         (lambda s: s.LocalLeapScheduler.from_config({"nonsense": 3}), "unknown config key of .*: 'nonsense'"),
         (lambda s: s.ThresholdScheduler(threshold=2), r"threshold=2 must be a number in \[0, 1\]"),
-        (lambda s: s.ThresholdScheduler(block_length=0), "block_length=0 must be an integer of at least 1"),
+        (lambda s: s.ThresholdScheduler(block_length=0), "block_length=0 must be an integer from 1"),
         (lambda s: s.ThresholdScheduler().set_timesteps(0), "num_inference_steps=0 must be"),
         (lambda s: s.EntropyBoundScheduler(t_min=0), "t_min=0 must be a number in"),
         (lambda s: s.MaskGITScheduler(), "mask_token_id=None: MaskGITScheduler needs the mask's id"),

@@ -317,6 +317,79 @@ def test_steps_that_fail_again_and_again_end_the_engine(model: Any, monkeypatch:
     engine.close()
 
 
+class Broken:
+    """A model that raises for rows in which a token stands, or always."""
+
+    def __init__(self, model: Any, token: int):
+        self.model, self.token, self.lost = model, token, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def __call__(self, query: Any, *store: Any) -> Any:
+        if self.lost:
+            raise RuntimeError("the device is lost")
+        if (query.tokens == self.token).any():
+            raise IndexError("a row's own")
+        return self.model(query, *store)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_row_raises_fails_that_row_alone(model: Any, stream: bool) -> None:
+    broken = Broken(model, model.tokenizer("kiwi", add_special_tokens=False)["input_ids"][0])
+    with running(broken, batch_size=4) as server, ThreadPoolExecutor(4) as pool:
+        texts = [SORT, "Sort: kiwi fig apple", "Reverse: pear fig", "Copy: fig pear"] * 2
+        answers = list(pool.map(lambda text: server.post(chat(text, stream=stream)), texts))
+        for text, (status, _, answer) in zip(texts, answers):
+            assert ("a row's own" in answer) == ("kiwi" in text)
+            assert status == (500 if "kiwi" in text and not stream else 200)
+        assert server.engine.alive and server.engine.occupied == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_in_flight_read_why_the_engine_stopped(model: Any, stream: bool) -> None:
+    broken = Broken(model, -1)
+    with running(broken, batch_size=4) as server, ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(server.post, chat(**LONG, stream=stream)) for _ in range(6)]  # two of them wait
+        wait(lambda: server.engine.occupied == 4 and server.engine.waiting == 2)
+        broken.lost = True
+        for answer in answers:
+            status, _, text = answer.result()
+            assert "the device is lost" in text and (stream or status in (500, 503))
+        assert "the device is lost" in server.post(chat())[2] and not server.engine.alive
+
+
+def test_a_step_that_fails_now_and_then_does_not_end_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(model)
+    step, calls = engine.batch.step, []
+
+    def fails() -> Any:
+        calls.append(1)
+        if len(calls) % 2:
+            raise RuntimeError("once")
+        return step()
+
+    monkeypatch.setattr(engine.batch, "step", fails)
+    ended: list[Any] = []
+    engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=8)
+    wait(lambda: len(ended) == 1)
+    assert len(calls) > 6 and ended[0].output.error is None and engine.alive
+    engine.close()
+
+
+def test_the_engine_may_be_closed_by_whom_it_answers(model: Any) -> None:
+    engine = Engine(model)
+    ended: list[Any] = []
+
+    def on_done(ticket: Any) -> None:
+        ended.append(ticket)
+        engine.close()
+
+    engine.submit(SORT, on_done=on_done)
+    engine.submit(SORT, on_done=on_done, sampler="low_confidence", max_new_tokens=200)
+    wait(lambda: len(ended) == 2 and not engine._thread.is_alive())
+
+
 def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
     """Behind a socket it would take megabytes to fill its buffers: the gate is driven as uvicorn drives it."""
     engine = Engine(model)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import serving  # noqa: F401 - skips all where the server was not tried
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import paradec
 from paradec.serving.streams import Cut, TextStream, cut_off
 
 
+@example(["a", "b"], ["ab"])
 @given(st.lists(st.text("ab", max_size=3), max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_a_cut_is_that_of_the_whole_text(pieces: list[str], stops: list[str]) -> None:
     cut, given_out = Cut(stops), ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec import samplers
-from paradec.checks import check_int, shown
+from paradec.checks import LARGEST_INT64, check_int, shown
 from paradec.engines.hosted import FIELDS
 from paradec.protocol import Sampler
 from paradec.registry import unknown
@@ -77,7 +77,7 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
     fields = Request(sampler=method, **said)  # checks them
     if fields.temperature > 0 and fields.seed is None:
         said["seed"] = _number(request_id)
-    check_int("seed", said.get("seed"), low=0, none=True)
+    check_int("seed", said.get("seed"), low=0, high=LARGEST_INT64, none=True)
     own_end = None if params.ignore_eos else params.eos_token_id
     ends = {*(params.stop_token_ids or ()), *(() if own_end is None else (own_end,))}
     new = 0 if longest is None else longest - len(template)

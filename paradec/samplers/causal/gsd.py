@@ -69,7 +69,7 @@ class GSD(SJD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("group_half_width", self.group_half_width, low=1)
+        check_int("group_half_width", self.group_half_width, low=1, high=256)
         check_number("p_threshold", self.p_threshold, low=0, high=1, open_low=True)
         check_number("d_threshold", self.d_threshold, low=0, none=True, open_low=True)
 

@@ -40,10 +40,10 @@ class PooledChain(ChainSampler):
     that belong to positions.
 
     Args:
-        pool: n-grams verified beside the window, at most; 0 is none (Jacobi Forcing's public setting is 4). Needs a
-            model with a key/value store whose queries may say which columns see which.
-        ngram: tokens of an n-gram: the last final one, and `ngram - 1` drafts.
-        pool_size: n-grams that a row keeps; the oldest go.
+        pool: n-grams verified beside the window, at most; 0 to 256, where 0 is none (Jacobi Forcing's public setting is
+            4). Needs a model with a key/value store whose queries may say which columns see which.
+        ngram: tokens of an n-gram, 2 to 64: the last final one, and `ngram - 1` drafts.
+        pool_size: n-grams that a row keeps, 1 to 4096; the oldest go.
     """
 
     pool: int = 0
@@ -52,9 +52,9 @@ class PooledChain(ChainSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("pool", self.pool, low=0)
-        check_int("ngram", self.ngram, low=2)
-        check_int("pool_size", self.pool_size, low=1)
+        check_int("pool", self.pool, low=0, high=256)
+        check_int("ngram", self.ngram, low=2, high=64)
+        check_int("pool_size", self.pool_size, low=1, high=4096)
 
     def check_model(self, model: Any) -> None:
         """As for all; ValueError for a pool beside a model whose queries cannot hold branches."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradec.checks import check_choice, check_int, check_number, shown
+from paradec.checks import LARGEST_INT64, check_choice, check_int, check_number, shown
 from paradec.protocol import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
@@ -274,7 +274,7 @@ def _bytes(value: Any) -> int | None:
         if found is None:
             raise ValueError(f'max_memory={value!r} must be bytes, as a number or as text: "2GB", "512MiB"')
         value = int(float(found[1]) * units[found[2].upper()])
-    check_int("max_memory", value, low=1, none=True)
+    check_int("max_memory", value, low=1, high=LARGEST_INT64, none=True)
     return value
 
 

@@ -21,6 +21,8 @@ from paradec.samplers.masked.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_with_probability, log_of
 
 MOST_HISTORY = 64
+MOST_DISTRIBUTIONS = 256
+"""A row keeps at most so many: 130 MB at 126,464 tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class CCD(LowConfidence):
     Args:
         history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
             LLaDA in the paper: the presets.
-        buffer: V, positions put aside per step, at least 1.
+        buffer: V, positions put aside per step, at least 1; (history - 1) * buffer is at most 256.
         entropy_threshold: nats, at least 0; None keeps to the schedule (CCD). The paper gives no number; 0.3 is ours,
             about the entropy of a token at 0.9 with one rival.
 
@@ -64,7 +66,7 @@ class CCD(LowConfidence):
 
     def __post_init__(self) -> None:
         check_int("history", self.history, low=1, high=MOST_HISTORY)
-        check_int("buffer", self.buffer, low=1)
+        check_int("buffer", self.buffer, low=1, high=MOST_DISTRIBUTIONS // max(self.history - 1, 1))
         check_number("entropy_threshold", self.entropy_threshold, low=0, none=True)
 
     def memory(self) -> Mapping[str, MemorySpec]:

@@ -70,7 +70,7 @@ class Credit(MaskedSampler):
         check_number("threshold", self.threshold, low=0, high=1)
         check_number("decay", self.decay, low=0, high=1)
         check_number("exponent", self.exponent, low=0)
-        check_number("fusion", self.fusion, low=0)
+        check_number("fusion", self.fusion, low=0, high=1e6)
         check_choice("storage", self.storage, ("dense", "slots"))
         check_int("slots", self.slots, low=1, high=MOST_SLOTS)
 

@@ -92,8 +92,8 @@ class FreeDave(MaskedSampler):
     Args:
         base: whose steps are taken: a name, a masked sampler, or its `to_dict`. One token a step by default, as in the
             paper.
-        draft_steps: K, how many steps a forward evaluates, the row's own included; at least 1, which is the base. The
-            public code has 4 for LLaDA, 8 for Dream and TraDo.
+        draft_steps: K, how many steps a forward evaluates, the row's own included; from 1, which is the base, to 64.
+            The public code has 4 for LLaDA, 8 for Dream and TraDo.
         draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
             "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
             code's default); only for models whose attention takes such a mask. The result is the same.
@@ -131,7 +131,7 @@ class FreeDave(MaskedSampler):
     may_wait = property(lambda self: self.base.may_wait)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_int("draft_steps", self.draft_steps, low=1, high=2**10)
+        check_int("draft_steps", self.draft_steps, low=1, high=64)
         check_choice("draft_mode", self.draft_mode, ("batch", "tree"))
         check_choice("agreement", self.agreement, ("exact", "subset"))
         base = base_sampler(self.base)

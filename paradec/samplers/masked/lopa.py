@@ -56,7 +56,7 @@ class LoPA(MaskedSampler):
     Args:
         base: whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule, which is
             `threshold` in `paradec.PipelinedBlocks(32, forced="active")`.
-        branches: k, branches beside the row itself, at least 0, which is the base. The published scripts have 2 to 4.
+        branches: k, branches beside the row itself, from 0, which is the base, to 64. Published scripts have 2 to 4.
         alpha: weight of the added token's own confidence, in [0, 1]. 0 as in the published scripts; with the public
             code's default, 0.5, the row itself wins nearly always.
         tail: share of the undecided positions that the mean is over, in (0, 1], at least one; 1 as in the scripts (the
@@ -90,7 +90,7 @@ class LoPA(MaskedSampler):
     score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_int("branches", self.branches, low=0, high=2**10)
+        check_int("branches", self.branches, low=0, high=64)
         check_number("alpha", self.alpha, low=0, high=1)
         check_number("tail", self.tail, low=0, high=1, open_low=True)
         check_choice("confidence", self.confidence, ("minus_entropy", "confidence", "margin"))

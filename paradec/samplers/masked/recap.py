@@ -67,7 +67,7 @@ class Recap(MaskGIT):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("local_steps", self.local_steps, low=0, high=2**16)
-        check_int("full_groups", self.full_groups, low=0, high=2**31 - 1)
+        check_int("full_groups", self.full_groups, low=0)
         check_choice("order", self.order, ("confidence", "halton"))
         check_grid(self.height, self.width)
 

@@ -50,7 +50,7 @@ class Saber(MaskedSampler):
     frontier = ({"minimum": 1}, {"minimum": 4})
 
     def __post_init__(self) -> None:
-        check_int("minimum", self.minimum, low=1, high=2**31 - 1)
+        check_int("minimum", self.minimum, low=1)
         check_number("remask_share", self.remask_share, low=0, high=1)
 
     def memory(self) -> Mapping[str, MemorySpec]:

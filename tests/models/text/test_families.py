@@ -364,7 +364,7 @@ def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, famil
 
 @pytest.mark.parametrize("length", [0, -1, True, 4.0, "4"])
 def test_a_wrong_block_length_for_load(folders: dict[str, Path], length: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"block_length={length!r} must be an integer of at least 1")):
+    with pytest.raises(ValueError, match=re.escape(f"block_length={length!r} must be an integer from 1")):
         paradec.load(folders["sdar"], block_length=length)
 
 

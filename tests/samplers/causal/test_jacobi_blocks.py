@@ -345,7 +345,7 @@ def test_settings() -> None:
         assert pickle.loads(pickle.dumps(sampler)) == copy.deepcopy(sampler) == sampler
         assert paradec.protocol.Sampler.from_dict(sampler.to_dict()) == sampler
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"group": 0}, "group=0 must be an integer of at least 1"),
+        ({"group": 0}, "group=0 must be an integer from 1"),
         ({"group": 2.5}, "group=2.5"),
         ({"group": 4, "max_iterations": 0}, "max_iterations=0"),
         ({"group": 4, "early_exit": "soon"}, "early_exit"),

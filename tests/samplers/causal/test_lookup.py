@@ -184,5 +184,5 @@ def test_lantern_refuses_it() -> None:
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "max_matching_ngram_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, True])
 def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer from 1"):
         PromptLookup(**{name: value})

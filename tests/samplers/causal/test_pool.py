@@ -150,9 +150,9 @@ def test_over_llamagen_with_guidance() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pool": -1}, "pool=-1 must be an integer of at least 0"),
-        ({"pool": 4, "ngram": 1}, "ngram=1 must be an integer of at least 2"),
-        ({"pool": 4, "pool_size": 0}, "pool_size=0 must be an integer of at least 1"),
+        ({"pool": -1}, "pool=-1 must be an integer from 0"),
+        ({"pool": 4, "ngram": 1}, "ngram=1 must be an integer from 2"),
+        ({"pool": 4, "pool_size": 0}, "pool_size=0 must be an integer from 1"),
         ({"pool": 4, "group": 8}, "pool=4 has no meaning with group=8"),
         ({"pool": 4, "refresh": "resample"}, "refresh='resample': pool=4 needs 'gumbel'"),
     ],

@@ -322,7 +322,7 @@ BAD = [
     ({"delimiters": 3}, "delimiters=3 must be a sequence of texts and token ids"),
     ({"delimiters": []}, r"delimiters=\[\] is empty; without any, use paradec.FixedBlocks"),
     ({"delimiters": ("",)}, r"delimiters=\('',\) holds an empty text"),
-    ({"delimiters": (1.5,)}, "delimiters=1.5 must be an integer of at least 0"),
+    ({"delimiters": (1.5,)}, "delimiters=1.5 must be an integer from 0"),
     ({"delimiter_match": "end"}, r"unknown delimiter_match: 'end' \(did you mean 'ends'\?\); allowed: ends, exact"),
     ({"window": 1.2}, r"window=1.2 must be a number in \[0, 1\]"),
     ({"min_length": 33}, "min_length=33 must be an integer from 1 to 32"),

@@ -667,7 +667,7 @@ def test_bad_arguments() -> None:
     method, state = start("threshold", model)
     with pytest.raises(ValueError, match="capture=True takes a CUDA device; the model is on cpu"):
         engine.decode(method, model, state)
-    with pytest.raises(ValueError, match="poll_every=0 must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="poll_every=0 must be an integer from 1"):
         engine.decode(method, model, state, capture=False, poll_every=0)
     method.commit(state, method.step(model, state))
     with pytest.raises(ValueError, match="this state has been stepped"):

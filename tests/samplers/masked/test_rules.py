@@ -264,7 +264,7 @@ BAD = [
     ("localleap", {"relaxed_threshold": 0.95}, "relaxed_threshold=0.95 must be at most anchor_threshold=0.9"),
     ("localleap", {"anchor_threshold": 0.5}, "relaxed_threshold=0.75 must be at most anchor_threshold=0.5"),
     ("localleap", {"relaxed_threshold": -1}, r"relaxed_threshold=-1 must be a number in \[0, 1\]"),
-    ("localleap", {"radius": 1.5}, r"radius=1.5 must be an integer of at least 0"),
+    ("localleap", {"radius": 1.5}, r"radius=1.5 must be an integer from 0"),
     ("localleap", {"anchor_threshold": None}, r"anchor_threshold=None must be a number in \[0, 1\]"),
     ("margin", {"threshold": 0.9}, r"unknown setting of sampler 'margin': 'threshold'"),
 ]

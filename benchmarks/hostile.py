@@ -1,0 +1,70 @@
+"""Bodies of requests that no server may stop at: every registered setting with extreme, wrong-typed, nested, non-finite
+and huge values. `benchmarks/server.py` sends them, and the tests decode them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from paradec import caches, samplers
+from paradec.blocks import POLICIES
+from paradec.serving.asked import FIELDS
+from paradec.suffix import DENSITIES
+
+HUGE = (2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 10**400, 1e308, -1e308)
+VALUES: tuple[Any, ...] = (
+    *HUGE,
+    *(-1, 0, 1, 10**6, 0.5, 1e-320, float("nan"), float("inf"), -float("inf")),
+    *("x", "x" * 5000, "\ud800", "", True, None),
+    *([], {}, [[[]]], {"a": {"b": []}}, [2**63], ["x"], {"sampler": "threshold"}),
+)
+"""What a setting is given; JSON in Python's own form holds NaN and infinities too."""
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """What the field "paradec" of a body can hold: one setting each, with every one of `VALUES`."""
+    owners = [("sampler", name, samplers.registry.get(name)) for name in samplers.names()]
+    owners += [("cache", name, caches.registry.get(name)) for name in caches.names()]
+    owners += [("blocks", name, policy) for name, policy in POLICIES.items()]
+    for kind, name, owner in owners:
+        for setting in dataclasses.fields(owner):
+            if setting.init:
+                for value in VALUES:
+                    yield {kind: {kind: name, setting.name: value}}
+    for field, value in itertools.product(FIELDS, VALUES):
+        yield {field: value}
+    windows = ("2147483647", "2147483647:2147483647", "9" * 400, "-1", "")
+    for density, window in itertools.product(DENSITIES, windows):
+        yield {"suffix": f"{density}:{window}"}
+
+
+def nested(depth: int, name: str = "threshold") -> bytes:
+    """The text of a setting's value that is nested so deeply."""
+    return b'{"sampler": "threshold", "%s": %s%s}' % (name.encode(), b"[" * depth, b"]" * depth)
+
+
+def bodies(count: int, prompt: str, seed: int = 0) -> list[bytes]:
+    """So many bodies of chats, drawn from all that `settings` has and from wrong forms of the rest."""
+    draw = random.Random(seed)
+    chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16}
+    found = [{**chat, "paradec": own} for own in settings()]
+    for name, value in itertools.product((*chat, "temperature", "top_p", "seed", "stop", "stream", "tools"), VALUES):
+        found.append({**chat, name: value})
+    for name in ("chat_template", "add_generation_prompt", "tokenize", "messages", "max_length", "raise_exception"):
+        found += [{**chat, "chat_template_kwargs": {name: value}} for value in (*VALUES, "{{ 'fig ' * 20000000 }}")]
+    for value in VALUES:
+        found += [{**chat, "messages": [{"role": value, "content": prompt}]}]
+        found += [{**chat, "messages": [{"role": "user", "content": value}]}]
+        found += [{**chat, "messages": [{"role": "user", "content": [{"type": "text", "text": value}]}]}]
+        found += [{**chat, "messages": [{"role": "user", "content": prompt, "tool_calls": value}]}]
+    whole = [json.dumps(body).encode() for body in draw.sample(found, count - 8)]
+    text = json.dumps({**chat, "paradec": {"sampler": 0}}).encode()
+    whole += [text.replace(b"0}", nested(depth) + b"}") for depth in (50, 300, 900, 100_000)]
+    whole += [text.replace(b"0}", b"1" * 5000 + b"}"), b"[" * 500_000, b"{" * 10, b'"\\ud800"']
+    draw.shuffle(whole)
+    return whole
