@@ -126,8 +126,8 @@ class Engine:
         while not self._stopping.is_set():
             try:
                 if self.batch.wait(IDLE):
+                    self.steps += 1  # before clients learn of its answers
                     ended = self.batch.step()
-                    self.steps += 1
                     failed = 0
                     self._check_model(ended)
             except Exception as error:  # the batch is at its last commit
