@@ -11,6 +11,7 @@ import pytest
 import torch
 from fitting import MASKED, fits
 from rich.console import Console
+from tiny_models import tiny
 from torch import Tensor
 from transformers import TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
 
@@ -52,6 +53,24 @@ class Drafts(Recorder):
 @pytest.fixture(scope="module")
 def packaged() -> Model:
     return paradec.load()
+
+
+def test_a_row_that_ended_early_holds_nothing_back() -> None:
+    """Two rows and a rule that edits: what stands to the left of the open block of every row that runs is sent."""
+    model = tiny(1)
+    rows, request = [[7], [0]], {"max_new_tokens": 16, "block_length": 4}
+    ends = [paradec.generate(model, [row], sampler="editing", **request).tokens[0] for row in rows]
+    assert ends[0] <= 4 and ends[1] == 16  # else the test shows nothing
+    streamer, sent = Recorder(), []
+
+    def callback(state: Any, commit: Any) -> None:
+        count = sum(piece.shape[1] for piece in streamer.puts[1:])
+        running = [int(start) - 1 for start, runs in zip(state.block_start, state.running) if runs]
+        assert count == min(running, default=16)
+        sent.append(count)
+
+    out = paradec.generate(model, rows, sampler="editing", streamer=streamer, callback=callback, **request)
+    assert torch.cat(streamer.puts, 1).tolist() == out.sequences.tolist() and {4, 8, 12, 16} <= set(sent)
 
 
 @pytest.mark.parametrize("name", MASKED)

@@ -258,8 +258,6 @@ class Hosted:
         """The ids of the answer that are final: all of them once the row is done, its end token included."""
         state, slot = self._place(key)
         final = min(int(state.final(np.array([slot]))[0]), int(state.asked[slot]))
-        if state.revises and not self._rows[key].done:  # what stands in an open block may be taken back
-            final = min(final, int(state.block_start[slot]))
         ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
         return ids
 

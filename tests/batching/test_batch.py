@@ -356,6 +356,23 @@ def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
     assert tickets[0].output.tokens == [1] and tickets[3].output.tokens == [0]
 
 
+def test_a_cancelled_row_is_not_evaluated_any_more(model: Model) -> None:
+    evaluated: list[int] = []
+
+    class Counting(Failing):
+        def __call__(self, query: Any, *store: Any) -> Tensor:
+            evaluated.append(len(query.rows))
+            return self.model(query, *store)
+
+    request = {**REQUEST, "sampler": "low_confidence", "eos_early_stop": False}
+    with Batch(Counting(model), batch_size=3, **request) as batch:
+        tickets = [batch.add([number, 1]) for number in range(3)]
+        batch.step()
+        batch.cancel(tickets[1])
+        drained(batch)
+    assert evaluated == [3, *[2] * 5]
+
+
 def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> None:
     recorder, seen = Recorder(), []
     batch = Batch(model, batch_size=1, **REQUEST)
@@ -487,6 +504,9 @@ def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, cal
         tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
         drained(batch)
     assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+    with Batch(Small(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
+        tickets_alike = [batch.add([number]) for number in range(6)]
+        assert drained(batch) == tickets_alike  # the younger ones give way
     for recorder, ticket in zip(recorders, tickets):
         assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == tokens(ticket)[: ticket.output.tokens[0]]
 
@@ -512,7 +532,8 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
     row = model.store_bytes(1, 14) + 32 * 14
     for rows_that_fit in (1, 3):
         with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
-            tickets = [batch.add([index + 1] * 8) for index in range(6)]
+            # two groups, whose rows share the memory
+            tickets = [batch.add([index + 1] * 8, temperature=index % 2 / 2) for index in range(6)]
             most = 0
             while not all(ticket.done for ticket in tickets):
                 batch.step()

@@ -190,6 +190,27 @@ def test_nothing_is_lost_by_an_interrupt(model: Model, whole: list[list[int]]) -
     assert [out.new_tokens.tolist() for out in many] == expected
 
 
+def test_an_interrupt_between_the_calls_of_two_groups_loses_nothing(model: Model) -> None:
+    """A row of the first group has ended when the call of the second group is interrupted."""
+    raised = []
+
+    class Interrupting(Failing):
+        def __call__(self, query: Any, *store: Any) -> Any:
+            if many.batch._ended and not raised:
+                raised.append(True)
+                raise KeyboardInterrupt
+            return self.model(query, *store)
+
+    request = {**REQUEST, "sampler": "low_confidence", "eos_early_stop": False}
+    rows = [{"prompt": [7]}, {"prompt": [8], "max_new_tokens": 4}, {"prompt": [9], "temperature": 0.5}]
+    expected = [out.new_tokens.tolist() for out in generate_many(model, rows, **request)]
+    many = generate_many(Interrupting(model), rows, batch_size=3, **request)
+    with pytest.raises(Interrupted) as caught:
+        next(many)
+    assert [(out.index, out.new_tokens.tolist()) for out in caught.value.output] == [(1, expected[1])]
+    assert [out.new_tokens.tolist() for out in many] == expected
+
+
 def test_a_source_that_fails_says_so_and_what_was_read_is_still_answered(model: Model, whole: list[list[int]]) -> None:
     def source() -> Iterator[Any]:
         yield ROWS[0]

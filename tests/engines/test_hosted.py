@@ -178,6 +178,26 @@ def test_an_edit_says_what_is_stored() -> None:
     assert hosted.done(0)
 
 
+def test_an_answer_only_grows_although_the_rule_takes_back() -> None:
+    torch.manual_seed(0)
+    hosted, taken_back = Hosted(samplers.create("editing", threshold=0.2, editing_threshold=0.2), FACTS), 0
+    for row in range(8):
+        hosted.open(row, [1, 2, 3, 4], 12, eos_early_stop=False)
+    before: dict[int, list[int]] = {row: [] for row in range(8)}
+    blocks: dict[int, list[int]] = {row: [] for row in range(8)}
+    while going := [row for row in range(8) if not hosted.done(row)]:
+        stepped = hosted.step({row: 4 * torch.randn(4, VOCAB, dtype=torch.float64) for row in going})
+        for row in going:
+            block = stepped[row].tokens.tolist()
+            if any(old != MASK and old != new for old, new in zip(blocks[row], block)):
+                taken_back += 1
+            blocks[row] = [] if stepped[row].closed else block
+            answer = hosted.answer(row)
+            assert answer[: len(before[row])] == before[row] and MASK not in answer
+            before[row] = answer
+    assert taken_back and all(len(answer) == 12 for answer in before.values())
+
+
 def test_logits_that_are_not_finite_hurt_their_row_alone() -> None:
     torch.manual_seed(0)
     hosted, alone = Hosted("credit", FACTS), Hosted("credit", FACTS)
