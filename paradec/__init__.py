@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import paradec.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
-from paradec import attention, caches, moved, samplers
+from paradec import attention, caches, samplers
 
 if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-moved.install()
 # what the logger "paradec" says is for those who ask for it
 logging.getLogger("paradec").addHandler(logging.NullHandler())
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from paradec import rows as of_rows
 from paradec.checks import check_choice, check_model
 from paradec.logprobs import LogProbs, StepLogProbs
-from paradec.registry import Registry, present_settings
+from paradec.registry import Registry
 from paradec.trace import Notes, Span, Trace
 
 
@@ -518,10 +518,6 @@ class Sampler:
     arxiv: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """New names of settings by their old ones, which work for one version (`paradec.registry.present_settings`)."""
-    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    """Settings that are gone: the one value that each could have, and where any other had no meaning."""
     uses_steps: ClassVar[bool] = False
     """Whether the request's `steps` means something to the method."""
     lock_step: ClassVar[bool] = False
@@ -566,10 +562,6 @@ class Sampler:
         if store is None:
             return self.propose(state, [model(query) for query in queries], queries)
         return self.propose(state, [model(query, store) for query in queries], queries)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # a pickle of an earlier version has its settings
-        self.__dict__.update(present_settings(f"sampler {self.name!r}", type(self), state))
 
     @classmethod
     def settings(cls) -> dict[str, Any]:

@@ -123,12 +123,11 @@ class Registry:
         """
         cls = self.get(name)
         what = f"{self.kind} {name!r}"
-        settings = present_settings(what, cls, settings)
         presets = getattr(cls, "presets", {})
         if preset is not None:
             if not isinstance(preset, str) or preset not in presets:
                 raise ValueError(unknown(f"preset of {what}", preset, presets))
-            settings = {**present_settings(what, cls, presets[preset]), **settings}
+            settings = {**presets[preset], **settings}
         allowed = [f.name for f in fields(cls) if f.init]
         for setting in settings:
             if setting not in allowed:
@@ -145,36 +144,6 @@ class Registry:
             keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"data has no key {self.kind!r}; give a mapping as to_dict makes it, not {keys}")
         return self.create(data[self.kind], **{key: value for key, value in data.items() if key != self.kind})
-
-
-def present_settings(what: str, cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an earlier version under the names that they have now, with a FutureWarning for each that differs.
-
-    `cls.renamed` holds the new names by the old ones; `cls.removed` the settings that are gone, each with the one value
-    that it could have and where any other had no meaning.
-
-    Args:
-        what: whose settings, for the message.
-
-    Raises:
-        ValueError: a setting that is gone with another value, or one under both of its names.
-    """
-    renamed, removed = getattr(cls, "renamed", {}), getattr(cls, "removed", {})
-    found: dict[str, Any] = {}
-    for old, value in settings.items():
-        if old in removed:
-            only, where = removed[old]
-            if value != only:
-                raise ValueError(f"{old}={value!r} has no meaning {where}; leave it out")
-            warnings.warn(f"{what} has no setting {old} any more; leave it out", FutureWarning, stacklevel=4)
-            continue
-        name = renamed.get(old, old)
-        if name != old:
-            if name in settings:
-                raise ValueError(f"{old}={value!r}: setting {old} of {what} is now called {name}, which is given too")
-            warnings.warn(f"setting {old} of {what} is now called {name}", FutureWarning, stacklevel=4)
-        found[name] = value
-    return found
 
 
 def unknown(what: str, given: object, allowed: Any) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import pickle
-import re
 from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
@@ -18,8 +15,6 @@ from hypothesis import strategies as st
 from paradec import FixedBlocks, caches, samplers
 from paradec.blocks import WholeCanvas
 from paradec.caches.base import buckets
-from paradec.cli import options
-from paradec.cli.image import sampler_for
 from paradec.protocol import Memory, MemorySpec, Sampler
 from paradec.registry import Registry
 from paradec.samplers.masked.schedules import linear, time_grid
@@ -107,77 +102,6 @@ def test_registry_presets_and_names() -> None:
         registry.register("thing", Thing)
     with pytest.raises(ValueError, match="module:Class"):
         registry.register("other", "no.colon")
-
-
-def test_settings_under_their_old_names() -> None:
-    """By `create`, a preset and plain data; what is gone is accepted with the one value that it could have."""
-    registry = Registry("thing", {})
-
-    @dataclasses.dataclass(frozen=True)
-    class Thing:
-        size: int = 1
-        colour: str = "red"
-        renamed = {"tint": "colour"}
-        removed = {"shape": ("round", "where things are flat")}
-        presets = {"blue": {"tint": "blue"}}
-
-    registry.register("thing", Thing)
-    with pytest.warns(FutureWarning, match="setting tint of thing 'thing' is now called colour") as caught:
-        assert registry.create("thing", tint="green", size=2) == Thing(2, "green")
-    assert len(caught) == 1
-    with pytest.warns(FutureWarning, match="colour"):
-        assert registry.create("thing", preset="blue") == Thing(colour="blue")
-    with pytest.warns(FutureWarning, match="colour"):
-        assert registry.create("thing", preset="blue", colour="grey") == Thing(colour="grey")
-    with pytest.warns(FutureWarning, match="colour"):
-        assert registry.from_dict({"thing": "thing", "tint": "green"}) == Thing(colour="green")
-    with pytest.warns(FutureWarning, match="thing 'thing' has no setting shape any more"):
-        assert registry.create("thing", shape="round") == Thing()
-    with pytest.raises(ValueError, match="shape='square' has no meaning where things are flat; leave it out"):
-        registry.create("thing", shape="square")
-    for order in (("tint", "colour"), ("colour", "tint")):
-        with pytest.raises(ValueError, match="tint='red'.* is now called colour, which is given too"):
-            registry.create("thing", **dict.fromkeys(order, "red"))
-    with pytest.raises(ValueError, match="did you mean 'colour'"):
-        registry.create("thing", color="blue")
-
-
-RENAMED = [(name, old, new) for name in samplers.names() for old, new in samplers.get(name).renamed.items()]
-REMOVED = [(name, old) for name in samplers.names() for old in samplers.get(name).removed]
-
-
-@pytest.mark.parametrize(("name", "old", "new"), RENAMED)
-def test_old_names_of_settings_are_read_everywhere(name: str, old: str, new: str) -> None:
-    """By value, from saved data, from text on the command line, and in a pickle of an earlier version."""
-    kind = samplers.get(name)
-    assert new in kind.settings() and old not in kind.settings()
-    value = kind.settings()[new]
-    others = {"uniform": "one_hot", "one_hot": "uniform"}
-    expected = samplers.create(name, **{new: others[value]})
-    assert getattr(expected, new) != value
-    saved = {old if key == new else key: entry for key, entry in expected.to_dict().items()}
-    with pytest.warns(FutureWarning, match=re.escape(f"setting {old} of sampler {name!r} is now called {new}")):
-        assert samplers.create(name, **{old: others[value]}) == expected
-    with pytest.warns(FutureWarning, match=new):
-        assert kind.from_dict(saved) == expected
-    with pytest.warns(FutureWarning, match=new):
-        assert sampler_for("digits-ar", name, options.settings([f"{old}={others[value]}"])) == expected
-    with pytest.warns(FutureWarning, match=new):
-        older = object.__new__(kind)
-        older.__setstate__({old if key == new else key: entry for key, entry in vars(expected).items()})
-    assert older == expected
-    assert pickle.loads(pickle.dumps(expected)) == copy.deepcopy(expected) == expected
-
-
-@pytest.mark.parametrize(("name", "old"), REMOVED)
-def test_settings_that_are_gone_are_named(name: str, old: str) -> None:
-    kind = samplers.get(name)
-    only, where = kind.removed[old]
-    assert old not in kind.settings()
-    with pytest.warns(FutureWarning, match=f"has no setting {old} any more"):
-        assert samplers.create(name, **{old: only}) == samplers.create(name)
-    with pytest.raises(ValueError, match=f"{old}='other' has no meaning {where}; leave it out"):
-        samplers.create(name, **{old: "other"})
 
 
 lengths = st.lists(st.integers(1, 200), min_size=1, max_size=12)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import moved, rng
+from paradec import rng
 from paradec.checks import check_int, shown
 from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.models.facts import ModelFacts
@@ -24,13 +24,12 @@ from paradec.models.images.grid import Grid
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Cost, Memory, MemorySpec, NotFinite, Proposal, Query, Sampler
 from paradec.request import Request, randomness, request_for, stop_texts
-from paradec.samplers.causal.state import CausalState, JacobiState
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.statistics import guided
 from paradec.trace import Notes, Trace
 
-__all__ = ["CausalSampler", "CausalState", "JacobiState", "check_causal", "negative_rows", "proposed", "read_logits"]
-__getattr__ = moved.names_of(__name__)
+__all__ = ["CausalSampler", "CausalState", "check_causal", "negative_rows", "proposed", "read_logits"]
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
 """Draws that make drafts, and noise that belongs to a position; streams 0 and 1 are named in `paradec.rng`.

@@ -43,11 +43,6 @@ class Speculative(DraftingSampler):
     window: int = 5
     rule: str = "without_replacement"
 
-    removed = {
-        name: (default, "where a model drafts")
-        for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform"))
-    }
-
     name = "speculative"
     paper = "Speculative decoding"
     arxiv = "2211.17192"

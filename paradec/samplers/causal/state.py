@@ -450,6 +450,4 @@ class CausalState(State):
     def kept_prefix(self, model: Any) -> None:
         """Nothing is kept for the next request."""
 
-
-JacobiState = CausalState
 """The name that it had when all methods had a Jacobi window."""

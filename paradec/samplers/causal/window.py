@@ -22,11 +22,11 @@ from paradec.protocol import MemorySpec, Proposal
 from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.pool import PooledChain
-from paradec.samplers.causal.state import CausalState, JacobiState
+from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, Verified, Window, at_slots, verify
 from paradec.samplers.statistics import argmax, log_of
 
-__all__ = ["EARLY_EXITS", "INITS", "REFRESHES", "Jacobi", "JacobiSampler", "JacobiState"]
+__all__ = ["EARLY_EXITS", "INITS", "REFRESHES", "Jacobi", "JacobiSampler"]
 
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
@@ -54,7 +54,6 @@ class JacobiSampler(ChainSampler):
     refresh: str = "resample"
     guess_distribution: str = "uniform"
 
-    renamed = {"random_law": "guess_distribution"}
     resamples: ClassVar[bool] = True
     """Whether a rejected draft is resampled from norm(max(0, p - q)); else the fresh token takes its place."""
 

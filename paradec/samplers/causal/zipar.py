@@ -92,10 +92,6 @@ class ZipAR(CausalSampler):
     lossless = False
     state_type: ClassVar[type[CausalState]] = ZipARState
     lock_step = True
-    removed = {
-        name: (default, "where nothing is drafted")
-        for name, default in (("init", "random"), ("refresh", "resample"), ("random_law", "uniform"))
-    }
 
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)

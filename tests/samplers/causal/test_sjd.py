@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import paradec
 from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
-from paradec.moved import MOVED_NAMES
 from paradec.protocol import Query, decode
 from paradec.samplers.causal.base import CausalSampler, CausalState
 
@@ -321,19 +318,6 @@ def test_nan_logits_are_refused(name: str) -> None:
     with pytest.raises(FloatingPointError, match="row 0 at its step 0"):
         decode(sampler, model, state)
     assert torch.equal(state.canvas, before) and not state.nfe.any()
-
-
-def test_names_that_moved_are_found_where_they_were() -> None:
-    for module, names in MOVED_NAMES.items():
-        old = importlib.import_module(module)
-        for name, new in names.items():
-            assert getattr(old, name) is getattr(importlib.import_module(new), name)
-        with pytest.raises(AttributeError, match=f"'{module}' has no attribute 'nothing'"):
-            _ = old.nothing
-    with pytest.warns(FutureWarning, match="paradec.samplers.jacobi is now"):
-        older = importlib.import_module("paradec.samplers.jacobi")
-    assert older.JacobiState is CausalState and issubclass(older.Jacobi, older.JacobiSampler)
-    sys.modules.pop("paradec.samplers.jacobi")
 
 
 # ---- generate -------------------------------------------------------------------------------------------------------
