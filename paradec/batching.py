@@ -349,7 +349,7 @@ class Batch:
         if request.compile and self.capture and self.model.device.type != "cuda":
             raise ValueError(
                 f"compile=True in a batch that is refilled captures CUDA graphs, and the model is on "
-                f"{self.model.device}: leave compile out, or use paradec.generate"
+                f"{self.model.device}: leave compile out"
             )
 
     def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:

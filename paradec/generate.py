@@ -94,9 +94,6 @@ class Output:
     """From `generate_many`: what the caller named the prompt."""
     error: Exception | None = None
     """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
-    compile_seconds: float | None = None
-    """With `compile` on a CPU: of `seconds` what went into calls that compiled code, or fetched it from the cache
-    folder; 0.0 once the model has it. (All threads' that share the model count.)"""
 
     @property
     def nfe(self) -> int:
@@ -192,9 +189,10 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     method = sampler_on(model, method)
     if request.steps is not None and not method.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
-    if request.compile and model.device.type not in ("cuda", "cpu"):
+    if request.compile and model.device.type != "cuda":
         raise ValueError(
-            f"compile=True is for models on CUDA devices and CPUs, not on {model.device}: leave compile out"
+            f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out (a CPU has no "
+            "launches to save)"
         )
     race, callback, copies = request.race, request.callback, request.num_return_sequences
     if race is not None:
@@ -213,11 +211,8 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=3)
     loop: Callable[..., Any] = decode
-    if request.compile and model.device.type == "cpu":
-        loop = compiled_loop(method, model)
-    elif request.compile:
+    if request.compile:
         loop = _device_loop(method, model, state, callback, request.streamer, request.progress)
-    compiled_before = _compile_seconds(model)
     begin = time.perf_counter()
     watched = nullcontext(callback) if request.streamer is None else stream(request.streamer, state, callback)
     try:
@@ -239,8 +234,6 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
     if ranks is not None:
         ranks.note(output.sequences)
         ranks.meet("the answer")
-    if request.compile and getattr(model, "compiled", None) is not None:
-        output.compile_seconds = _compile_seconds(model) - compiled_before
     if output.cost is not None and (hint := output.cost.advice()):
         warnings.warn(hint, stacklevel=3)
     if race is None:
@@ -344,42 +337,6 @@ def _device_loop(
             decode(method, model, state, after_commit)
 
     return on_the_device
-
-
-def compiled_loop(method: Any, model: Any) -> Callable[..., Any]:
-    """The loop of a request with `compile` on a CPU: the plain one, with the model's layers and the statistics of large
-    vocabularies in compiled code. What cannot be compiled runs as it is, after one warning."""
-    from paradec import compiling
-    from paradec.kernels.token_stats import SMALL_VOCABULARY
-    from paradec.models import compiled
-
-    nothing = compiling.missing()
-    known = None if model.compiled is None else model.compiled.failed
-    reason = None if nothing else known or compiled.refusal(model)
-    # float64 is exact as it is, and what small vocabularies are read in
-    statistics = method.family != "draft_verify" and model.dtype != torch.float64
-    statistics = statistics and model.facts.vocab_size > SMALL_VOCABULARY
-    if nothing or reason and not statistics:
-        warnings.warn(f"compile=True has no effect: {nothing or _of_layers(model, reason)}", stacklevel=4)
-        return decode
-    if reason:
-        warnings.warn(f"compile=True compiles the statistics alone: {_of_layers(model, reason)}", stacklevel=4)
-
-    def with_compiled_code(method: Any, model: Any, state: Any, after_commit: Any) -> None:
-        with compiled.compiled_calls(model, layers=reason is None, statistics=statistics):
-            decode(method, model, state, after_commit)
-
-    return with_compiled_code
-
-
-def _compile_seconds(model: Any) -> float:
-    """What went into calls of a model that compiled; models of one's own have no such code."""
-    kept = getattr(model, "compiled", None)
-    return 0.0 if kept is None else float(kept.seconds)
-
-
-def _of_layers(model: Any, reason: str | None) -> str:
-    return f"the layers of {model.facts.name} cannot be compiled: {reason}"
 
 
 def _check_race(race: Any, prompts: Prompts, answers: int, streamer: Any) -> None:

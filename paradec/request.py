@@ -116,10 +116,7 @@ class Request:
         compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
             (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
             for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
-            so is decoded as usual, with one warning. On CPUs the plain loop runs with decoder layers, and the
-            statistics of large vocabularies, in code that is compiled ahead of time (`paradec.models.compiled`): it
-            takes a C++ compiler, and at first use half a minute (`Output.compile_seconds`); results are kept in the
-            folder of `paradec.compiling.folder`. What cannot be compiled runs as usual, with one warning.
+            so is decoded as usual, with one warning. Refused for models that are not on CUDA.
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
             step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution: `paradec.logprobs`.
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.

@@ -4,9 +4,8 @@
 
 The threshold rule at 0.9 fills blocks of 32 in eight steps whose logits are given. dInfer's is its decoder's `decode`
 alone, compiled by torch as it is published. Ours is everything between two calls of the model, `query`, `propose` and
-`commit`, and gets the logits of undecided positions alone, as its calls of the model return them; uncompiled, and with
-compiled statistics. One thread, CPU time of the process. Tokens are compared. Writes
-benchmarks/results/peers_rule.json.
+`commit`, and gets the logits of undecided positions alone, as its calls of the model return them. One thread, CPU time
+of the process. Tokens are compared. Writes benchmarks/results/peers_rule.json.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from typing import Any
 import common
 import torch
 from common import Checkout, Contestant, Elsewhere
-from cpu_compile import random_model
 from provenance import write_result
 from text_reference import rule_logits
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
-from paradec import compiling
-from paradec.kernels.token_stats.compiled import CompiledSums, serving
 
 RESULT = common.BENCHMARKS / "results" / "peers_rule.json"
 BLOCK, STEPS, THRESHOLD = 32, 8, 0.9
@@ -36,11 +33,18 @@ CASES = ((126_464, 1), (126_464, 4), (32_000, 1), (32_000, 8))
 """Words and rows."""
 
 
+def random_model(words: int) -> Any:
+    """A small model that is asked nothing: the logits are given."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4}
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=words, max_position_embeddings=512, **sizes))
+    return paradec.wrap(module, mask_token_id=words - 1, prediction="same", topology="bidirectional")
+
+
 class Ours:
     """The rule over given logits. A state of one block is made before the clocks start."""
 
-    def __init__(self, model: Any, logits: list[torch.Tensor], sums: CompiledSums | None):
-        self.model, self.logits, self.sums = model, list(logits), sums
+    def __init__(self, model: Any, logits: list[torch.Tensor]):
+        self.model, self.logits = model, list(logits)
         self.method: Any = paradec.samplers.create("threshold", threshold=THRESHOLD)
         self.state: Any = None
         with self.around(), torch.inference_mode():
@@ -50,8 +54,7 @@ class Ours:
     def around(self) -> Iterator[None]:
         prompts = [[1, 2]] * len(self.logits[0])
         self.state = self.method.start(self.model, prompts, max_new_tokens=BLOCK, block_length=BLOCK)
-        with serving(self.sums), compiling.kept():
-            yield
+        yield
 
     def _steps(self, wanted: bool = False) -> None:
         """wanted: keep of each step's logits those that it asks for, once."""
@@ -79,16 +82,14 @@ def main() -> None:
     checkout = Checkout(given.dinfer)
     result: dict[str, Any] = {**common.machine(), "turns": given.turns, "block": BLOCK, "steps": STEPS, "cases": {}}
     for words, rows in CASES:
-        model = random_model(words, torch.float32, hidden_size=48, num_hidden_layers=1, intermediate_size=48)
+        model = random_model(words)
         logits = rule_logits(words, rows, BLOCK, STEPS)
         task = {
             "words": words, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": words - 1,
             "end": words - 2, "version": checkout.commit,
         }  # fmt: skip
-        contestants = []
-        for name, sums in (("paradec", None), ("paradec compiled", CompiledSums())):
-            own = Ours(model, logits, sums)
-            contestants.append(Contestant(name, own, around=Around(own)))
+        own = Ours(model, logits)
+        contestants = [Contestant("paradec", own, around=Around(own))]
         with tempfile.TemporaryDirectory() as away:
             path = Path(away) / "task.json"
             path.write_text(json.dumps(task))

@@ -153,7 +153,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--compile", action="store_true", help="ours once more, with compile=True")
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.llada is not None and given.fast_dllm is None:
@@ -179,9 +178,6 @@ def main() -> None:
             script = Path(__file__).with_name("text_reference.py")
             request = {"max_new_tokens": answer, "block_length": 32, "eos_early_stop": False, **own}
             contestants: list[Contestant] = [Contestant("paradec", decoder(model, prompt, request))]
-            if given.compile:
-                compiled = decoder(model, prompt, {**request, "compile": True})
-                contestants.append(Contestant("paradec compiled", compiled))
             bare = Contestant("matrix products alone", products(model, contestants[0].run))
             contestants.append(bare)
             with ExitStack() as stack:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from paradec.models.calls import Call, Calling, Wrap, take_columns
-from paradec.models.compiled import answered
 from paradec.models.facts import ModelFacts
 from paradec.models.layers import answer_with_layers
 from paradec.models.saving import Published, save
@@ -121,8 +120,6 @@ class Model(Adapter):
     """Whether answers depend on the order in which tokens were decided (`Query.decided_at`), not on tokens alone."""
     published: Published | None = None
     """What `load` read of the checkpoint's files, for `save_pretrained`; None for other models."""
-    compiled: Any = None
-    """What compiled decodings on a CPU keep (`paradec.models.compiled.CompiledModel`); None before the first."""
     module: Any
     """Typed by families whose network is ours; of the others nothing is known here."""
 
@@ -138,7 +135,6 @@ class Model(Adapter):
     ):
         super().__init__(module)
         self.ranks = of_module(module)
-        self.compiled = None
         self.facts = facts
         self.tokenizer = tokenizer
         self.default_max_new_tokens = default_max_new_tokens
@@ -155,7 +151,7 @@ class Model(Adapter):
         if self.ranks is not None:
             raise TypeError(f"{self.facts.name} is spread over processes, and can be neither copied nor pickled")
         # engines hold graphs and stores; what stands in for the wrap says whether there is one
-        return self.__dict__ | {"engines": OrderedDict(), "compiled": None, "_wrap": self._wrap is not None}
+        return self.__dict__ | {"engines": OrderedDict(), "_wrap": self._wrap is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kind = state.pop("kind", None)
@@ -230,7 +226,6 @@ class Model(Adapter):
     def unwrap(self) -> nn.Module:
         """Take everything off the module that was put on it for this model, and return it. Other wraps of it go on."""
         self.engines.clear()
-        self.compiled = None
         if self._wrap is not None:
             self._wrap.release()
             self._wrap = None
@@ -268,8 +263,6 @@ class Model(Adapter):
                 return self(query, store)
         if query.keep_layers is not None:
             return answer_with_layers(self, query, store)
-        if self.compiled is not None and (found := answered(self, query, store)) is not None:
-            return found
         call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)
         with Calling(self.module, call):
             if self.ranks is None:
@@ -363,8 +356,7 @@ class Decoder(Model):
         mask = self._visible(query, store)
         if mask is None and self._unmasked:
             mask = EVERYTHING
-        module = self.module if call.module is None else call.module
-        logits = module(
+        logits = self.module(
             input_ids=query.tokens,
             attention_mask=mask,
             position_ids=query.positions,

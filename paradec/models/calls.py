@@ -84,17 +84,10 @@ class Call:
         wrap: what was put on the module; None for modules that nothing was put on.
         columns: [R, W] int64, the hidden states that the output matrix shall see; None is all.
         keeper: the query that the hidden states are left in.
-        module: what is called in the place of the model's module (`paradec.models.compiled`); None is that itself.
     """
 
-    def __init__(
-        self,
-        wrap: Wrap | SoftWrap | None = None,
-        columns: Tensor | None = None,
-        keeper: Query | None = None,
-        module: nn.Module | None = None,
-    ):
-        self.wrap, self.columns, self.keeper, self.module = wrap, columns, keeper, module
+    def __init__(self, wrap: Wrap | SoftWrap | None = None, columns: Tensor | None = None, keeper: Query | None = None):
+        self.wrap, self.columns, self.keeper = wrap, columns, keeper
         self.attended = False
         """Whether an attention of ours has run."""
         self.soft: Tensor | None = None
@@ -118,11 +111,6 @@ class Calling(Evaluation):
     def __exit__(self, *error: Any) -> None:
         _thread.call = self._before
         super().__exit__(*error)
-
-
-def current_call() -> Call | None:
-    """The call under way in this thread."""
-    return _thread.call
 
 
 def note_attention() -> None:

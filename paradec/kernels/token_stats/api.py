@@ -9,7 +9,6 @@ from torch import Tensor
 
 from paradec.checks import check_choice, check_number, check_temperature, shown
 from paradec.kernels import has_triton, interpreting
-from paradec.kernels.token_stats.compiled import compiled_stats
 from paradec.kernels.token_stats.portable import portable_stats
 from paradec.kernels.token_stats.reference import FIELDS, Draws, TokenStats
 
@@ -72,7 +71,6 @@ def read_stats(
     path: str | None = None,
 ) -> TokenStats:
     """`token_stats` without its checks, for callers at every step."""
-    forced = path is not None
     if path is None:
         path = path_for(logits, wanted)
     if path == "triton":
@@ -80,10 +78,6 @@ def read_stats(
         from paradec.kernels.token_stats.triton import triton_stats
 
         return triton_stats(logits, wanted, temperature, ids, draws)
-    if path == "chunked" and draws is None and not forced:
-        found = compiled_stats(logits, wanted, temperature, ids)
-        if found is not None:
-            return found
     return portable_stats(path, logits, wanted, temperature, ids, draws)
 
 

@@ -153,18 +153,16 @@ def _evict(model: Any, device: torch.device) -> None:
 
 
 def clear_graphs(model: Any) -> int:
-    """Free the CUDA graphs that `model` keeps, and the tensors and key/value stores that they work on; and on a CPU the
-    compiled code that it keeps (what is in the cache folder stays there).
+    """Free the CUDA graphs that `model` keeps, and the tensors and key/value stores that they work on.
 
     Graphs made from other weights (moved, converted, exchanged), or from another attention, are never replayed. Call
     this after a change that shows in neither, such as a hook on a module or an adapter that is switched off.
 
     Returns:
-        How many sets of graphs there were, and of compiled code.
+        How many sets of graphs there were.
     """
-    count = len(model.engines) + (model.compiled is not None)
+    count = len(model.engines)
     model.engines.clear()
-    model.compiled = None
     return count
 
 

@@ -678,6 +678,9 @@ def test_generate_takes_a_boolean_for_compile() -> None:
     model = MODELS["same"]
     with pytest.raises(ValueError, match="compile=1 must be True or False"):
         paradec.generate(model, input_ids=[1, 2], compile=1)
+    if model.device.type == "cpu":
+        with pytest.raises(ValueError, match="compile=True captures CUDA graphs, and the model is on cpu: leave .*"):
+            paradec.generate(model, input_ids=[1, 2], compile=True)
 
 
 @pytest.mark.parametrize(
