@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import paradec.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
-from paradec import attention, caches, samplers
+from paradec import attention, caches, samplers, traces  # noqa: F401 - which register what they have
+from paradec.version import __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from paradec.attention.sparsed import SparseD
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from paradec.samplers.masked.prophet import Prophet
     from paradec.suffix import Suffix
     from paradec.tuning.run import tune
-
-__version__ = "0.1.0"
 
 # what the logger "paradec" says is for those who ask for it
 logging.getLogger("paradec").addHandler(logging.NullHandler())

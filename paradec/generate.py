@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 import warnings
 from collections.abc import Callable
@@ -26,8 +25,8 @@ from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, State, decode
 from paradec.request import Arguments, Preset, Request, takes_arguments
 from paradec.streaming import check_streamer, stream
-from paradec.trace import Trace
-from paradec.traces.texts import name_tokens
+from paradec.trace import Trace, drawing
+from paradec.trace_texts import name_tokens
 
 MADE = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.checks.MODELS`) that write ids without being told where a picture ends."""
@@ -135,7 +134,7 @@ class Output:
         )
 
     def _repr_html_(self) -> str:
-        return str(importlib.import_module("paradec.traces.notebook").of_output(self))
+        return str(drawing("output")(self))
 
 
 @takes_arguments()

@@ -19,11 +19,11 @@ from paradec.caches.base import Cache
 from paradec.checks import MODELS, check_choice, check_int, check_model, shown
 from paradec.models.images.base import PictureModel
 from paradec.models.images.grid import Grid
-from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, pillow, step_pictures, to_pil
+from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, step_pictures
 from paradec.progress import bar
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
 from paradec.request import Preset, Request, check_names, request_for, takes_arguments
-from paradec.traces.pictures import of_images, of_stage
+from paradec.thumbnails import of_images, of_stage, pillow, to_pil
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
 

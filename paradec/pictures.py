@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from paradec.checks import check_int
 from paradec.models.images.grid import Grid
+from paradec.thumbnails import RAMP, pillow
 from paradec.trace import Trace
 
 OUTPUT_TYPES = ("pil", "pt", "latent")
@@ -103,28 +103,6 @@ class ImageOutput:
         return steps.reshape(-1, self.grid.height, self.grid.width)
 
 
-def pillow() -> Any:
-    """The library's `Image`, or an ImportError that says what to do."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "pictures need pillow: pip install pillow (output_type='pt' gives tensors without it)"
-        ) from error
-    return Image
-
-
-def to_pil(images: Tensor) -> list[Any]:
-    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB".
-
-    Raises:
-        ImportError: pillow is missing.
-    """
-    library = pillow()
-    pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-    return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
-
-
 def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 2, enlarge: int = 1) -> Any:
     """One PIL image with all of them, row by row on white.
 
@@ -153,10 +131,6 @@ def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 
         place = (index % columns * (width + gap), index // columns * (height + gap))
         sheet.paste(image.resize((width, height), library.Resampling.NEAREST), place)
     return sheet
-
-
-RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Dark blue to yellow, evenly bright steps apart."""
 
 
 def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any]:

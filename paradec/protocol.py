@@ -15,7 +15,6 @@ a query holds and in the one decision of their paper. The invariants are listed 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from paradec import rows as of_rows
 from paradec.checks import check_choice, check_model
 from paradec.logprobs import LogProbs, StepLogProbs
 from paradec.registry import Registry
+from paradec.thumbnails import of_latent
 from paradec.trace import Notes, Span, Trace
 
 
@@ -644,7 +644,7 @@ def traced(sampler: Sampler, model: Callable[..., Tensor], state: State, trace: 
     commits, pictures = commit.to_list(), None
     seconds = time.perf_counter() - begin
     if notes is not None and isinstance(proposal, LatentProposal) and commit.positions is None:
-        pictures = importlib.import_module("paradec.traces.pictures").of_latent(commit.values, len(trace.steps))
+        pictures = of_latent(commit.values, len(trace.steps))
     forwarded = proposal.cost.forwarded.tolist()
     trace.add(commits, forwarded, commit.kind, notes, seconds, pictures, commit.logprobs_list())
     return commit

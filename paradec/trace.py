@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from paradec.registry import Registry
 
 Span = tuple[int, int]
 """First position, and the one after the last."""
@@ -282,7 +283,7 @@ class Trace:
         Raises:
             ValueError: another suffix. ImportError: pillow or matplotlib is missing for what they draw.
         """
-        importlib.import_module("paradec.traces.files").save([self], path)
+        drawing("file")([self], path)
 
     load = from_json
 
@@ -302,7 +303,7 @@ class Trace:
             beside: further runs, stepped through together with this one.
             names: what to call the runs; by default their samplers.
         """
-        text: str = importlib.import_module("paradec.traces.html").page(self._with(beside), names)
+        text: str = drawing("page")(self._with(beside), names)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -323,7 +324,7 @@ class Trace:
         Raises:
             ImportError: pillow is missing. ValueError: as `paradec.traces.gif.write`.
         """
-        importlib.import_module("paradec.traces.gif").write(self._with(beside), path, names, **how)
+        drawing("animation")(self._with(beside), path, names, **how)
 
     def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
         """A matplotlib figure: when each position became final, and what the steps cost.
@@ -331,13 +332,13 @@ class Trace:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        return importlib.import_module("paradec.traces.plot").figure(self._with(beside), names)
+        return drawing("plot")(self._with(beside), names)
 
     def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
         return [self, beside] if isinstance(beside, Trace) else [self, *beside]
 
     def _repr_html_(self) -> str:
-        return str(importlib.import_module("paradec.traces.notebook").of_trace(self))
+        return str(drawing("frame")(self))
 
     def __repr__(self) -> str:
         sampler = self.settings.get("sampler", "?")
@@ -350,6 +351,11 @@ class Trace:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(vars(Trace([])) | state)  # a pickle of an earlier version has less
+
+
+def drawing(name: str) -> Callable[..., Any]:
+    """A function that draws; `paradec.traces` says which there are."""
+    return Registry.by_kind["drawing"].get(name)
 
 
 def spans(positions: Iterable[int]) -> list[Span]:

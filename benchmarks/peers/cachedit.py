@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from pictures import FULL_STEPS, SCHEDULE, STEPS, Attach, arguments, race
+from forecasting import FULL_STEPS, SCHEDULE, STEPS, Attach, arguments, race
 from torch import nn
 
 
@@ -36,7 +36,7 @@ def attach(module: nn.Module, model: str) -> Any:
 
 
 def peers() -> dict[str, tuple[Attach, str]]:
-    """For `pictures.race`.
+    """For `forecasting.race`.
 
     Raises:
         ImportError: it is not installed.

@@ -15,7 +15,7 @@ import torch
 from diffusers import TaylorSeerCacheConfig
 from diffusers.hooks import HookRegistry, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
-from pictures import SCHEDULE, Attach, arguments, race
+from forecasting import SCHEDULE, Attach, arguments, race
 from torch import nn
 
 BRANCHES = {
@@ -48,7 +48,7 @@ def attach(module: nn.Module, model: str) -> Any:
 
 
 def peers() -> dict[str, tuple[Attach, str]]:
-    """For `pictures.race`."""
+    """For `forecasting.race`."""
     return {"diffusers": (attach, diffusers.__version__)}
 
 

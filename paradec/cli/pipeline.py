@@ -24,7 +24,7 @@ from paradec.cli.sheets import ImageJob, Made
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
-from paradec.traces.pictures import of_steps
+from paradec.thumbnails import of_steps
 
 AMUSED = ("maskgit", "halton", "lpd", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""

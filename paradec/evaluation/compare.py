@@ -10,7 +10,6 @@ Right answers and forwards are the same on every run of one machine; times are n
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import subprocess
@@ -36,6 +35,7 @@ from paradec.protocol import Interrupted, Sampler, plain
 from paradec.request import Request
 from paradec.samplers.masked.start import attention_of, block_policy
 from paradec.suffix import Suffix
+from paradec.version import __version__
 
 SCHEMA = "paradec-compare/1"
 BASELINE = "threshold"
@@ -486,7 +486,7 @@ def _machine(model: Model, batch: int) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "batch": batch,
-        "paradec": importlib.import_module("paradec").__version__,  # which lists what is above this module
+        "paradec": __version__,
         "commit": _commit(),
         "torch": torch.__version__,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paradec.samplers.forecast.taylorseer import TaylorSeer
-from paradec.trace import Notes, Trace
-from paradec.traces.pictures import of_images
+from paradec.thumbnails import of_images
+from paradec.trace import Notes, Trace, drawing
 
 
 @dataclass
@@ -118,7 +117,7 @@ class Report:
         return trace
 
     def _repr_html_(self) -> str:
-        return str(importlib.import_module("paradec.traces.notebook").of_report(self))
+        return str(drawing("report")(self))
 
     def __repr__(self) -> str:
         kinds = [call.kind for call in self.calls]

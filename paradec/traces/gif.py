@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paradec.checks import check_int, check_number, shown
-from paradec.pictures import RAMP
+from paradec.thumbnails import PREFIX, RAMP, from_uri, pillow
 from paradec.trace import Trace
 from paradec.traces.payload import check_runs
-from paradec.traces.pictures import PREFIX, from_uri
 
 PAD, GAP, SIZE = 14, 3, 15
 """Pixels around a panel and between tokens, and of the letters."""
@@ -58,8 +57,6 @@ def write(
         ImportError: pillow is missing. TypeError: something else than traces. ValueError: an argument out of its range,
             or a file that is no font. OSError: the file cannot be written.
     """
-    from paradec.pictures import pillow
-
     library = pillow()
     called = check_runs(traces, names)
     check_int("width", width, low=160, high=4000)

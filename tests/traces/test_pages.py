@@ -17,11 +17,11 @@ from tiny_models import tiny
 
 import paradec
 from paradec.models.adapter import Model
+from paradec.thumbnails import from_uri, of_steps
 from paradec.trace import Trace
+from paradec.trace_texts import joined, name_tokens, token_texts
 from paradec.traces import payload
 from paradec.traces.html import page
-from paradec.traces.pictures import from_uri, of_steps
-from paradec.traces.texts import joined, name_tokens, token_texts
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
 
@@ -126,7 +126,7 @@ def test_long_runs_stay_small(steps: int, tmp_path: Path) -> None:
 def test_many_rows_and_large_pictures_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = long(50, rows=40)
     noise = np.random.default_rng(0).integers(0, 256, (40, 3, 700, 700), dtype=np.uint8)
-    from paradec.traces.pictures import as_uri
+    from paradec.thumbnails import as_uri
 
     trace.images = [as_uri(Image.fromarray(noise[i % 2].transpose(1, 2, 0))) for i in range(2)] * 20
     assert from_uri(trace.images[0]).size == (512, 512) and max(map(len, trace.images)) < 500_000

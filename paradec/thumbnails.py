@@ -1,4 +1,4 @@
-"""Small pictures inside of traces, as data URIs."""
+"""Pictures of tensors by pillow, and small ones inside of traces, as data URIs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paradec.trace import Notes, Trace
@@ -24,6 +25,30 @@ MOST_STEPS = 200
 MOST_PIXELS = 2**16
 """Of what is kept without loss."""
 PREFIX = "data:image/"
+RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+"""Dark blue to yellow, evenly bright steps apart."""
+
+
+def pillow() -> Any:
+    """The library's `Image`, or an ImportError that says what to do."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "pictures need pillow: pip install pillow (output_type='pt' gives tensors without it)"
+        ) from error
+    return Image
+
+
+def to_pil(images: Tensor) -> list[Any]:
+    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB".
+
+    Raises:
+        ImportError: pillow is missing.
+    """
+    library = pillow()
+    pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
 
 
 def as_uri(image: Any, side: int = SIDE) -> str:
@@ -40,15 +65,11 @@ def as_uri(image: Any, side: int = SIDE) -> str:
 
 def from_uri(text: str) -> Any:
     """The PIL image again."""
-    from paradec.pictures import pillow
-
     return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
 
 
 def of_images(images: Any) -> list[str] | None:
     """Of what `generate_images` returns, PIL images or a tensor [B, C, H, W] in [0, 1]; None of anything else."""
-    from paradec.pictures import to_pil
-
     if isinstance(images, Tensor):
         if images.ndim != 4 or images.shape[1] not in (1, 3):
             return None
@@ -73,8 +94,6 @@ def of_steps(steps: Any, images: Any, sampler: Any) -> Trace:
 
 def of_stage(images: Tensor) -> list[str]:
     """Of the first rows of pictures [B, C, H, W] in [0, 1] as they stand after a step."""
-    from paradec.pictures import to_pil
-
     return [as_uri(image, STAGE_SIDE) for image in to_pil(images[:MOST_ROWS])]
 
 
@@ -82,9 +101,7 @@ def of_latent(latent: Tensor, step: int) -> list[str] | None:
     """Of the first rows of a latent [B, C, H, W] after a step, each by its own brightest and darkest value: the first
     three channels as colours, one as grey. None where it is no raster, after too many steps, and without pillow."""
     try:
-        from paradec.pictures import pillow
-
-        library = pillow()
+            library = pillow()
     except ImportError:
         return None
     if latent.ndim != 4 or step >= MOST_STEPS:
