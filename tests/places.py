@@ -14,7 +14,7 @@ GOLDEN = TESTS / "golden"
 def golden(family: str) -> Path:
     """The folder of a family's recorded cases: `tests/golden/<family>`, or the one that an environment variable names,
     PARADEC_NEXT_IMAGE for "next-image", so that another set of the same form is replayed (docs/fidelity.md)."""
-    return Path(os.environ.get(f"PARADEC_{family.upper().replace('-', '_')}") or GOLDEN / family)
+    return Path(os.environ.get(f"PARADEC_{family.upper().replace('-', '_')}") or GOLDEN / family).absolute()
 
 
 def golden_file(family: str, name: str) -> Path:

@@ -1,8 +1,8 @@
 """Reading the traces of the public reference implementations, and comparing ours with them, call for call.
 
-A folder `golden/traces/<method>` holds one file a setting. Tests take what they find there, and every setting, model and
-id from the file itself, so that other traces of the same form can take their place: PARADEC_TRACES names another folder
-of them. Checkpoints are looked for in it, beside it, and in tests/golden.
+A folder `golden/traces/<method>` holds one file a setting. Tests take what they find there, and every setting, id and
+model's name from the file itself, so that other traces of the same form can take their place: PARADEC_TRACES names
+another folder of them. Checkpoints are looked for in it, beside it, and in tests/golden.
 
 The models are float64 by default: float32 leaves positions that are equally sure to the last bits, which differ between
 processors. `fp64_same` says of a case that the reference did the same in float64; the others hang on a near-tie of

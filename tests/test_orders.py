@@ -147,7 +147,7 @@ class Recorded:
         return found
 
 
-@pytest.mark.parametrize("name", cases("lpd", "order-"))
+@pytest.mark.parametrize("name", cases("lpd", "shuffled_candidates"))
 def test_a_recorded_order(name: str) -> None:
     said, settings = case("lpd", name)[0], case("lpd", name)[0]["settings"]
     draws, side = Recorded(said), settings["grid"]

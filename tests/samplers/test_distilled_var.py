@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from image_models import tiny_llamagen, tiny_var, tiny_var_student
-from next_image import FOLDER, assert_checksum, case, cases
+from next_image import assert_checksum, case, cases, file
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,21 +29,22 @@ SYSTEM = "dd-var"
 
 def golden_vq(name: str) -> MultiScaleVQ:
     """`name`: "var/vae"."""
-    return load_multi_scale_vq(FOLDER / f"{name}.safetensors", norm_groups=4)
+    said, _ = case("", f"{name}.config")
+    return load_multi_scale_vq(file("", f"{name}.safetensors"), norm_groups=said["group_norm_groups"])
 
 
 def golden_student(name: str) -> DistilledVARModel:
     said, _ = case(SYSTEM, f"{name}.config")
-    path, vq = FOLDER / SYSTEM / f"{name}.safetensors", golden_vq(said["vae"])
+    path, vq = file(SYSTEM, f"{name}.safetensors"), golden_vq(said["vae"])
     return load_distilled_var(path, scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
 
 
 def golden_teacher(name: str, vq: MultiScaleVQ) -> VARModel:
     said, _ = case("var", f"{name}.config")
-    return load_var(FOLDER / "var" / f"{name}.safetensors", scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
+    return load_var(file("var", f"{name}.safetensors"), scales=said["patch_nums"], heads=said["num_heads"], vq=vq)
 
 
-@pytest.mark.parametrize("name", cases(SYSTEM, "ddvar"))
+@pytest.mark.parametrize("name", cases(SYSTEM, "steps"))
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, arrays = case(SYSTEM, name)
     settings = said["settings"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from next_image import FOLDER, assert_checksum, case, cases
+from next_image import assert_checksum, case, cases, file
+from places import GOLDEN
 from torch import Tensor
 
 import paradec
@@ -20,13 +21,15 @@ from paradec.samplers.scales.var import VAR
 
 
 @lru_cache
-def vae() -> MultiScaleVQ:
-    return load_multi_scale_vq(FOLDER / "var" / "vae.safetensors")
+def vae(name: str) -> MultiScaleVQ:
+    """`name`: "var/vae"."""
+    return load_multi_scale_vq(file("", f"{name}.safetensors"))
 
 
 @lru_cache
 def model(system: str, name: str) -> VARModel:
-    return load_var(FOLDER / system / f"{name}.safetensors", vq=vae())
+    said, _ = case(system, f"{name}.config")
+    return load_var(file(system, f"{name}.safetensors"), vq=vae(said["vae"]))
 
 
 class Draws:
@@ -131,7 +134,7 @@ def compare_store(store: Any, step: dict[str, Any], stop: int) -> None:
                 assert_checksum(ours[:, :, :stop], theirs)
 
 
-@pytest.mark.parametrize("name", cases("var", "var-"))
+@pytest.mark.parametrize("name", cases("var", "steps"))
 def test_var_replays(name: str) -> None:
     record, arrays = case("var", name)
     settings = record["settings"]
@@ -143,7 +146,7 @@ def test_var_replays(name: str) -> None:
     assert state.nfe.tolist() == [record["calls"]] * state.batch
 
 
-@pytest.mark.parametrize("name", cases("code", "code-"))
+@pytest.mark.parametrize("name", cases("code", "steps"))
 def test_code_replays(name: str) -> None:
     record, arrays = case("code", name)
     settings = record["settings"]
@@ -163,10 +166,10 @@ def test_code_replays(name: str) -> None:
         assert_checksum(state.inputs[:, : state.ends[split] - 1], record["handed_over_inputs"])
 
 
-@pytest.mark.parametrize("name", cases("var", "encode-"))
+@pytest.mark.parametrize("name", cases("var", "reconstruction"))
 def test_pictures_become_codes(name: str) -> None:
     record, arrays = case("var", name)
-    vq, scales = vae(), tuple(record["patch_nums"])
+    vq, scales = vae(f"var/{record['model']}"), tuple(record["patch_nums"])
     with torch.no_grad():
         features = vq.features(arrays["picture"])
         codes = vq.quantised(features, scales)
@@ -178,7 +181,7 @@ def test_pictures_become_codes(name: str) -> None:
     torch.testing.assert_close(back, arrays["reconstruction"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", cases("var", "forward-"))
+@pytest.mark.parametrize("name", cases("var", "logits"))
 def test_all_scales_at_once(name: str) -> None:
     record, arrays = case("var", name)
     with torch.no_grad():
@@ -187,5 +190,6 @@ def test_all_scales_at_once(name: str) -> None:
 
 
 def test_single_files_are_told_apart() -> None:
-    loaded = paradec.load(FOLDER / "var" / "model-c.safetensors", vq=FOLDER / "var" / "vae.safetensors")
+    folder = GOLDEN / "next-image" / "var"
+    loaded = paradec.load(folder / "model-c.safetensors", vq=folder / "vae.safetensors")
     assert isinstance(loaded, VARModel)
