@@ -1,15 +1,19 @@
-"""Other sets of recorded cases, made of those in tests/golden: fewer cases, in files and folders of other names; where
-there are words, in another order, so that every id of a checkpoint and of its cases is another one.
+"""Other sets of recorded cases, made of those in tests/golden: fewer cases, in files of other names, of checkpoints of
+other names. The words of text models stand in another order, so that every id is another one.
 
-Each function writes the set of one family into an empty folder, which the variable of `places.golden` can name.
+`SETS` has a function for each family, which writes the set into a folder that its variable (`places.golden`) can name,
+and parts of the names of the tests that then replay it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from places import GOLDEN
 from safetensors.torch import load_file, save_file
@@ -93,15 +97,15 @@ def recorded(trace: dict[str, Any], order: Reordered, count: int, **named: Any) 
 
 
 def text(folder: Path, methods: tuple[str, ...] | None = None, files: int = 2, count: int = 3) -> None:
-    """So many files of each method and checkpoint, with so many cases each. Those with a temperature are left out:
-    noise is drawn word by word."""
+    """So many files of each method and checkpoint, with so many cases each, and the checkpoints beside the folder.
+    Files with a temperature are left out: noise is drawn word by word."""
     names = {"llada-tiny": "first", "dream-tiny": "second"}
     orders = {}
     for old, new in names.items():
-        orders[old] = checkpoint(GOLDEN / old, folder / new, ("logits_check.safetensors",))
+        orders[old] = checkpoint(GOLDEN / old, folder.parent / new, ("logits_check.safetensors",))
         table = read(GOLDEN / old / "tokenizer_table.json")
         table["table"] = [table["table"][i] for i in torch.tensor(orders[old].new).argsort().tolist()]
-        write(folder / new / "tokenizer_table.json", table)
+        write(folder.parent / new / "tokenizer_table.json", table)
     for method in sorted(path.name for path in (GOLDEN / "traces").iterdir()):
         if methods is not None and method not in methods:
             continue
@@ -168,3 +172,69 @@ def next_image(folder: Path, step: int = 2) -> None:
             write(folder / system / f"{new}.json", said | {"id": new})
             if path.with_suffix(".safetensors").exists():
                 (folder / system / f"{new}.safetensors").symlink_to(path.with_suffix(".safetensors"))
+
+
+def renamed(folder: Path, family: str, kind: str = "*.json", step: int = 2, number: int = 0) -> None:
+    """Every second file of a family, under another name."""
+    for at, path in enumerate(sorted((GOLDEN / family).glob(kind))[::step], start=number):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"case {at}{path.suffix}").symlink_to(path)
+
+
+def diffusion(folder: Path) -> None:
+    """Every second recorded state, schedule, mask and run; the transformers under the names that they must have."""
+    source = GOLDEN / "diffusion"
+    renamed(folder, "diffusion", "taylor-*.json", step=3)
+    renamed(folder, "diffusion", "variant-*.json", number=10)
+    write(folder / "some of them.json", read(source / "schedules.json")[::2])
+    masks = read(source / "step_masks.json")
+    masks["masks"] = {name: dict(list(found.items())[::2]) for name, found in list(masks["masks"].items())[::2]}
+    write(folder / "step_masks.json", masks)
+    latents, arrays = read(source / "golden_latents.json"), np.load(source / "golden_latents.npz")
+    names = {old: f"run {number}" for number, old in enumerate(list(latents["cases"])[1::2])}
+    latents["cases"] = {new: latents["cases"][old] for old, new in names.items()}
+    write(folder / "golden_latents.json", latents)
+    np.savez(folder / "golden_latents.npz", **{new: arrays[old] for old, new in names.items()})
+    for name in ("golden_tiny_dit.safetensors", "golden_tiny_flux.safetensors"):
+        (folder / name).symlink_to(source / name)
+
+
+def recap(folder: Path) -> None:
+    """One run of each of the two models, of weights of another name, and every second schedule."""
+    for number, name in enumerate(("recap-maskgit-2", "recap-mar-2")):
+        said = read(GOLDEN / "recap" / f"{name}.json")
+        write(folder / f"run {number}.json", said | {"weights": f"net {number}.safetensors"})
+        (folder / f"net {number}.safetensors").symlink_to(GOLDEN / "recap" / said["weights"])
+    write(folder / "schedules of it.json", read(GOLDEN / "recap" / "recap-schedules.json")[::2])
+
+
+def llamagen(folder: Path) -> None:
+    """Two files: captions; classes and the autoencoder."""
+    arrays = load_file(GOLDEN / "llamagen" / "llamagen_tiny.safetensors")
+    folder.mkdir(parents=True)
+    for name, parts in (("captions", ("t2i",)), ("classes", ("c2i", "vq"))):
+        found = {key: tensor for key, tensor in arrays.items() if key.startswith(parts)}
+        save_file(found, folder / f"{name}.safetensors")
+
+
+def proteins(folder: Path) -> None:
+    """The two structures that are told in the file, in files of their own."""
+    for case in read(GOLDEN / "proteins" / "cases.json"):
+        if "structure" in case:
+            write(folder / f"of {case['name']}.json", [case | {"name": f"other {case['name']}"}])
+    (folder / "weights.pt").symlink_to(GOLDEN / "proteins" / "small.pt")
+
+
+SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "traces": (text, ("llada/of first 1", "lopa/of second 1", "test_logits[full-second]")),
+    "moe": (mixtures, ("llada20_generate/number 1", "sdar_generate/number 0", "test_logits[three-full]")),
+    "next-image": (next_image, ("of them", "test_replays_the_rule[")),
+    "diffusion": (diffusion, ("case 0", "case 10", "some of them", "run 3")),
+    "recap": (recap, ("run 0", "run 1")),
+    "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
+    "proteins": (proteins, ("other two", "other few")),
+    **{
+        family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
+        for family in ("sjd", "gsd", "scd", "lantern")
+    },
+}

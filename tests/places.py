@@ -11,10 +11,15 @@ GOLDEN = TESTS / "golden"
 """Small trained checkpoints in the published formats, and traces of the reference implementations."""
 
 
+def variable(family: str) -> str:
+    """The environment variable of a family's folder: PARADEC_NEXT_IMAGE for "next-image"."""
+    return f"PARADEC_{family.upper().replace('-', '_')}"
+
+
 def golden(family: str) -> Path:
-    """The folder of a family's recorded cases: `tests/golden/<family>`, or the one that an environment variable names,
-    PARADEC_NEXT_IMAGE for "next-image", so that another set of the same form is replayed (docs/fidelity.md)."""
-    return Path(os.environ.get(f"PARADEC_{family.upper().replace('-', '_')}") or GOLDEN / family).absolute()
+    """The folder of a family's recorded cases: `tests/golden/<family>`, or the one that its variable names, so that
+    another set of the same form is replayed (docs/fidelity.md)."""
+    return Path(os.environ.get(variable(family)) or GOLDEN / family).absolute()
 
 
 def golden_file(family: str, name: str) -> Path:
