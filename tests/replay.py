@@ -36,7 +36,7 @@ from paradec.protocol import Sampler
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.state import MaskedState
 
-TRACES = golden("traces")
+TRACES = golden("traces") / "traces" if (golden("traces") / "traces").is_dir() else golden("traces")
 
 PRECISIONS = ["float64", pytest.param("float32", marks=pytest.mark.full)]
 """What the replays of all files are run in. In float32, near-ties decide which of equally sure positions is first."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from another_set import SETS, text
-from places import GOLDEN, variable
+from places import GOLDEN, ROOT, variable
 from replays import REPLAYS, main, replay
 from scripts import load_script
 from typer.testing import CliRunner
@@ -41,8 +41,10 @@ def test_every_family(family: str, tmp_path: Path) -> None:
         assert any(part in line and " PASSED" in line for line in done.stdout.splitlines()), part
 
 
-def test_every_family_has_tests() -> None:
+def test_every_family_has_tests_and_is_documented() -> None:
     """Of all folders of tests/golden: but for the kit's, and the checkpoints."""
+    page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    assert all(f"`{family}`" in page and f"`{variable(family)}`" in page for family in SETS)
     folders = {path.name for path in GOLDEN.iterdir() if not (path / "config.json").exists()} - {"conformance"}
     assert SETS.keys() == REPLAYS.keys() == folders
 

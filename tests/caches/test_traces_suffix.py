@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from places import assert_shown
 from replay import (
     cache_without_left,
     forced_first,
@@ -79,4 +80,4 @@ def test_most_calls_leave_something_out() -> None:
         trace = load_trace(name)
         lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]
         smaller = [any(len(fed.positions) < size for fed in their_feeds(case)) for size, case in lengths]
-        assert all(smaller), name
+        assert_shown("traces", all(smaller))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from places import GOLDEN, assert_shown
+from places import GOLDEN, ROOT, assert_shown
 from replay import (
     PRECISIONS,
     assert_batches_move_together,
@@ -54,6 +54,11 @@ LEFT_OUT = {"dawn", "elastic-cache", "sparse-dllm", "window-diffusion"}
 def test_every_folder_is_replayed_by_some_file() -> None:
     assert models_of_methods().keys() <= {*METHODS} | ELSEWHERE | LEFT_OUT
     assert models_of_methods().keys() - LEFT_OUT
+
+
+def test_what_is_left_out_is_said() -> None:
+    page = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").lower()
+    assert all(f"**{name}**" in page for name in LEFT_OUT)
 
 
 def test_what_is_replayed_often_has_every_two_settings() -> None:

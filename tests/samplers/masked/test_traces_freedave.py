@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from places import assert_shown
 from replay import (
     PRECISIONS,
     Call,
@@ -157,4 +158,4 @@ def test_by_answers(name: str) -> None:
     for row in decode(model, trace, freedave(settings, base), **request_of(settings)):
         ours += text_of(trace, row.tokens[row.prompt :]) == row.case["answer"][0]
         theirs += row.case["correct"][0]
-    assert ours >= theirs - 1
+    assert_shown("traces", ours >= theirs - 1)
