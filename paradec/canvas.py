@@ -193,6 +193,8 @@ class CanvasState:
     """[B]: positions that decoding is to make final."""
     columns: Numbers
     """[B, L]: the position of every entry of the canvas."""
+    blocks: Any
+    """The `paradec.blocks.BlockPolicy`."""
     pipelined: bool
     """Whether several blocks of a row may be open: `block_start` is the first one's and `block_end` the last one's."""
     level: bool

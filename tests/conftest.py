@@ -67,27 +67,27 @@ def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def llada() -> Model:
-    import paradec
+    from replay import loaded
 
-    return paradec.load(GOLDEN / "llada-tiny")
+    return loaded(GOLDEN / "llada-tiny", "float32")
 
 
 @pytest.fixture(scope="session")
 def dream() -> Model:
-    import paradec
+    from replay import loaded
 
-    return paradec.load(GOLDEN / "dream-tiny")
+    return loaded(GOLDEN / "dream-tiny", "float32")
 
 
 @pytest.fixture(scope="session")
 def llada64() -> Model:
-    import paradec
+    from replay import loaded
 
-    return paradec.load(GOLDEN / "llada-tiny", dtype="float64")
+    return loaded(GOLDEN / "llada-tiny", "float64")
 
 
 @pytest.fixture(scope="session")
 def dream64() -> Model:
-    import paradec
+    from replay import loaded
 
-    return paradec.load(GOLDEN / "dream-tiny", dtype="float64")
+    return loaded(GOLDEN / "dream-tiny", "float64")

@@ -210,7 +210,9 @@ def cache_of(draw: Draw, name: str, used: Mapping[str, Any], caches: Sequence[st
     elif kind == "d2":
         settings = some_settings(draw, {"current_k": (1, 3, 8), "sigma": (0.5, 3.0), "inflate_w": (0, 2, 6)})
     elif kind == "delayed":
-        settings = some_settings(draw, {"cache_delay_iter": (1, 2, 3), "refresh_interval": (2, 5)})
+        settings = some_settings(
+            draw, {"cache_delay_iter": (1, 2, 3), "refresh_interval": (2, 5), "waiting": ("first", "all")}
+        )
     if kind not in ("block", "none") and likely(draw, 0.15):
         settings |= some_settings(draw, {"shape_multiple": (2, 4), "store_dtype": ("float32", "bfloat16")})
     return {"$": "cache", "name": kind, "settings": settings} if settings or likely(draw, 0.2) else kind

@@ -1,14 +1,19 @@
 """The golden mixtures of experts: small random checkpoints in the published formats, and what their published code
-computes on them (`golden/moe/<name>/forwards.json`)."""
+computes on them (`golden/moe/<name>/forwards.json`).
+
+`NAMES` are those of tests/golden. Recorded cases are taken from `RECORDED`, in which other checkpoints may stand:
+PARADEC_MOE names another folder. Wherever a name is asked for, the path of a checkpoint's folder will do.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from places import GOLDEN
+from places import GOLDEN, golden
 from torch import Tensor
 
 import paradec
@@ -16,26 +21,42 @@ from paradec.models.adapter import Model
 
 MOE = GOLDEN / "moe"
 NAMES = ("llada2-tiny", "llada-moe-tiny", "sdar-moe-tiny")
-MASK = 95
+RECORDED = golden("moe")
+CHECKPOINTS = sorted(path.parent for path in RECORDED.glob("*/forwards.json"))
+
+
+def forwards(name: str | Path) -> dict[str, Any]:
+    """`forwards.json` of a checkpoint."""
+    return _read(MOE / name / "forwards.json")
 
 
 @functools.cache
-def forwards(name: str) -> dict[str, Any]:
-    """`forwards.json` of a checkpoint."""
-    return json.loads((MOE / name / "forwards.json").read_text())
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
 
 
-def told(name: str) -> dict[str, Any]:
+def format_of(name: str | Path) -> str:
+    """Which format a checkpoint is in, by the name of tests/golden's."""
+    kind = _read(MOE / name / "config.json")["model_type"]
+    return {"llada2_moe": "llada2-tiny", "llada": "llada-moe-tiny", "sdar_moe": "sdar-moe-tiny"}[kind]
+
+
+def told(name: str | Path) -> dict[str, Any]:
     """What `load` must be told, since the published config.json does not say it."""
     facts = forwards(name)["facts"]
-    return {"mask_token_id": facts["mask"]} | ({"block_length": facts["block"]} if name == "llada2-tiny" else {})
+    block = {"block_length": facts["block"]} if format_of(name) == "llada2-tiny" else {}
+    return {"mask_token_id": facts["mask"]} | block
+
+
+def golden_moe(name: str | Path, dtype: str = "float32", block_length: int | None = None) -> Model:
+    """A model that tests share."""
+    return _loaded(MOE / name, dtype, block_length)
 
 
 @functools.cache
-def golden_moe(name: str, dtype: str = "float32", block_length: int | None = None) -> Model:
-    """A model that tests share."""
+def _loaded(folder: Path, dtype: str, block_length: int | None) -> Model:
     block = {} if block_length is None else {"block_length": block_length}
-    return paradec.load(MOE / name, dtype=dtype, **told(name) | block)
+    return paradec.load(folder, dtype=dtype, **told(folder) | block)
 
 
 # ---- smaller ones, with a tokenizer's vocabulary ---------------------------------------------------------------------

@@ -1,33 +1,36 @@
 """Recorded cases of next-scale, neighbour, grouped, distilled and two-model image samplers.
 
-A folder holds one file a case. Tests take what they find there, and every setting from the file itself, so that other
-cases of the same form can take their place: PARADEC_NEXT_IMAGE names another folder of them.
+A folder holds one file a case. Tests take what they find there, and every setting and model's name from the file
+itself, so that other cases of the same form can take their place: PARADEC_NEXT_IMAGE names another folder of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from places import GOLDEN
+from places import golden, golden_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-FOLDER = Path(os.environ.get("PARADEC_NEXT_IMAGE", GOLDEN / "next-image"))
+
+def cases(system: str, holds: str) -> list[str]:
+    """Names of a system's cases of the kind that has this field, or this array."""
+    found = {path.stem: json.loads(path.read_text()) for path in (golden("next-image") / system).glob("*.json")}
+    return sorted(name for name, said in found.items() if "id" in said and holds in {*said, *said.get("tensors", ())})
 
 
-def cases(system: str, prefix: str) -> list[str]:
-    """Names of a system's cases that begin with `prefix`."""
-    return sorted(path.stem for path in (FOLDER / system).glob(f"{prefix}*.json") if ".config" not in path.name)
+def file(system: str, name: str) -> Path:
+    """A file of a system, "model-a.safetensors"; of the folder itself where `system` is empty."""
+    return golden_file("next-image", str(Path(system, name)))
 
 
 def case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A case, or a model's configuration ("vae.config"), and the arrays beside it."""
-    arrays = FOLDER / system / f"{name.removesuffix('.config')}.safetensors"
-    return json.loads((FOLDER / system / f"{name}.json").read_text()), load_file(arrays) if arrays.exists() else {}
+    arrays = file(system, f"{name.removesuffix('.config')}.safetensors")
+    return json.loads(file(system, f"{name}.json").read_text()), load_file(arrays) if arrays.exists() else {}
 
 
 def checksum(tensor: Tensor) -> list[float]:

@@ -1,7 +1,8 @@
 """Reading the traces of the public reference implementations, and comparing ours with them, call for call.
 
-A folder `golden/traces/<method>` holds one file a setting. Tests take what they find there, and every setting from the
-file itself, so that other traces of the same form can take their place: PARADEC_TRACES names another folder of them.
+A folder `golden/traces/<method>` holds one file a setting. Tests take what they find there, and every setting, id and
+model's name from the file itself, so that other traces of the same form can take their place: PARADEC_TRACES names
+another folder of them. Checkpoints are looked for in it, beside it, and in tests/golden.
 
 The models are float64 by default: float32 leaves positions that are equally sure to the last bits, which differ between
 processors. `fp64_same` says of a case that the reference did the same in float64; the others hang on a near-tie of
@@ -11,18 +12,18 @@ float32, and are left out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from places import GOLDEN
+from places import GOLDEN, golden
 from torch import Tensor
 
 import paradec
@@ -35,7 +36,7 @@ from paradec.protocol import Sampler
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.state import MaskedState
 
-TRACES = Path(os.environ.get("PARADEC_TRACES", GOLDEN / "traces"))
+TRACES = golden("traces") / "traces" if (golden("traces") / "traces").is_dir() else golden("traces")
 
 PRECISIONS = ["float64", pytest.param("float32", marks=pytest.mark.full)]
 """What the replays of all files are run in. In float32, near-ties decide which of equally sure positions is first."""
@@ -46,9 +47,43 @@ def load_trace(name: str) -> dict:
     return json.loads((TRACES / f"{name}.json").read_text())
 
 
+@functools.cache
+def models_of_methods() -> dict[str, set[str]]:
+    """The names of the checkpoints that each folder of traces was recorded on."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in TRACES.glob("*/*.json"):
+        trace = json.loads(path.read_text())
+        if "cases" in trace:
+            found[path.parent.name].add(trace["model"])
+    return found
+
+
 def trace_names(*methods: str) -> list[str]:
     """All "method/setting" names of the given methods."""
     return sorted(f"{m}/{p.stem}" for m in methods for p in (TRACES / m).glob("*.json"))
+
+
+def checkpoint(name: str) -> Path:
+    """The folder of a trace's model."""
+    folders = [TRACES / name, TRACES.parent / name, *sorted(TRACES.parent.glob(f"*/{name}")), GOLDEN / name]
+    return next((folder for folder in folders if (folder / "config.json").is_file()), folders[-1])
+
+
+@functools.cache
+def loaded(folder: Path, dtype: str) -> Model:
+    """A model that tests share."""
+    return paradec.load(folder, dtype=dtype)
+
+
+def which(*numbers: int) -> list[Any]:
+    """Parameters of a test: which cases of a file, of one with fewer others; and, marked `full`, all (None)."""
+    return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
+
+
+def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[dict]:
+    """These cases of a trace, or all, of those that are the same in float64."""
+    cases = cases_of(trace)
+    return cases if numbers is None else [cases[at] for at in sorted({number % len(cases) for number in numbers})]
 
 
 def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = load_trace) -> list[str]:
@@ -80,9 +115,16 @@ def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str
     return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
-def model_of(request: pytest.FixtureRequest, trace: dict, precision: str) -> Model:
-    """The shared model of a trace: fixtures `llada`, `dream`, `llada64`, `dream64`."""
-    return request.getfixturevalue(trace["model"].removesuffix("-tiny") + ("64" if precision == "float64" else ""))
+def model_of(trace: dict, precision: str = "float64") -> Model:
+    """The model of a trace, which tests share."""
+    return loaded(checkpoint(trace["model"]), precision)
+
+
+def text_of(trace: dict, answer: list[int]) -> str:
+    """What an answer reads as, up to its end."""
+    strings = json.loads((checkpoint(trace["model"]) / "tokenizer_table.json").read_text())["table"]
+    tokens = [*answer, trace["eos_id"]]
+    return "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])])
 
 
 def cache_of(trace: dict) -> str:
@@ -172,7 +214,7 @@ class Row:
 
 def cases_of(trace: dict) -> list[dict]:
     """The cases that are the same in float64; skips the test where a file has none."""
-    cases = [case for case in trace["cases"] if case["fp64_same"]]
+    cases = [case for case in trace["cases"] if case.get("fp64_same")]
     if not cases:
         pytest.skip("all cases of this file hang on near-ties of float32")
     return cases

@@ -209,7 +209,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "prefix": STORE,
     "dual": STORE,
     "vicinity": STORE | {"prefix_look": 16, "after_look": 16, "warmup_steps": 4, "cache_update_freq": None},
-    "delayed": STORE | {"cache_delay_iter": 1, "refresh_interval": 10000},
+    "delayed": STORE | {"cache_delay_iter": 1, "refresh_interval": 10000, "waiting": None},
     "d2": STORE | {"current_k": 32, "sigma": 10.0, "inflate_w": 4},
     "dkv_decode": STORE | {"refresh_interval": None, "shift_type": "un_right"},
     "dkv_greedy": STORE | {"refresh_interval": 2, "window": 4},

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
+from places import GOLDEN, ROOT
 from scripts import load_script
 from typer.testing import CliRunner
 
@@ -111,6 +111,35 @@ def test_the_examples_are_found() -> None:
 def navigation() -> list[str]:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     return re.findall(r"^ +- [^:]+: (\S+\.md)$", text.partition("nav:")[2], flags=re.MULTILINE)
+
+
+REPLAYED = (
+    *(("llada",), ("dream",), ("fastdllm", "fastdllm-jun25"), ("fastdllm-dream",), ("dkv", "dkv-dream")),
+    *(("adablock", "adablock-dream"), ("fastdllm-plusplus",), ("dpad",), ("d2cache",), ("d2cache prior",), ("dinfer",)),
+    *(("freedave", "freedave-dream"), ("d3llm",), ("d2f",), ("lopa",)),
+    *(("llada20_generate", "llada21_generate", "llada20_batch"), ("llada_moe_generate", "sdar_generate")),
+    ("diffusers_pipeline",),
+)
+"""The folders of traces that each row of the table in fidelity.md is of."""
+
+
+def test_fidelity_counts_the_traces_that_are_there() -> None:
+    """Files, and the cases that are the same in float64 and have no region that is attended to twice."""
+    counts: dict[str, list[int]] = {}
+    for path in [*GOLDEN.glob("traces/*/*.json"), *GOLDEN.glob("moe/traces/*/*.json")]:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        name = path.parent.name + " prior" * ("prior_sigma" in trace["settings"])
+        kept = sum(
+            case.get("fp64_same", True) and not case.get("extra", {}).get("duplicated_keys") for case in trace["cases"]
+        )
+        found = counts.setdefault(name, [0, 0, 0])
+        counts[name] = [found[0] + 1, found[1] + kept, found[2] + len(trace["cases"])]
+    said = re.findall(r"^\| [^|]+ \| (\d+) \| ([\d of]+) \| `", (DOCS / "fidelity.md").read_text("utf-8"), re.MULTILINE)
+    expected = []
+    for folders in REPLAYED:
+        files, kept, every = map(sum, zip(*(counts.pop(name) for name in folders), strict=True))
+        expected.append((str(files), str(kept) if kept == every else f"{kept} of {every}"))
+    assert said == expected and not counts
 
 
 def test_every_page_is_in_the_navigation() -> None:

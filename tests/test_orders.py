@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -144,13 +147,34 @@ class Recorded:
         return found
 
 
-@pytest.mark.parametrize("name", cases("lpd", "order-"))
+@pytest.mark.parametrize("name", cases("lpd", "shuffled_candidates"))
 def test_a_recorded_order(name: str) -> None:
     said, settings = case("lpd", name)[0], case("lpd", name)[0]["settings"]
     draws, side = Recorded(said), settings["grid"]
     law = settings["repulsion_threshold"], settings["proximity_threshold"]
     assert lpd_order(side, side, settings["group_sizes"], draws, *law).tolist() == said["order"]
     assert not draws.starts
+
+
+def test_equal_neighbourhoods_are_ties() -> None:
+    """Two cells with four decided neighbours beside and two across, above or below: the shuffle says which is first,
+    though 1 / distance, added up cell by cell, gives sums that differ in the last bit."""
+    above, below = 2 * 9 + 2, 4 * 9 + 6
+    known = np.ones(81, bool)
+    known[[above, below, above + 8, above + 10, below - 8, below - 10]] = False  # the last four are nearer
+    far = 1 / math.sqrt(2)
+    sums = {functools.reduce(operator.add, found) for found in ([far, 1, far, 1, 1, 1], [1, 1, 1, far, 1, far])}
+    assert len(sums) == 2
+
+    class First:
+        def __init__(self, cell: int):
+            self.cell = cell
+
+        def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
+            return np.array(sorted(cells, key=lambda cell: cell != self.cell))
+
+    for cell in (above, below):
+        assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=known)[4] == cell
 
 
 def test_groups_are_near_and_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ TRACES = GOLDEN / "diffusion"
 FACTS = json.loads((TRACES / "golden_latents.json").read_text())
 
 
-def dit_pipeline() -> DiTPipeline:
-    """The traces' DiT."""
-    module = DiTTransformer2DModel(**FACTS["dit"]["transformer"])
-    module.load_state_dict(load_file(TRACES / "golden_tiny_dit.safetensors"))
-    torch.manual_seed(1)
-    pipe = DiTPipeline(module.eval(), AutoencoderKL(**FACTS["dit"]["vae"]).eval(), DDIMScheduler())
+def dit_pipeline(facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden_tiny_dit.safetensors") -> DiTPipeline:
+    """The traces' DiT; or another one of the same form."""
+    module = DiTTransformer2DModel(**facts["dit"]["transformer"])
+    module.load_state_dict(load_file(weights))
+    torch.manual_seed(facts["dit"]["vae_seed"])
+    pipe = DiTPipeline(module.eval(), AutoencoderKL(**facts["dit"]["vae"]).eval(), DDIMScheduler())
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -48,14 +49,16 @@ def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
     return fed[0]
 
 
-def flux_pipeline() -> FluxPipeline:
-    """The traces' FLUX."""
-    module = FluxTransformer2DModel(**FACTS["flux"]["transformer"])
-    module.load_state_dict(load_file(TRACES / "golden_tiny_flux.safetensors"))
-    torch.manual_seed(0)
+def flux_pipeline(
+    facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden_tiny_flux.safetensors"
+) -> FluxPipeline:
+    """The traces' FLUX; or another one of the same form."""
+    module = FluxTransformer2DModel(**facts["flux"]["transformer"])
+    module.load_state_dict(load_file(weights))
+    torch.manual_seed(facts["flux"]["vae_seed"])
     pipe = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKL(**FACTS["flux"]["vae"]).eval(),
+        vae=AutoencoderKL(**facts["flux"]["vae"]).eval(),
         text_encoder=None,
         tokenizer=None,
         text_encoder_2=None,

@@ -1,4 +1,4 @@
-"""Delayed block cache: a full block is kept once it has been full for some steps, in which whole rows are evaluated.
+"""Delayed block cache: a full block is kept once it has waited for some steps, in which whole rows are evaluated.
 
 "d3LLM", arXiv 2601.07568, and its generation code.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from paradec.caches.base import RangeCache, outward
 from paradec.canvas import CanvasState
-from paradec.checks import check_int
+from paradec.checks import check_choice, check_int
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class DelayedCache(RangeCache):
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts have 1 and 2.
         refresh_interval: whole rows every so many steps of a row as well, unless a block is kept in that step; 10000,
             the code's default, is never.
+        waiting: which full blocks wait. "all": each from when it is full, so that several are kept in one step, as in
+            the code for Dream. "first": the first one that is not kept, and the next one from the step that keeps it,
+            as in the code for LLaDA, which stops at the first one that waits. None is "first" for models that predict
+            in place and "all" for shifted ones.
 
     Approximate for bidirectional models: what is kept does not see what is decided later. The code for Dream stores, in
     a whole step, blocks that still wait and counts them as not stored, so that later calls attend to them twice; here
@@ -36,6 +40,7 @@ class DelayedCache(RangeCache):
 
     cache_delay_iter: int = 1
     refresh_interval: int = 10000
+    waiting: str | None = None
 
     name = "delayed"
     paper = "d3LLM"
@@ -49,17 +54,30 @@ class DelayedCache(RangeCache):
         super().__post_init__()
         check_int("cache_delay_iter", self.cache_delay_iter, low=1, high=2**10)
         check_int("refresh_interval", self.refresh_interval, low=1)
+        check_choice("waiting", self.waiting, ("first", "all", None))
 
     def begin(self, state: CanvasState) -> np.ndarray:
-        """[B, 1 + delay] int64: how much is kept; then where what was full ended before the last step, the one before
-        that, ..."""
+        """[B, 1 + delay] int64: how much is kept; then where what was waiting ended before the last step, the one
+        before that, ..."""
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
     def committed(self, state: CanvasState, tokens: np.ndarray) -> None:
         rows, kept = state.window.rows, state.cache_state
         kept[rows, 0] = np.maximum(kept[rows, 0], np.where(self.refreshes(state, rows), 0, kept[rows, -1]))
+        waits = self._waits(state, rows)
         kept[rows, 2:] = kept[rows, 1:-1]
-        kept[rows, 1] = state.block_start[rows]
+        kept[rows, 1] = waits
+
+    def _waits(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: where what waits since this step or an earlier one ends; nothing does where that is kept."""
+        full = state.block_start[rows]
+        if (self.waiting or ("all" if state.facts.shift else "first")) == "all":
+            return full
+        end, before = state.cache_state[rows, 0], state.cache_state[rows, 1]
+        block = np.minimum(state.blocks.open(end, state.prompt_length[rows], state.length[rows]), full)
+        # the prompt waits before all blocks
+        block = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block)
+        return np.where(before > end, before, block)
 
     def refreshes(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         steps, kept = state.row_step[rows], state.cache_state[rows]

@@ -29,7 +29,6 @@ MANIFEST = "manifest.json"
 LICENCE = "Apache-2.0"
 LARGEST = 256 * 2**20
 """Bytes that an archive may hold, unpacked."""
-CHECKPOINTS = ("llada-tiny", "dream-tiny", "moe/llada2-tiny", "moe/llada-moe-tiny")
 TRACES = ("traces", "moe/traces")
 FOLDERS = (
     *("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream", "adablock", "adablock-dream", "dinfer"),
@@ -73,17 +72,38 @@ def digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{files[name]}  {name}\n" for name in sorted(files)).encode()).hexdigest()
 
 
+def checkpoint(folder: str, model: str) -> str:
+    """The name of the checkpoint that a folder of traces was recorded on: beside the traces of all methods."""
+    return (PurePosixPath(folder).parent / model).as_posix()
+
+
 def members(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a checkout's tests/golden that belong to the kit, by name."""
-    wanted = [folder / name for name in (*CHECKPOINTS, OWN)]
-    wanted += [folder / top / name for top in TRACES for name in FOLDERS]
+    """SHA-256 of the files of a checkout's tests/golden, or of a folder of its form, that belong to the kit, by name:
+    traces, the checkpoints that they name, and the kit's own cases, where there are any.
+
+    Raises:
+        ValueError: a file of traces that names no model, or one whose checkpoint is not there.
+    """
+    tops = {folder / top / name: top for top in TRACES for name in FOLDERS}
+    traces = [(top, path) for place, top in tops.items() for path in sorted(place.glob("*.json"))]
+    models = {folder / checkpoint(top, _model(path)): path for top, path in traces}
+    for model, path in models.items():
+        if not (model / "config.json").is_file():
+            raise ValueError(f"{str(model)!r} has no config.json: it is the checkpoint that {str(path)!r} names")
     found = {}
-    for place in wanted:
+    for place in [*sorted(models), folder / OWN, *tops]:
         for path in sorted(place.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if path.is_file() and not _UNUSED.search(name):
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
+
+
+def _model(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} holds no recorded traces: it names no model") from error
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -156,7 +176,7 @@ def _folder(path: Path) -> Data:
     path = inner if (inner / MANIFEST).is_file() else path
     if not (path / MANIFEST).is_file():
         said = manifest(path)
-        if f"{OWN}/laws.json" not in said["files"]:
+        if not said["files"]:
             raise ValueError(f"--data {str(path)!r} has no {MANIFEST}, and is no tests/golden of a checkout")
         return Data(path, said["files"], said["version"])
     files, texts, version = _read_manifest((path / MANIFEST).read_bytes(), str(path))

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paradec.conformance.archive import FOLDERS, TRACES, Data
+from paradec.conformance.archive import FOLDERS, TRACES, Data, checkpoint
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def recorded(data: Data) -> Iterator[tuple[str, list[tuple[int, Asked, list[Expe
             trace = data.json(file)
             found = []
             for number, case in enumerate(trace["cases"]):
-                asked = _asked(folder, trace, case)
+                asked = _asked(folder, trace, case, checkpoint(top, trace["model"]))
                 if asked is not None:
                     rows = [_expected(folder, trace, case, row, asked) for row in range(len(case["prompt_ids"]))]
                     found.append((number, asked, rows))
@@ -124,10 +124,9 @@ def _expected(folder: str, trace: Mapping[str, Any], case: Mapping[str, Any], ro
 # ---- what is asked -------------------------------------------------------------------------------------------------
 
 
-def _asked(folder: str, trace: Mapping[str, Any], case: Mapping[str, Any]) -> Asked | None:
+def _asked(folder: str, trace: Mapping[str, Any], case: Mapping[str, Any], checkpoint: str) -> Asked | None:
     """None where the kit leaves a case out."""
     settings, prompts = trace["settings"] | {"setting": trace["setting"]}, case["prompt_ids"]
-    checkpoint = trace["model"] if trace["schema"] == "paradec-golden/1" else f"moe/{trace['model']}"
     new = settings.get("max_new_tokens", settings.get("gen_length"))
     if new is None:
         new = len(case["final_ids"][0]) - len(prompts[0])

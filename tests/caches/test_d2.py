@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from replay import Fed, load_trace, model_of, our_feeds, their_feeds, trace_names
+from replay import Fed, load_trace, model_of, our_feeds, some_cases, their_feeds, trace_names, which
 from tiny_models import MASK, tiny
 
 import paradec
@@ -29,9 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW = 20
 ASKED = {"max_new_tokens": NEW, "block_length": 5, "eos_early_stop": False, "seed": 3}
-NAMES = [name for name in trace_names("d2cache") if "prior" not in name]
-PRIORS = [name for name in trace_names("d2cache") if "prior" in name]
-CASES = [range(2, 4), pytest.param(range(8), marks=pytest.mark.full)]
+PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in load_trace(name)["settings"]]
+NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 
 # ---- the sets, written out ------------------------------------------------------------------------------------------
@@ -220,23 +219,22 @@ class AsRecorded(D2Cache):
         return found
 
 
-@pytest.mark.parametrize("cases", CASES, ids=["some", "all"])
+@pytest.mark.parametrize("numbers", which(2, 3))
 @pytest.mark.parametrize("name", NAMES)
-def test_public_traces(name: str, cases: range, request: pytest.FixtureRequest) -> None:
+def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]
     sampler: Any = samplers.create("low_confidence")
     if settings["threshold"] is not None:
         sampler = samplers.create("threshold", threshold=settings["threshold"])
-    model, chosen_in_all, missing = model_of(request, trace, "float64"), 0, 0
-    for number in cases:
-        case = trace["cases"][number]
+    model, chosen_in_all, missing = model_of(trace), 0, 0
+    for case in some_cases(trace, numbers):
         theirs = their_feeds(case)
         ours_of: list[set[int]] = []
         names = ("current_k", "sigma", "inflate_w")
         cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(theirs), chosen=ours_of)
         ours, tokens = our_feeds(model, sampler, case, cache=cache, block_length=settings["block_length"])
-        assert ours == theirs and tokens == case["final_ids"][0], number
+        assert ours == theirs and tokens == case["final_ids"][0], case["prompt_ids"]
         for fed, chosen in zip(theirs[1:], ours_of, strict=True):
             missing += len(chosen - fed.positions)
             chosen_in_all += len(chosen)
@@ -255,17 +253,12 @@ class ByDensity(LowConfidence):
         return super()._ranked(state, tokens, quantities) * torch.as_tensor(density(answer.numpy(), self.sigma))
 
 
-@pytest.mark.parametrize("cases", CASES, ids=["some", "all"])
+@pytest.mark.parametrize("numbers", which(2, 3))
 @pytest.mark.parametrize("name", PRIORS)
-def test_density_as_a_prior(name: str, cases: range, request: pytest.FixtureRequest) -> None:
+def test_density_as_a_prior(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]
-    model, sampler = model_of(request, trace, "float64"), ByDensity(sigma=settings["prior_sigma"])
-    for number in cases:
-        case = trace["cases"][number]
+    model, sampler = model_of(trace), ByDensity(sigma=settings["prior_sigma"])
+    for case in some_cases(trace, numbers):
         ours, tokens = our_feeds(model, sampler, case, block_length=settings["block_length"])
-        assert ours == their_feeds(case) and tokens == case["final_ids"][0], number
-
-
-def test_all_traces_are_there() -> None:
-    assert len(NAMES) >= 12 and len(PRIORS) >= 2
+        assert ours == their_feeds(case) and tokens == case["final_ids"][0], case["prompt_ids"]

@@ -21,14 +21,13 @@ with `-m full`, in float32 too: final tokens and the number of forwards are comp
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from places import assert_shown
 from replay import (
-    GOLDEN,
     PRECISIONS,
     assert_batches_move_together,
     assert_calls,
@@ -41,13 +40,13 @@ from replay import (
     model_of,
     others_are_full,
     request_of,
+    text_of,
     trace_names,
     with_idle_calls,
 )
 from torch import Tensor
 
 from paradec import caches, samplers
-from paradec.models.adapter import Model
 from paradec.samplers.masked.random import Random
 from paradec.samplers.masked.state import MaskedState
 
@@ -58,17 +57,13 @@ FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of
 DKV = trace_names("dkv", "dkv-dream")
 
 
-def test_all_traces_are_there() -> None:
-    assert len(BLOCKS) >= 35 and len(FORCED) >= 14 and len(DKV) >= 32
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", others_are_full(BLOCKS))
-def test_block_caches(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+def test_block_caches(name: str, precision: str) -> None:
     trace = load_trace(name)
     exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
     sampler, arguments = request_of(trace)
-    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments)
     if trace["method"] == "fastdllm-jun25" and by_threshold:
         for row in rows:
             calls = with_idle_calls(row, arguments["block_length"], arguments["cache"] == "dual")
@@ -86,28 +81,25 @@ def test_block_caches(name: str, precision: str, request: pytest.FixtureRequest)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", others_are_full(FORCED))
-def test_forced_first_token(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+def test_forced_first_token(name: str, precision: str) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = request_of(trace)
     arguments["cache"] = cache_without_left(arguments["cache"] == "dual")
-    model = model_of(request, trace, precision)
+    model = model_of(trace, precision)
     assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, **arguments), exact)
 
 
 @pytest.mark.parametrize("name", others_are_full(FORCED, together=1))
-def test_forced_first_token_by_answers(name: str, dream64: Model) -> None:
+def test_forced_first_token_by_answers(name: str) -> None:
     """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
     trace = load_trace(name)
     sampler, arguments = request_of(trace)
-    strings = json.loads((GOLDEN / "dream-tiny" / "tokenizer_table.json").read_text())["table"]
     ours = theirs = 0
-    for row in decode(dream64, trace, sampler, **arguments):
-        tokens = [*row.tokens[row.prompt :], trace["eos_id"]]
-        text = "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])])
-        ours += text == row.case["answer"][0]
+    for row in decode(model_of(trace), trace, sampler, **arguments):
+        ours += text_of(trace, row.tokens[row.prompt :]) == row.case["answer"][0]
         theirs += row.case["correct"][0]
-    assert ours >= theirs - 1
+    assert_shown("traces", ours >= theirs - 1)
 
 
 # ---- dKV-Cache ------------------------------------------------------------------------------------------------------
@@ -157,11 +149,11 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", others_are_full(DKV, together=1))
-def test_dkv(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+def test_dkv(name: str, precision: str) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = (dkv if trace["method"] == "dkv" else dkv_dream)(trace["settings"])
-    rows = decode(model_of(request, trace, precision), trace, sampler, alone=not exact, **arguments)
+    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments)
     if trace["settings"].get("shift_type") == "right" and trace["settings"]["use_cache"]:
         assert [row.nfe for row in rows] == [len(row.theirs) for row in rows]
         return

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from places import assert_shown
 from replay import (
     cache_without_left,
     forced_first,
@@ -23,8 +24,10 @@ from replay import (
     model_of,
     of_the_likeliest,
     our_feeds,
+    some_cases,
     their_feeds,
     trace_names,
+    which,
 )
 
 from paradec import Suffix, samplers
@@ -32,7 +35,6 @@ from paradec import Suffix, samplers
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 NAMES = trace_names("dpad")
-CASES = [range(7, 8), pytest.param(range(8), marks=pytest.mark.full)]
 
 
 def suffix_of(settings: dict) -> Suffix:
@@ -43,13 +45,9 @@ def suffix_of(settings: dict) -> Suffix:
     return Suffix(settings["window"], "uniform", count=settings["preserved_tokens"])
 
 
-def test_all_traces_are_there() -> None:
-    assert len(NAMES) >= 21 and sum(len(load_trace(name)["cases"]) for name in NAMES) >= 168
-
-
-@pytest.mark.parametrize("cases", CASES, ids=["some", "all"])
+@pytest.mark.parametrize("numbers", which(7))
 @pytest.mark.parametrize("name", NAMES)
-def test_dpad(name: str, cases: range, request: pytest.FixtureRequest) -> None:
+def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, end = trace["settings"], trace["eos_id"]
     sampler: Any = samplers.create("low_confidence")
@@ -57,24 +55,23 @@ def test_dpad(name: str, cases: range, request: pytest.FixtureRequest) -> None:
         sampler = samplers.create("threshold", threshold=settings["threshold"])
     cache: Any = settings["cache"]
     asked: dict[str, Any] = {"suffix": suffix_of(settings), "block_length": settings["block_length"]}
-    if trace["model"] == "dream-tiny":
+    model = model_of(trace)
+    if model.facts.shift:
         sampler, others = of_the_likeliest(sampler)
         asked |= others
-    if trace["model"] == "dream-tiny" and cache != "none":
+    if model.facts.shift and cache != "none":
         sampler, cache = forced_first(sampler), cache_without_left(cache == "dual")
     stops = settings["early_termination"]
-    model = model_of(request, trace, "float64")
-    for number in cases:
-        case = trace["cases"][number]
+    for case in some_cases(trace, numbers):
         theirs = their_feeds(case, settings["block_length"] if stops else None)
         ours, tokens = our_feeds(model, sampler, case, cache=cache, eos_early_stop=stops, **asked)
-        assert ours == theirs[: len(ours)], number
+        assert ours == theirs[: len(ours)], case["prompt_ids"]
         final, prompt = case["final_ids"][0], len(case["prompt_ids"][0])
         if stops:
             size = prompt + [*final[prompt:], end].index(end) + 1
-            assert tokens[:size] == final[:size], number
+            assert tokens[:size] == final[:size], case["prompt_ids"]
         else:
-            assert tokens == final and len(ours) == len(theirs), number
+            assert tokens == final and len(ours) == len(theirs), case["prompt_ids"]
 
 
 def test_most_calls_leave_something_out() -> None:
@@ -83,4 +80,4 @@ def test_most_calls_leave_something_out() -> None:
         trace = load_trace(name)
         lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]
         smaller = [any(len(fed.positions) < size for fed in their_feeds(case)) for size, case in lengths]
-        assert all(smaller), name
+        assert_shown("traces", all(smaller))

@@ -16,7 +16,12 @@ from scripts import load_script
 
 from paradec.conformance import KIT_VERSION, archive
 
-FILES = {"conformance/laws.json": b"{}", "traces/llada/a.json": b"[1]"}
+FILES = {
+    "conformance/laws.json": b"{}",
+    "traces/llada/a.json": b'{"model": "some"}',
+    "some/config.json": b"{}",
+    "some/model.safetensors": b"weights",
+}
 
 
 def folder(path: Path) -> Path:
@@ -63,7 +68,7 @@ def test_folder_archive_and_what_was_unpacked_are_the_same_data(tmp_path: Path) 
     members = packed(tmp_path)
     with archive.opened(tmp_path / "golden") as checkout, archive.opened(tmp_path / "kit.tar.gz") as kit:
         assert checkout.digest == kit.digest and kit.version == KIT_VERSION
-        assert set(kit.files) == set(FILES) and kit.json("traces/llada/a.json") == [1]
+        assert set(kit.files) == set(FILES) and kit.json("traces/llada/a.json") == {"model": "some"}
         inside = kit.folder
     assert not inside.exists()
     for name, content in members.items():
@@ -119,6 +124,11 @@ def test_an_archive_that_is_not_whole_is_refused_by_name(tmp_path: Path, monkeyp
     refused(tmp_path / "nothing", "neither a folder nor an archive")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "no tests/golden of a checkout")
+    place = folder(tmp_path / "elsewhere")
+    (place / "some/config.json").unlink()
+    refused(place, r"some' has no config.json: it is the checkpoint that .*traces.llada.a.json' names")
+    (place / "traces/llada/a.json").write_text("[1]")
+    refused(place, r"traces.llada.a.json' holds no recorded traces: it names no model")
 
 
 def test_data_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,7 +140,8 @@ def test_data_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch
 def test_every_file_of_the_kit_is_found_in_the_checkout() -> None:
     """Checkpoints whole, own cases, and all traces but those that the kit leaves out."""
     names = set(data().files)
-    for checkpoint in (*archive.CHECKPOINTS, "conformance/ties-one", "conformance/law-llama"):
+    of_traces = ("llada-tiny", "dream-tiny", "moe/llada2-tiny", "moe/llada-moe-tiny")
+    for checkpoint in (*of_traces, "conformance/ties-one", "conformance/law-llama"):
         assert {f"{checkpoint}/config.json", f"{checkpoint}/model.safetensors"} <= names
     left_out = {path.parent.name for top in archive.TRACES for path in (GOLDEN / top).rglob("*.json")} - {
         name.split("/")[-2] for name in names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, TaylorSeerCacheConfig
 from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
 from diffusers.hooks.hooks import CacheContext, _set_cache_context
+from places import golden_file
 from tiny_pipelines import (
-    FACTS,
     MODELS,
-    TRACES,
     denoise,
     dit_pipeline,
     flux_pipeline,
@@ -40,7 +40,7 @@ from paradec.samplers import create
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 
-LATENTS = np.load(TRACES / "golden_latents.npz")
+RECORDED = json.loads(golden_file("diffusion", "golden_latents.json").read_text())
 TARGETS = ("module", "block", "output")
 DIT_PATTERNS = [r"transformer_blocks\.\d+\.attn1", r"transformer_blocks\.\d+\.ff"]
 
@@ -88,40 +88,61 @@ def counted(module: nn.Module, names: list[str]) -> dict[str, int]:
 # ---- traces ---------------------------------------------------------------------------------------------------------
 
 
-SETTINGS = {
-    "dit_baseline": {"interval": 1},
-    "dit_hook_A": {"interval": 5, "first_enhance": 3, "style": "diffusers", "modules": DIT_PATTERNS},
-    "dit_hook_B": {
-        "interval": 4,
-        "first_enhance": 2,
-        "order": 2,
-        "full_after": 18,
-        "derivative_dtype": "bfloat16",
-        "style": "diffusers",
-        "modules": DIT_PATTERNS,
-    },
-    "dit_ref_N4_O2": {"interval": 4, "order": 2, "first_enhance": 2},
-    "dit_ref_N5_O4": {"interval": 5, "order": 4, "first_enhance": 2},
-    "flux_baseline": {"interval": 1},
-    "flux_hook_default": {
-        "interval": 5,
-        "first_enhance": 3,
-        "style": "diffusers",
-        "modules": "(single_)?transformer_blocks.*attn",
-    },
-    "flux_hook_lite_O2": {"interval": 4, "order": 2, "first_enhance": 3, "style": "diffusers", "target": "output"},
-}
+HOOKED = "(single_)?transformer_blocks.*attn"
+"""What diffusers' hook forecasts where its configuration does not say."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_latents_of_the_traces(name: str, dit: Any, flux: Any) -> None:
-    pipe, run = (dit, run_dit) if name.startswith("dit") else (flux, run_flux)
-    with accelerate(pipe, TaylorSeer(**SETTINGS[name])) as session:
-        latents = run(pipe).numpy()
+def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
+    """TaylorSeer's settings for a recorded run: the reference's schedule, diffusers' hook, or nothing forecast."""
+    if "interval" in facts:
+        return {"interval": facts["interval"], "order": facts["max_order"], "first_enhance": facts["first_enhance"]}
+    if "config" not in facts:
+        return {"interval": 1}
+    config = facts["config"]
+    modules = {"modules": config.get("cache_identifiers", HOOKED)}
+    where = {"target": "output"} if config.get("use_lite_mode") else modules
+    return where | {
+        "style": "diffusers",
+        "interval": config["cache_interval"],
+        "first_enhance": config["disable_cache_before_step"],
+        "full_after": config.get("disable_cache_after_step"),
+        "order": config["max_order"],
+        "derivative_dtype": config["taylor_factors_dtype"].removeprefix("torch."),
+    }
+
+
+def asked(call: dict[str, Any]) -> dict[str, Any]:
+    """What a recorded run was called with; its draws are told in words."""
+
+    def drawn(words: str) -> torch.Generator:
+        return torch.Generator("cpu").manual_seed(int(re.findall(r"\d+", words)[-1]))
+
+    found = call | {"generator": drawn(call["generator"])}
+    if "prompt_embeds" in call:
+        words, source = call["prompt_embeds"], drawn(call["prompt_embeds"])
+        shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"randn\(([\d,]+)\)", words)]
+        whole, pooled = (torch.randn(shape, generator=source) for shape in shapes)
+        found |= {"prompt_embeds": whole, "pooled_prompt_embeds": pooled}
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    """The recorded runs' pipelines."""
+    weights = {kind: golden_file("diffusion", f"golden_tiny_{kind}.safetensors") for kind in ("dit", "flux")}
+    return {"dit": dit_pipeline(RECORDED, weights["dit"]), "flux": flux_pipeline(RECORDED, weights["flux"])}
+
+
+@pytest.mark.parametrize("name", RECORDED["cases"])
+def test_latents_of_the_traces(name: str, recorded: dict[str, Any]) -> None:
+    facts, expected = RECORDED["cases"][name], np.load(golden_file("diffusion", "golden_latents.npz"))[name]
+    kind = "dit" if expected.ndim == 4 else "flux"
+    settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
+    with accelerate(recorded[kind], TaylorSeer(**settings)) as session:
+        latents = run(recorded[kind], **asked(RECORDED[kind]["call"])).numpy()
     # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
-    tolerance = {"dit_hook_B": 1e-2}.get(name, 3e-4 if name.startswith("dit") else 2e-6)
-    np.testing.assert_allclose(latents, LATENTS[name], rtol=0, atol=tolerance)
-    facts = FACTS["cases"][name]
+    narrow = settings.get("derivative_dtype") == "bfloat16"
+    np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
     if "full_indices" in facts:
         assert session.report().full_steps == facts["full_indices"]
     if "calls" in facts:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from image_models import tiny_llamagen, tiny_student
-from next_image import FOLDER, assert_checksum, case, cases
-from safetensors.torch import load_file, save_file
+from next_image import assert_checksum, case, cases
+from places import golden_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
@@ -30,28 +31,29 @@ from paradec.protocol import decode
 from paradec.samplers.distilled.distilled import Distilled
 
 SYSTEM = "dd-llamagen"
-LLAMAGEN = cases(SYSTEM, "ddlg")
+LLAMAGEN = cases(SYSTEM, "steps")
 
 
 def golden_vq() -> VQModel:
-    said, _ = case(SYSTEM, "vq.config")
+    folder = golden_file("next-image", SYSTEM)
+    (name,) = (path.stem for path in folder.glob("*.config.json") if "codebook_l2_norm" in path.read_text())
+    said, weights = case(SYSTEM, name)
     config = VQConfig(
         codebook_size=said["codebook_size"], codebook_embed_dim=said["codebook_embed_dim"], channels=said["ch"],
         l2_norm=said["codebook_l2_norm"], channel_mult=said["decoder_ch_mult"], res_blocks=said["num_res_blocks"],
         z_channels=said["z_channels"], norm_groups=said["group_norm_groups"],
     )  # fmt: skip
     vq = VQModel(config)
-    weights = load_file(FOLDER / SYSTEM / "vq.safetensors")
     vq.load_state_dict({name: weights[name] for name in vq.state_dict()})
     return vq
 
 
 def golden_sizes(name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    said, _ = case(SYSTEM, f"{name}.config")
+    said, weights = case(SYSTEM, f"{name}.config")
     sizes = {
         key: said[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
     }
-    return sizes | {"ffn_dim": said["ffn_hidden"], "grid": grid}, load_file(FOLDER / SYSTEM / f"{name}.safetensors")
+    return sizes | {"ffn_dim": said["ffn_hidden"], "grid": grid}, weights
 
 
 def golden_student(name: str, grid: int) -> DistilledLlamaGenModel:

@@ -43,7 +43,7 @@ def kept(logits: Tensor, count: float) -> list[bool]:
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", next_image.cases("lumina-sjd", "sigma"))
+@pytest.mark.parametrize("name", next_image.cases("lumina-sjd", "kept"))
 def test_the_public_code_s_filter_where_nothing_was_filtered_and_the_mended_one_elsewhere(name: str) -> None:
     case, arrays = next_image.case("lumina-sjd", name)
     logits, count = arrays["logits"], case["settings"]["n"]
@@ -309,7 +309,7 @@ def redrawn_once_more(p: Tensor, count: float | None) -> Tensor:
     return logits.masked_fill(logits < logits.max() - count * sigma, -torch.inf).softmax(-1)
 
 
-@pytest.mark.parametrize("name", next_image.cases("lumina-sjd", "verify"))
+@pytest.mark.parametrize("name", next_image.cases("lumina-sjd", "drafts"))
 def test_the_public_code_s_redraw_changes_the_distribution_and_ours_keeps_it(name: str) -> None:
     """A warning. A plain loop repeats the case, so that this is the public rule; the law of the token that it makes of
     a draft is not p. Ours, from max(0, p - q), is, by formula and in draws of `verify`."""

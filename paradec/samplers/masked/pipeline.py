@@ -60,9 +60,11 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
         current: [R, W] int64: what the state's window holds.
     """
     numbers, totals = state.while_blocks_stand("pipeline", lambda: _numbers(state))
-    if state.blocks.forced == "first":
-        return torch.where(numbers == 0, 0, -1)
     undecided = (current == state.mask_id) & (numbers >= 0)
+    if state.blocks.forced == "first":
+        # not always the window's first one: what a sampler evaluates ahead of the row may fill that
+        first = torch.where(undecided, numbers, numbers.shape[1]).amin(1, keepdim=True)
+        return torch.where(numbers == first, numbers, -1)
     left = torch.zeros_like(totals).scatter_add_(1, numbers.clamp(min=0), undecided.long())
     # of a block in which nothing was to be decided, all is
     share = (totals - left) / totals.clamp(min=1) + (totals == 0)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from argparse import Namespace
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 from image_models import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
-from places import GOLDEN
+from places import golden
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,34 +27,54 @@ from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenMod
 from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, load_vq
 from paradec.protocol import Query
 
-TRACES = GOLDEN / "llamagen" / "llamagen_tiny.safetensors"
+RECORDED = sorted(golden("llamagen").glob("*.safetensors"))
 
 
 @lru_cache
-def golden() -> dict[str, Tensor]:
-    return load_file(TRACES)
+def arrays(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
 
 
-def reference(condition: str) -> tuple[LlamaGenModel, ImageRequest]:
-    """The tiny model of the traces, and its two rows; the second is unconditional."""
-    prefix = f"{condition}.sd."
-    state = {k.removeprefix(prefix): v for k, v in golden().items() if k.startswith(prefix) and "kv_cache" not in k}
-    sizes = {"c2i": {"num_classes": 10}, "t2i": {"caption_dim": 16, "caption_length": 6}}[condition]
-    config = LlamaGenConfig(dim=48, n_layer=2, n_head=4, vocab_size=64, grid=4, condition=condition, **sizes)
+def parts(part: str, key: str) -> list[Any]:
+    """The recorded files that have an array of this name, "c2i" and "ids" for one."""
+    return [pytest.param(path, part, id=f"{path.stem}-{part}") for path in RECORDED if f"{part}.{key}" in arrays(path)]
+
+
+def weights_of(recorded: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    prefix = f"{part}.sd."
+    return {k.removeprefix(prefix): v for k, v in recorded.items() if k.startswith(prefix) and "kv_cache" not in k}
+
+
+def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenModel, ImageRequest]:
+    """The model of recorded numbers, and its rows; the last of two classes is unconditional."""
+    state = weights_of(recorded, condition)
+    _, heads, slots, _ = recorded[f"{condition}.sd.layers.0.attention.kv_cache.k_cache"].shape
+    if condition == "c2i":
+        prefix = 1
+        sizes = {"num_classes": len(state["cls_embedding.embedding_table.weight"]) - 1}
+    else:
+        prefix = len(state["cls_embedding.uncond_embedding"])
+        sizes = {"caption_dim": state["cls_embedding.cap_proj.fc1.weight"].shape[1], "caption_length": prefix}
+    words, dim = state["output.weight"].shape
+    layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
+    grid = math.isqrt(slots - prefix)  # the cache is as long as prompt and picture, rounded up to a multiple of 8
+    config = LlamaGenConfig(
+        dim=dim, n_layer=layers, n_head=heads, vocab_size=words, grid=grid, condition=condition, **sizes
+    )
     network = LlamaGen(config)
     network.load_state_dict(state)
     model = LlamaGenModel(network)
-    given = golden()[f"{condition}.cond"]
+    given = recorded[f"{condition}.cond"]
     if condition == "c2i":
         request = model.request([0] * len(given), model.grid())
-        request.prompts.rows = [[64 + int(label)] for label in given]
+        request.prompts.rows = [[words + int(label)] for label in given]
         return model, request
-    kept = golden()["t2i.emb_mask"].bool()
+    kept = recorded["t2i.emb_mask"].bool()
     return model, model.request([row[keep] for row, keep in zip(given, kept, strict=True)], model.grid())
 
 
 def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: int = 0) -> Query:
-    """Image tokens `start` to `stop` of two rows with equally long prompts over a store; -1 begins with the prompt."""
+    """Image tokens `start` to `stop` of rows with equally long prompts over a store; -1 begins with the prompt."""
     first = len(prompts[0])
     rows = torch.cat((torch.tensor(prompts), ids), 1)
     begin, end = (0 if start < 0 else first + start), first + stop
@@ -64,25 +86,31 @@ def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: i
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("condition", ["c2i", "t2i"])
-def test_logits_of_the_public_code(condition: str) -> None:
-    model, request = reference(condition)
-    ids, expected = golden()[f"{condition}.ids"], golden()
-    prompts = request.prompts.rows
+@pytest.mark.parametrize(("path", "condition"), [*parts("c2i", "ids"), *parts("t2i", "ids")])
+def test_logits_of_the_public_code(path: Path, condition: str) -> None:
+    expected = arrays(path)
+    model, request = reference(expected, condition)
+    ids, prompts = expected[f"{condition}.ids"], request.prompts.rows
+    rows, first, words = len(ids), len(prompts[0]), model.facts.vocab_size
+    names = [name.removeprefix(f"{condition}.logits_") for name in expected if name.startswith(f"{condition}.logits_")]
+    windows = sorted(tuple(map(int, name.split("_"))) for name in names if name != "prefill")
     whole = torch.cat((torch.tensor(prompts), ids), 1)
-    query = Query(rows=np.arange(2), tokens=whole, positions=torch.arange(whole.shape[1]).expand(2, -1))
-    logits, first = request.model(query), len(prompts[0])
-    found = {"prefill": logits[:, :first], "0_4": logits[:, first : first + 4], "4_9": logits[:, first + 4 :]}
+    query = Query(rows=np.arange(rows), tokens=whole, positions=torch.arange(whole.shape[1]).expand(rows, -1))
+    logits = request.model(query)
+    found = {"prefill": logits[:, :first]}
+    found |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
     for name, part in found.items():
         # captions are padded on the left there; what stands on padding is nobody's
         assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
 
-    store = model.make_store(2, whole.shape[1])
-    again = [request.model(window(prompts, ids, -1, 0), store), request.model(window(prompts, ids, 0, 4, 1), store)]
-    wrong = (ids + 1) % 64
-    discarded = request.model(window(prompts, wrong, 4, 9, 2), store)
-    store.forget(np.arange(2), np.full(2, first + 4))
-    again.append(request.model(window(prompts, ids, 4, 9, 3), store))
+    store = model.make_store(rows, whole.shape[1])
+    again = [request.model(window(prompts, ids, -1, 0), store)]
+    for step, (start, stop) in enumerate(windows[:-1], start=1):
+        again.append(request.model(window(prompts, ids, start, stop, step), store))
+    wrong, (start, stop), step = (ids + 1) % words, windows[-1], len(windows)
+    discarded = request.model(window(prompts, wrong, start, stop, step), store)
+    store.forget(np.arange(rows), np.full(rows, first + start))
+    again.append(request.model(window(prompts, ids, start, stop, step + 1), store))
     for part, expected_name in zip(again, found, strict=True):
         reference_part = expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]
         assert (part - reference_part).abs().max() < 1e-5
@@ -120,13 +148,27 @@ def test_captions_are_replaced_by_the_last_learned_features() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_vq_decode_of_the_public_code() -> None:
-    state = {name.removeprefix("vq.sd."): tensor for name, tensor in golden().items() if name.startswith("vq.sd.")}
-    model = VQModel(VQConfig(codebook_size=32, channel_mult=(1, 1), z_channels=32))
+@pytest.mark.parametrize(("path", "part"), parts("vq", "code"))
+def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
+    recorded = arrays(path)
+    state = weights_of(recorded, part)
+    channels = state["decoder.conv_out.weight"].shape[1]
+    levels = len({name.split(".")[2] for name in state if name.startswith("decoder.conv_blocks.")})
+    widths = [len(state[f"decoder.conv_blocks.{at}.res.0.conv2.weight"]) for at in reversed(range(levels))]
+    codes, width = state["quantize.embedding.weight"].shape
+    config = VQConfig(
+        codebook_size=codes,
+        codebook_embed_dim=width,
+        channels=channels,
+        channel_mult=tuple(each // channels for each in widths),
+        z_channels=len(state["post_quant_conv.weight"]),
+    )
+    model, ids = VQModel(config), recorded["vq.code"]
     model.load_state_dict(state)
+    side = math.isqrt(ids.shape[-1])
     with torch.no_grad():
-        image = model.decode(golden()["vq.code"].view(1, 2, 2))
-    assert (image - golden()["vq.image"]).abs().max() < 1e-5
+        image = model.decode(ids.view(-1, side, side))
+    assert (image - recorded["vq.image"]).abs().max() < 1e-5
 
 
 def test_published_sizes() -> None:

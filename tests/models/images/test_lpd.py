@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from image_models import tiny_lpd
-from next_image import FOLDER, assert_checksum, case, cases
-from safetensors.torch import load_file, save_file
+from next_image import assert_checksum, case, cases, file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
@@ -33,8 +33,8 @@ from paradec.samplers.statistics import guided
 
 def recorded(name: str, dtype: torch.dtype) -> LPDModel:
     """A recorded model."""
-    sizes = json.loads((FOLDER / "lpd" / f"{name}.config.json").read_text())
-    return load_lpd(FOLDER / "lpd" / f"{name}.safetensors", n_head=sizes["num_heads"], dtype=dtype)
+    sizes, _ = case("lpd", f"{name}.config")
+    return load_lpd(file("lpd", f"{name}.safetensors"), n_head=sizes["num_heads"], dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Replayed(Groups):
         return torch.multinomial(law.flatten(0, 1), 1, generator=self.generator).view(positions.shape)
 
 
-@pytest.mark.parametrize("name", cases("lpd", "lpd-"))
+@pytest.mark.parametrize("name", cases("lpd", "steps"))
 def test_a_recorded_run(name: str) -> None:
     said, arrays = case("lpd", name)
     settings, steps = said["settings"], said["steps"]
@@ -94,7 +94,7 @@ def test_a_recorded_run(name: str) -> None:
     assert state.canvas[:, 1:].tolist() == said["codes"]
 
 
-@pytest.mark.parametrize("name", cases("lpd", "forward-"))
+@pytest.mark.parametrize("name", cases("lpd", "logits_in_order"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
     said, arrays = case("lpd", name)
@@ -457,4 +457,3 @@ def test_settings_are_data() -> None:
         sampler = samplers.create("groups", order=made)
         assert samplers.registry.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     assert dataclasses.replace(sampler, order="lpd").order == orders.LPD()
-    assert load_file(FOLDER / "lpd" / "model-64.safetensors")  # the recorded weights stand beside the cases

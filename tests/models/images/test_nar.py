@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from image_models import tiny_nar
-from next_image import FOLDER, assert_checksum, case, cases
-from safetensors.torch import load_file, save_file
+from next_image import assert_checksum, case, cases
+from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
@@ -24,18 +24,18 @@ from paradec.protocol import Query, decode
 from paradec.samplers.groups.nar import diagonal
 from paradec.samplers.statistics import filtered_distribution
 
-NAMES = cases("nar", "nar")
+NAMES = cases("nar", "steps")
 
 
 def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NARModel:
-    config, _ = case("nar", f"{name}.config")
+    config, weights = case("nar", f"{name}.config")
     given = {"num_classes": config["num_classes"]}
     if config["model_type"] == "t2i":
         given = {"caption_length": config["cls_token_num"], "caption_dim": config["caption_dim"]}
     sizes = {key: config[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "rope_base", "norm_eps")}
     own = NARConfig(**sizes, **given, ffn_dim=config["ffn_hidden"], condition=config["model_type"], grid=grid)
     module = NAR(own)
-    module.load_state_dict(load_file(FOLDER / "nar" / f"{name}.safetensors"))
+    module.load_state_dict(weights)
     return NARModel(module.to(dtype))
 
 
@@ -90,7 +90,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert model.read(state, grid).tokens.tolist() == said["codes"]
 
 
-@pytest.mark.parametrize("name", cases("nar", "forward"))
+@pytest.mark.parametrize("name", cases("nar", "mask"))
 def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
     said, arrays = case("nar", name)
     model = golden_model(said["model"], said["grid"])

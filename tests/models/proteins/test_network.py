@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from places import GOLDEN, ROOT
+from places import ROOT, golden
 from torch import Tensor
 
 from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.network import ProteinMPNN
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
 
-FOLDER = GOLDEN / "proteins"
+FOLDER = golden("proteins")
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
-CASES = {case["name"]: case for case in json.loads((FOLDER / "cases.json").read_text(encoding="utf-8"))}
+(WEIGHTS,) = FOLDER.glob("*.pt")
+CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.json")) for case in json.loads(path.read_text("utf-8"))}
 
 
 def structure_of(case: dict[str, Any]) -> Structure:
     if "structure" not in case:
-        return read_pdb(BACKBONES / f"{case['name']}.pdb")
+        own = FOLDER / f"{case['name']}.pdb"
+        return read_pdb(own if own.exists() else BACKBONES / own.name)
     parts = dict(case["structure"])
     coordinates = torch.tensor(
         [
@@ -54,7 +56,7 @@ def case(request: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.float64], ids=str)
 def model(request: Any, case: dict[str, Any]) -> ProteinMPNNModel:
-    return load_protein_mpnn(FOLDER / "small.pt", structure_of(case), dtype=request.param)
+    return load_protein_mpnn(WEIGHTS, structure_of(case), dtype=request.param)
 
 
 def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
@@ -121,8 +123,9 @@ def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: li
 
 
 def test_one_call_is_a_loop_over_the_residues() -> None:
-    structure = structure_of(CASES["two"])
-    network = load_protein_mpnn(FOLDER / "small.pt", structure, dtype=torch.float64).module
+    stated = [case for case in CASES.values() if "structure" in case] or list(CASES.values())
+    structure = max(map(structure_of, stated), key=len)
+    network = load_protein_mpnn(WEIGHTS, structure, dtype=torch.float64).module
     letters, order = letters_of(structure.sequence), torch.randperm(len(structure)).tolist()
     with torch.no_grad():
         found = network(network.encode(structure), letters, rank_of(order))[0]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from moe_models import MASK, MOE, NAMES, forwards, golden_moe, small_config, small_weights, told
-from places import GOLDEN, ROOT, TESTS
+from moe_models import CHECKPOINTS, MOE, NAMES, format_of, forwards, golden_moe, small_config, small_weights, told
+from places import GOLDEN, ROOT, TESTS, assert_shown
 from safetensors.torch import load_file, save_file
 from test_families import write_tokenizer
 from torch import Tensor
@@ -46,11 +46,17 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def tensors(name: str) -> dict[str, Tensor]:
+@pytest.fixture(params=CHECKPOINTS, ids=lambda folder: folder.name)
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    """With recorded numbers."""
+    return request.param
+
+
+def tensors(name: str | Path) -> dict[str, Tensor]:
     return load_file(MOE / name / "forwards.safetensors")
 
 
-def cases(name: str, *kinds: str) -> list[dict[str, Any]]:
+def cases(name: str | Path, *kinds: str) -> list[dict[str, Any]]:
     found = [case for case in forwards(name)["cases"] if case["kind"] in kinds]
     assert found
     return found
@@ -92,8 +98,8 @@ def logits_of(model: Model, case: dict[str, Any]) -> Tensor:
     return model(query)
 
 
-def test_facts(name: str) -> None:
-    model, facts = golden_moe(name), forwards(name)["facts"]
+def test_facts(checkpoint: Path) -> None:
+    model, facts, name = golden_moe(checkpoint), forwards(checkpoint)["facts"], format_of(checkpoint)
     assert type(model.module) is getattr(transformers, MODULES[name])
     assert (model.facts.mask_token_id, model.facts.eos_token_ids) == (facts["mask"], (facts["eos"],))
     assert model.facts.prediction == "same"
@@ -103,37 +109,45 @@ def test_facts(name: str) -> None:
     assert model.module.config._experts_implementation == "grouped_mm"  # not transformers' loop over the experts
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(name, kind) for name in NAMES for kind in ("full", "block_causal" if name in BLOCK_CAUSAL else "padded")],
-)
-def test_logits(name: str, kind: str) -> None:
-    expected = tensors(name)
-    for case in cases(name, kind):
-        model = golden_moe(name, block_length=case.get("block_length")) if kind == "block_causal" else golden_moe(name)
+def of_kinds(*kinds: str) -> list[Any]:
+    """Checkpoints, each with a kind of case that it has."""
+    return [
+        pytest.param(folder, kind, id=f"{folder.name}-{kind}")
+        for folder in CHECKPOINTS
+        for kind in kinds
+        if any(case["kind"] == kind for case in forwards(folder)["cases"])
+    ]
+
+
+@pytest.mark.parametrize(("checkpoint", "kind"), of_kinds("full", "block_causal", "padded"))
+def test_logits(checkpoint: Path, kind: str) -> None:
+    expected = tensors(checkpoint)
+    for case in cases(checkpoint, kind):
+        block = case["block_length"] if kind == "block_causal" else None
+        model = golden_moe(checkpoint, block_length=block)
         difference = (logits_of(model, case) - expected[case["name"]]).abs()
         if kind == "padded":
             difference = difference[torch.tensor(case["attention_mask"]).bool()]
         assert difference.max() < TOLERANCE, case["name"]
 
 
-def test_logits_of_unequal_rows_in_one_batch(name: str) -> None:
+def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
     """Padding and neighbours change neither the routing nor the result."""
-    expected = tensors(name)
+    expected, mask = tensors(checkpoint), forwards(checkpoint)["facts"]["mask"]
     groups: dict[str, list[dict[str, Any]]] = {}
-    for case in cases(name, "full", "block_causal"):
+    for case in cases(checkpoint, "full", "block_causal"):
         if "group" in case:
             groups.setdefault(case["group"], []).append(case)
-    assert groups
+    assert_shown("moe", groups)
     for members in groups.values():
         rows = [case["input_ids"][0] for case in members]
         lengths, width = [len(row) for row in rows], max(map(len, rows))
-        ids = torch.full((len(rows), width), MASK)
+        ids = torch.full((len(rows), width), mask)
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
         valid = torch.arange(width) < torch.tensor(lengths)[:, None]
         block = members[0].get("block_length")
-        model = golden_moe(name, block_length=block) if block else golden_moe(name)
+        model = golden_moe(checkpoint, block_length=block)
         visible = None
         if block is None and model.facts.topology == "block_causal":
             visible = torch.ones(len(rows), width, width, dtype=torch.bool)
@@ -145,11 +159,11 @@ def test_logits_of_unequal_rows_in_one_batch(name: str) -> None:
             assert difference < TOLERANCE, case["name"]
 
 
-@pytest.mark.parametrize("name", BLOCK_CAUSAL)
-def test_logits_over_a_store(name: str) -> None:
-    expected = tensors(name)
-    for case in cases(name, "cached"):
-        model = golden_moe(name, block_length=case["block_length"])
+@pytest.mark.parametrize(("checkpoint", "kind"), of_kinds("cached"))
+def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
+    expected = tensors(checkpoint)
+    for case in cases(checkpoint, kind):
+        model = golden_moe(checkpoint, block_length=case["block_length"])
         length = max(call["start"] + len(call["input_ids"][0]) for call in case["calls"])
         rows = len(case["calls"][0]["input_ids"])
         store = model.make_store(rows, length)
@@ -162,10 +176,10 @@ def test_logits_over_a_store(name: str) -> None:
             assert (found - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 
 
-def test_hidden_states_and_routing(name: str) -> None:
+def test_hidden_states_and_routing(checkpoint: Path) -> None:
     """Every layer's output, and what the router of one layer chooses and weighs."""
-    model, expected = golden_moe(name), tensors(name)
-    (hidden,), (router,) = cases(name, "hidden"), cases(name, "router")
+    model, expected = golden_moe(checkpoint), tensors(checkpoint)
+    (hidden,), (router,) = cases(checkpoint, "hidden"), cases(checkpoint, "router")
     block: Any = model.module.model.layers[router["layer"]].mlp
     seen: dict[str, Any] = {}
 
@@ -423,7 +437,7 @@ def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str
 )
 def test_llada_moe_is_told_from_llada(tmp_path: Path, name: str, architectures: Any, module: str) -> None:
     folder = edited(tmp_path, name, architectures=architectures)
-    assert type(paradec.load(folder, mask_token_id=MASK).module).__name__ == module
+    assert type(paradec.load(folder, mask_token_id=95).module).__name__ == module
 
 
 @pytest.mark.parametrize(
@@ -437,7 +451,7 @@ def test_llada_moe_is_told_from_llada(tmp_path: Path, name: str, architectures: 
     ],
 )
 def test_the_block_of_a_release(tmp_path: Path, release: str, block: int | None) -> None:
-    folder = edited(tmp_path / release, "llada2-tiny", mask_token_id=MASK)
+    folder = edited(tmp_path / release, "llada2-tiny", mask_token_id=95)
     if block is None:
         with pytest.raises(paradec.CheckpointError, match=r"says how long its blocks are; give load\(\.\.\., block_l"):
             paradec.load(folder)

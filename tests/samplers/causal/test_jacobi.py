@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import GOLDEN, ROOT
+from places import ROOT, golden
 from torch import Tensor
 
 import paradec
@@ -42,8 +42,8 @@ exactness = _benchmark()
 TableModel = exactness.TableModel
 
 
-def cases(folder: str) -> list[Any]:
-    return [pytest.param(path, id=path.stem) for path in sorted((GOLDEN / folder).glob("*.json"))]
+def cases(family: str) -> list[Any]:
+    return [pytest.param(path, id=path.stem) for path in sorted(golden(family).glob("*.json"))]
 
 
 # ---- the public codes' cases ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import next_image
 import numpy as np
 import pytest
 import torch
+from places import assert_shown
 from test_jacobi import GRID, Recording, exactness
 from tiny_models import tiny
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -22,7 +23,7 @@ from paradec.protocol import decode
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.window import Jacobi
 
-CASES = [(name, next_image.case("ceed", name)[0]) for name in next_image.cases("ceed", "ceed")]
+CASES = [(name, next_image.case("ceed", name)[0]) for name in next_image.cases("ceed", "blocks")]
 DROPS = [pytest.param(case, id=name) for name, case in CASES if not case["settings"]["mode"].startswith("published")]
 KEEPS = [pytest.param(case, id=name) for name, case in CASES if case["settings"]["mode"].startswith("published")]
 PROMPTS = [[5, 6, 7, 8], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
@@ -48,9 +49,9 @@ def opened(state: CausalState, guesses: list[int]) -> None:
 def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     """Every iterate, what is evaluated and its logits, the early exits as published, and what is committed."""
     settings, blocks = case["settings"], case["blocks"]
-    module, end = module_of(case), 2
-    model = paradec.wrap(module)
-    assert model.facts.eos_token_ids == (end,)
+    module = module_of(case)
+    model, end = paradec.wrap(module), module.config.eos_token_id
+    assert model.facts.eos_token_ids == (end,) and settings["eos"] in (None, end)
     group = settings["block"]
     sampler = Jacobi(group=group, max_iterations=settings["max_iter"], early_exit="published")
     silent = () if settings["eos"] is not None else (end,)  # its logit is set to -10000 there
@@ -103,7 +104,8 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
     """The public code as it is. A plain loop that drops nothing repeats the case, so that this is what it does; ours
     drops the block, and gives greedy decoding from the same first iterates."""
-    settings, module, end = case["settings"], module_of(case), 2
+    settings, module = case["settings"], module_of(case)
+    end = module.config.eos_token_id
     cache, fed = DynamicCache(config=module.config), 0
 
     def best(tokens: list[int]) -> list[int]:
@@ -153,12 +155,12 @@ def test_the_published_early_exit_is_another_text_and_the_prefix_is_not() -> Non
             continue
         model = paradec.wrap(module_of(case))
         given = {"max_new_tokens": len(case["greedy"]), "temperature": 0.0, "seed": 0}
-        given |= {"suppress_tokens": (2,)} if settings["eos"] is None else {}
+        given |= {"suppress_tokens": model.facts.eos_token_ids} if settings["eos"] is None else {}
         sampler = Jacobi(group=settings["block"], max_iterations=settings["max_iter"])
         out = paradec.generate(model, input_ids=[settings["prompt"]], sampler=sampler, **given)
         assert sampler.lossless and out.new_tokens[0].tolist() == case["greedy"] != case["generated"]
         found += 1
-    assert found
+    assert_shown("next-image", found)
 
 
 # ---- greedy decoding, and draws -------------------------------------------------------------------------------------

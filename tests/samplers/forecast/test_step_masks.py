@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from diffusers import DDIMScheduler
-from places import GOLDEN
+from places import assert_shown, golden_file
 from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
 
 from paradec import TaylorSeer, accelerate
@@ -17,13 +17,13 @@ from paradec.models.images.diffusion import DiffusionModel
 from paradec.protocol import decode
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
-RECORDED = json.loads((GOLDEN / "diffusion" / "step_masks.json").read_text(encoding="utf-8"))["masks"]
+RECORDED = json.loads(golden_file("diffusion", "step_masks.json").read_text(encoding="utf-8"))["masks"]
 """By name and number of steps: 1 where a step is evaluated."""
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_equals_cache_dit(name: str) -> None:
-    assert set(RECORDED) == set(MASKS) and len(RECORDED[name]) == 22
+    assert_shown("diffusion", set(RECORDED) == set(MASKS) and len(RECORDED[name]) == 22)
     for steps, flags in RECORDED[name].items():
         assert step_mask(name, int(steps)) == tuple(i for i, flag in enumerate(flags) if flag == "1"), steps
 

@@ -20,7 +20,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HeunDiscreteScheduler,
 )
-from places import GOLDEN
+from places import GOLDEN, assert_shown, golden
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,6 +35,15 @@ from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRACES = GOLDEN / "diffusion"
 LABELS = [1, 2, 7]
+
+
+def recorded(holds: str) -> list[Path]:
+    """The recorded cases that have this field; the lists of cases of which the first has it."""
+    found = []
+    for path in sorted(golden("diffusion").glob("*.json")):
+        said = json.loads(path.read_text())
+        found += [path] if holds in (said[0] if isinstance(said, list) else said) else []
+    return found
 
 
 def tiny_dit(dtype: torch.dtype = torch.float32) -> DiTTransformer2DModel:
@@ -77,9 +86,10 @@ def plain(
 # ---- the public code's cases ----------------------------------------------------------------------------------------
 
 
-def test_schedules() -> None:
-    cases = json.loads((TRACES / "schedules.json").read_text())
-    assert len(cases) >= 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"}
+@pytest.mark.parametrize("path", recorded("scheme"), ids=lambda path: path.stem)
+def test_schedules(path: Path) -> None:
+    cases = json.loads(path.read_text())
+    assert_shown("diffusion", len(cases) >= 62 and {case["scheme"] for case in cases} == {"reference", "diffusers"})
     for case in cases:
         first = case["first_enhance"] if case["scheme"] == "reference" else case["before"]
         settings = {"interval": case["N"], "first_enhance": first, "style": case["scheme"]}
@@ -102,7 +112,7 @@ def replay(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[History, 
     return seen
 
 
-@pytest.mark.parametrize("path", sorted(TRACES.glob("taylor-*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", recorded("variant"), ids=lambda path: path.stem)
 def test_states_and_forecasts(path: Path) -> None:
     case = json.loads(path.read_text())
     dtype = getattr(torch, case["dtype"])
@@ -132,7 +142,7 @@ def basis_of(case: dict) -> tuple[Basis, float]:
     return DMD(order, window=case["history"]), 1e-8  # eigenvectors of a matrix that is nearly singular
 
 
-@pytest.mark.parametrize("path", sorted(TRACES.glob("variant-*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", recorded("kind"), ids=lambda path: path.stem)
 def test_variants(path: Path) -> None:
     case = json.loads(path.read_text())
     basis, tolerance = basis_of(case)

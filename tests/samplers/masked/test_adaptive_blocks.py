@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from replay import GOLDEN
+from places import GOLDEN
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 

@@ -13,8 +13,7 @@ from typing import Any
 import next_image
 import pytest
 import torch
-from next_image import FOLDER, cases, checksum
-from safetensors.torch import load_file
+from next_image import cases, checksum
 from torch import Tensor
 
 import paradec
@@ -32,7 +31,7 @@ ABSOLUTE, RELATIVE = 2e-4, 1e-3
 
 
 def recorded_model(name: str) -> MARModel:
-    sizes = json.loads((FOLDER / "cspd" / f"{name}.config.json").read_text())
+    sizes, weights = next_image.case("cspd", f"{name}.config")
     module = MAR(
         side=sizes["img_size"] // sizes["vae_stride"],
         channels=sizes["vae_embed_dim"],
@@ -46,7 +45,7 @@ def recorded_model(name: str) -> MARModel:
         head_width=sizes["diffloss_w"],
         eps=sizes["layer_norm_eps"],
     )
-    module.load_state_dict(load_file(FOLDER / "cspd" / f"{name}.safetensors"))
+    module.load_state_dict(weights)
     return MARModel(module, name=name)
 
 
@@ -98,7 +97,7 @@ def sampler_of(settings: dict[str, Any], draft: MARModel) -> CSpD:
     )
 
 
-@pytest.mark.parametrize("name", cases("cspd", "cspd-"))
+@pytest.mark.parametrize("name", cases("cspd", "steps"))
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of both models, what the heads say, every decision, and the final latent."""
     case, arrays = next_image.case("cspd", name)
@@ -174,7 +173,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert state.draft_nfe.tolist() == [case["draft_calls"]] * len(settings["labels"])
 
 
-@pytest.mark.parametrize("name", cases("cspd", "rule-"))
+@pytest.mark.parametrize("name", cases("cspd", "accepted"))
 def test_replays_the_rule(name: str) -> None:
     case, arrays = next_image.case("cspd", name)
     draft, target = (

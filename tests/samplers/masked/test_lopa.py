@@ -13,7 +13,7 @@ from tiny_models import MASK, VOCAB, tiny
 from torch import Tensor, nn
 
 import paradec
-from paradec import PipelinedBlocks
+from paradec import FixedBlocks, PipelinedBlocks
 from paradec.models.adapter import Model
 from paradec.protocol import Sampler
 from paradec.samplers.masked.lopa import LoPA
@@ -50,18 +50,38 @@ def test_without_branches_it_is_the_base(base: str, cache: str, model: Model) ->
         )
 
 
-def test_branches_of_a_plain_loop() -> None:
-    """One row, step by step: the branches, what they promise, which one wins, and what is written."""
-    winners = set()
-    for seed, (tail, alpha, length) in enumerate(((1.0, 0.0, 12), (0.3, 0.1, 6), (0.5, 0.0, 12), (0.4, 0.0, 6))):
-        model = tiny(2, seed=seed)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (FixedBlocks(12), FixedBlocks(6)),
+        (PipelinedBlocks(3, add=0.3), PipelinedBlocks(2, add=0.5)),
+        (PipelinedBlocks(3, add=0.3, full=0.6, forced="active"), PipelinedBlocks(2, add=0, forced="active")),
+    ],
+    ids=["fixed", "first", "active"],
+)
+def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> None:
+    """One row, step by step: the branches, what they promise, which one wins, and what is written. A branch's own token
+    may fill the first open block: what must be committed is then of the next one."""
+    winners, filled = set(), 0
+    for seed, (tail, alpha, at) in enumerate(((1.0, 0.0, 0), (0.3, 0.1, 1), (0.5, 0.0, 0), (0.4, 0.0, 1))):
+        model, policy = tiny(2, seed=seed), lengths[at]
+        size, add = policy.length, getattr(policy, "add", 1)
         sampler = LoPA(Threshold(0.5), branches=3, alpha=alpha, tail=tail)
-        out = decode(model, [[1, 2, 3]], sampler=sampler, block_length=length)
-        canvas, expected, ahead, start = [1, 2, 3, *[MASK] * 12], [], [], 3
+        out = decode(model, [[1, 2, 3]], sampler=sampler, blocks=policy)
+        canvas, expected, ahead, end = [1, 2, 3, *[MASK] * 12], [], [], 3 + size
+
+        def must(ids: list[int], end: int, policy: Any = policy, size: int = size) -> list[range]:
+            """The open blocks with something undecided that commit something in any case."""
+            blocks = [range(at, at + size) for at in range(3, end, size)]
+            left = [sum(ids[i] == MASK for i in block) for block in blocks]
+            first = next((at for at, count in enumerate(left) if count), len(left))
+            if getattr(policy, "forced", "first") == "first":
+                return blocks[first : first + 1]
+            active = [at <= first or 1 - left[at - 1] / size >= policy.full for at in range(len(blocks))]
+            return [blocks[at] for at in range(len(blocks)) if left[at] and active[at]]
+
         while MASK in canvas:
-            while MASK not in canvas[start : start + length]:
-                start, ahead = start + length, []
-            block = range(start, start + length)
+            open_ = range(3, end)
             rows = [(canvas, 1.0)]
             for sure, position, token in sorted(ahead, key=lambda entry: (-entry[0], entry[1]))[:3]:
                 rows.append(([*canvas[:position], token, *canvas[position + 1 :]], sure))
@@ -72,20 +92,30 @@ def test_branches_of_a_plain_loop() -> None:
                     logits = model.module(torch.tensor([ids]), attention_mask=visible, use_cache=False).logits[0]
                 logits[:, MASK] = -torch.inf
                 p = logits.softmax(-1)
-                sure = {i: float((p[i][p[i] > 0] * p[i][p[i] > 0].log()).sum()) for i in block if ids[i] == MASK}
+                sure = {i: float((p[i][p[i] > 0] * p[i][p[i] > 0].log()).sum()) for i in open_ if ids[i] == MASK}
                 lowest = sorted(sure.values())[: max(1, int(len(sure) * tail))]
                 future = sum(lowest) / len(lowest) if lowest else 1.0
                 judged.append((alpha * own + (1 - alpha) * future, ids, p, sure))
             best = max(range(len(rows)), key=lambda at: (judged[at][0], -((at - 1) % len(rows))))
             winners.add(best)
             _, ids, p, sure = judged[best]
-            found = [i for i in sure if p[i].max() >= 0.5] or sorted(sure, key=lambda i: -float(p[i].max()))[:1]
+            found = {i for i in sure if p[i].max() >= 0.5}
+            for block in must(ids, end):
+                own = [i for i in block if ids[i] == MASK]
+                if not found & set(own):
+                    found.add(max(own, key=lambda i: (float(p[i].max()), -i)))
+            filled += must(ids, end)[:1] not in ([], must(canvas, end)[:1])
             after = [int(p[i].argmax()) if i in found else token for i, token in enumerate(ids)]
-            expected.append([(0, i, after[i]) for i in block if after[i] != canvas[i]])
+            expected.append([(0, i, after[i]) for i in open_ if after[i] != canvas[i]])
             ahead = [(sure[i], i, int(p[i].argmax())) for i in sure if i not in found]
             canvas = after
+            left = sum(canvas[i] == MASK for i in range(end - size, end))
+            if (MASK not in canvas[:end] or size - left >= add * size) and end < 15:
+                end += size
         assert commits(out) == expected
-    assert winners == {0, 1, 2, 3}
+    pipelined = isinstance(lengths[0], PipelinedBlocks)
+    assert winners >= ({0, 1} if pipelined else {0, 1, 2, 3})
+    assert (filled > 0) == pipelined
 
 
 class Key(nn.Module):

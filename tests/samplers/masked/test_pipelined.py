@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
+from paradec.caches.delayed import DelayedCache
 from paradec.models.adapter import Model
 from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, View
@@ -338,6 +339,115 @@ def test_what_is_remembered_stays_with_its_position(model: Model) -> None:
             sampler.commit(state, proposal)
             moved += int(((state.block_start > start) & (state.block_start < end))[state.running].sum())
     assert moved > 2
+
+
+# ---- the delayed cache ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scripted(MaskedSampler):
+    """Commits a position of the canvas in the step that is written down for it, or as soon as its block is open."""
+
+    when: tuple[int, ...] = ()
+
+    name = "scripted"
+
+    def quota(self, state: Any, rows: Any) -> Any:
+        return torch.as_tensor(state.row_step[rows])
+
+    def select(self, view: View) -> Tensor:
+        return torch.tensor(self.when)[view.positions] <= view.quota[:, None]
+
+
+def evaluated_by_rule(
+    prompt: int, length: int, size: int, cache: DelayedCache, waiting: str, commits: list[set[int]]
+) -> list[int]:
+    """How many positions each step of one row evaluates, in plain Python: every block has the step since which it
+    waits. `commits`: which positions the steps fill."""
+    left = set(range(prompt, length))
+    blocks = [range(prompt), *(range(at, min(at + size, length)) for at in range(prompt, length, size))]
+    since, kept, found = {0: -1}, 0, []
+    for step, filled in enumerate(commits):
+        waits, stored = False, kept
+        for number in range(kept, len(blocks)):
+            if left & set(blocks[number]):
+                break
+            since.setdefault(number, step)
+            if step - since[number] >= cache.cache_delay_iter:
+                stored += 1
+                continue
+            waits = True
+            if waiting == "first":
+                break
+        whole = stored == kept and (not kept or waits or (step + 1) % cache.refresh_interval == 0)
+        found.append(length - (blocks[kept].start if kept < len(blocks) and not whole else 0))
+        kept, left = stored, left - filled
+    return found
+
+
+def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: int, cache: DelayedCache) -> list[tuple]:
+    """Of each row: how many positions its steps evaluated, and what they filled."""
+    blocks = PipelinedBlocks(size, add=0)
+    out = decode(model, rows, sampler=Scripted(tuple(when)), blocks=blocks, cache=cache, max_new_tokens=new)
+    found = []
+    for row in range(len(rows)):
+        steps = [step for step in out.trace.steps if step.forwarded[row]]
+        filled = [{entry[1] for entry in step.commits if entry[0] == row} for step in steps]
+        found.append(([step.forwarded[row] for step in steps], filled))
+    return found
+
+
+IN_ORDER = [block for block in range(8) for _ in range(4)]
+"""A block of four in every step."""
+GAP = [0, 1, 2, 3, *[2] * 4, *[3] * 4, *[5] * 4, *[7] * 16]
+"""The second and third block are full before or with the first one."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "delay", "waiting", "positions"),
+    [
+        (IN_ORDER, 2, "first", [45, 45, 45, 32, 45, 28, 45, 24]),
+        (IN_ORDER, 2, "all", [45, 45, 45, 32, 28, 24, 20, 16]),
+        (IN_ORDER, 3, "first", [45, 45, 45, 45, 45, 32, 45, 45]),
+        (IN_ORDER, 3, "all", [45, 45, 45, 45, 32, 28, 24, 20]),
+        (GAP, 1, "first", [45, 32, 32, 32, 45, 32, 28, 24]),
+        (GAP, 1, "all", [45, 32, 32, 32, 45, 32, 45, 20]),
+    ],
+)
+def test_full_blocks_wait_one_after_the_other_or_together(
+    steps: list[int], delay: int, waiting: str, positions: list[int], model: Model
+) -> None:
+    """Positions that each step evaluates, by hand: 13 of the prompt and 8 blocks of 4."""
+    cache = DelayedCache(delay, waiting=waiting)
+    ((ours, filled),) = evaluated(model, [[1] * 13], 32, [0] * 13 + steps, 4, cache)
+    assert ours == positions == evaluated_by_rule(13, 45, 4, cache, waiting, filled)
+
+
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_which_blocks_wait_is_the_models(prediction: str) -> None:
+    """d3LLM's code for LLaDA has one wait after the other, that for Dream all. Random orders, batches of unequal rows;
+    a shifted model's calls begin left of the first block that is not full."""
+    draw, differ = random.Random(0), 0
+    model = tiny(1, prediction=prediction)
+    usual, other = ("first", "all") if prediction == "same" else ("all", "first")
+    for _ in range(12):
+        size, new = draw.choice((2, 3)), draw.randint(10, 16)
+        rows = [[1] * draw.randint(1, 4) for _ in range(2)]
+        when = [draw.randint(0, 6) for _ in range(20)]
+        delay, interval = draw.choice((1, 2, 3)), draw.choice((3, 5, 10000))
+        for waiting in (None, usual, other):
+            cache = DelayedCache(delay, interval, waiting=waiting)
+            for row, (ours, filled) in zip(rows, evaluated(model, rows, new, when, size, cache), strict=True):
+                prompt, length = len(row), len(row) + new
+                expected = evaluated_by_rule(prompt, length, size, cache, waiting or usual, filled)
+                if prediction == "shifted":
+                    first = [min(set(range(prompt, length)).difference(*filled[:step])) for step in range(len(ours))]
+                    starts = [at - (at - prompt) % size for at in first]
+                    expected = [max(n, length - at + 1) for n, at in zip(expected, starts, strict=True)]
+                assert ours == expected
+                both = [evaluated_by_rule(prompt, length, size, cache, w, filled) for w in (usual, other)]
+                differ += both[0] != both[1]
+    assert differ > 10
 
 
 # ---- the rest of a request ------------------------------------------------------------------------------------------

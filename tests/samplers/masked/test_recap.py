@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from places import GOLDEN
+from places import GOLDEN, golden, golden_file
 from safetensors.torch import load_file, save_file
 
 import paradec
@@ -24,13 +24,10 @@ from paradec.samplers.masked.maskgit import counts
 from paradec.samplers.masked.recap import Recap
 
 TRACES = GOLDEN / "recap"
-CASES = sorted(path.stem for path in TRACES.glob("recap-maskgit-*.json"))
+RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(golden("recap").glob("*.json"))}
+CASES = [name for name, said in RECORDED.items() if "schedule" in said]
+SCHEDULES = [row for said in RECORDED.values() if isinstance(said, list) for row in said if "local_tokens" in row]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # that it cannot win on so small a model
-SCHEDULES = json.loads((TRACES / "recap-schedules.json").read_text())
-
-
-def read(name: str) -> dict[str, Any]:
-    return json.loads((TRACES / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +63,7 @@ class Group:
     draws: list[torch.Tensor]
 
 
-def groups_of(log: list[dict[str, Any]]) -> list[Group]:
+def groups_of(log: list[dict[str, Any]], positions: int) -> list[Group]:
     groups: list[Group] = []
     calls: list[dict[str, Any]] = []
     pending = None
@@ -78,7 +75,7 @@ def groups_of(log: list[dict[str, Any]]) -> list[Group]:
             confidence = torch.tensor(found, dtype=torch.float64)
             groups.append(Group(pending, torch.tensor(entry["noise"]).double(), entry["temp"], confidence, [calls], []))
             calls = []
-        elif calls and calls[0]["kind"] == "full" and len(entry["out"][0]) == 64 and pending is None:
+        elif calls and calls[0]["kind"] == "full" and len(entry["out"][0]) == positions and pending is None:
             pending = torch.tensor(entry["out"])
         else:
             if calls:
@@ -113,26 +110,29 @@ class Replayed(Recap):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replays_the_reference(name: str, golden_model: UViTModel) -> None:
+def test_replays_the_reference(name: str) -> None:
     """Every call's positions, cache size and logits, every confidence, and the final grid."""
-    case = read(name)
-    settings, groups = case["settings"], groups_of(case["log"])
+    case = RECORDED[name]
+    settings, guidance = case["settings"], case["schedule"]["local_cfg"] or [[0.0]]
+    positions, words = settings["seq_len"], case["model"]["codebook_size"]
+    groups = groups_of(case["log"], positions)
+    model = load_uvit(golden_file("recap", case["weights"]), heads=case["model"]["num_heads"])
     sampler = Replayed(
         local_steps=settings["num_cache_iters"],
         full_groups=settings["pre_full_iters"],
         choice_temperature=settings["conf_temp"],
         final_temperature=settings["samp_temp"],
-        guidance_start=1.05 if settings["cfg"] else None,
+        guidance_start=1 + guidance[0][0] if settings["cfg"] else None,
         groups=groups,
     )
     labels = [label for (label,) in case["labels"]]
     state = sampler.start(
-        golden_model,
-        prompts(golden_model, *labels),
+        model,
+        prompts(model, *labels),
         cache="recap",
         steps=settings["gen_step"],
         temperature=1.0,
-        guidance_scale=1.1 if settings["cfg"] else 1.0,
+        guidance_scale=1 + guidance[-1][-1],
         seed=0,
     )
     while not state.done:
@@ -141,7 +141,7 @@ def test_replays_the_reference(name: str, golden_model: UViTModel) -> None:
         queries = sampler.query(state)
         (query,) = queries
         with torch.no_grad():
-            outputs = [golden_model(query, state.store)]
+            outputs = [model(query, state.store)]
         for call, logits in zip(calls, outputs[0].chunk(len(calls)), strict=True):
             expected = torch.tensor(call["logits"])
             if place == 0:
@@ -149,13 +149,13 @@ def test_replays_the_reference(name: str, golden_model: UViTModel) -> None:
                 assert state.canvas[:, 1:].tolist() == call["ids"]
             else:
                 at = torch.tensor(call["position_ids"])
-                assert query.kind == "window" and 64 - at.shape[1] == call["n_cached"]
+                assert query.kind == "window" and positions - at.shape[1] == call["n_cached"]
                 # the class token first, then the targets
                 evaluated = query.positions.chunk(len(calls))[0]
                 assert evaluated.tolist() == [[0, *sorted(p + 1 for p in row)] for row in at.tolist()]
                 assert state.canvas[:, 1:].gather(1, at).tolist() == call["ids"]
                 logits = logits.gather(1, at.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-            torch.testing.assert_close(logits[..., :24], expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(logits[..., :words], expected, atol=1e-4, rtol=0)
         proposal = sampler.propose(state, outputs, queries)
         if place == 0:
             noise = proposal.quantities["noise_scale"]

@@ -22,12 +22,11 @@ in float32 too: final tokens are compared there.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from places import assert_shown
 from replay import (
-    GOLDEN,
     PRECISIONS,
     Call,
     Row,
@@ -38,6 +37,7 @@ from replay import (
     load_trace,
     model_of,
     others_are_full,
+    text_of,
     trace_names,
     with_idle_calls,
 )
@@ -89,15 +89,11 @@ def request_of(settings: dict) -> dict:
     }
 
 
-def test_all_traces_are_there() -> None:
-    assert len(NAMES) >= 49
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", others_are_full(NAMES))
-def test_trace(name: str, precision: str, request: pytest.FixtureRequest) -> None:
+def test_trace(name: str, precision: str) -> None:
     trace = load_trace(name)
-    settings, model = trace["settings"], model_of(request, trace, precision)
+    settings, model = trace["settings"], model_of(trace, precision)
     threshold, static = settings.get("confidence_threshold"), settings["method"] == "static"
     base: Any = WeighingLowConfidence() if threshold is None else WeighingThreshold(threshold=threshold)
     arguments = request_of(settings)
@@ -150,18 +146,16 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
 
 
 @pytest.mark.parametrize("name", others_are_full(STATIC, together=1))
-def test_by_answers(name: str, request: pytest.FixtureRequest) -> None:
+def test_by_answers(name: str) -> None:
     """With this library's own reading and caches, which force no token, under drafts: not worse than the public code by
     more than one answer."""
     trace = load_trace(name)
     settings = trace["settings"] | {"draft_steps": 4}
-    model = model_of(request, trace, "float64")
+    model = model_of(trace)
     threshold = settings.get("confidence_threshold")
     base = "low_confidence" if threshold is None else samplers.create("threshold", threshold=threshold)
-    strings = json.loads((GOLDEN / trace["model"] / "tokenizer_table.json").read_text())["table"]
     ours = theirs = 0
     for row in decode(model, trace, freedave(settings, base), **request_of(settings)):
-        tokens = [*row.tokens[row.prompt :], trace["eos_id"]]
-        ours += "".join(strings[token] for token in tokens[: tokens.index(trace["eos_id"])]) == row.case["answer"][0]
+        ours += text_of(trace, row.tokens[row.prompt :]) == row.case["answer"][0]
         theirs += row.case["correct"][0]
-    assert ours >= theirs - 1
+    assert_shown("traces", ours >= theirs - 1)

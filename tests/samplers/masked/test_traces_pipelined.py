@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from replay import load_trace, trace_names
+from places import assert_shown
+from replay import load_trace, model_of, some_cases, trace_names, which
 from torch import Tensor
 
 import paradec
@@ -40,20 +41,16 @@ from paradec.samplers.statistics import best_one
 
 D3LLM = trace_names("d3llm")
 D2F = trace_names("d2f")
-NUMBERS = [pytest.param((2,), id="one"), pytest.param(tuple(range(8)), id="all", marks=pytest.mark.full)]
-"""Which cases of a file; `-m full` replays all."""
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 
-LOOPED = [name for name in D3LLM if "/mb_" in name and "_stop" not in name]
+def is_looped(settings: dict) -> bool:
+    """Whether the plain loop below does the same: several blocks, no cache, and no stop."""
+    apart = settings.get("early_stop") or "cache_delay_iter" in settings
+    return "block_add_threshold" in settings and not apart
 
 
-def test_all_traces_are_there() -> None:
-    assert len(D3LLM) == 20 and len(D2F) == 20
-
-
-def model_of(request: pytest.FixtureRequest, trace: dict) -> Model:
-    return request.getfixturevalue(trace["model"].removesuffix("-tiny") + "64")
+LOOPED = [name for name in D3LLM if is_looped(load_trace(name)["settings"])]
 
 
 # ---- what the references do and ours does not -----------------------------------------------------------------------
@@ -99,9 +96,9 @@ def fill_behind_end(state: MaskedState) -> None:
         state.close(state.window.rows, None)
 
 
-def d3llm_sampler(trace: dict) -> EntropyThreshold:
-    """The rule with the quirks of its file."""
-    llada, stops = trace["model"] == "llada-tiny", trace["settings"].get("early_stop")
+def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
+    """The rule with the quirks of its file, the one for LLaDA or that for Dream."""
+    stops = trace["settings"].get("early_stop")
 
     class Quirky(SurestOfAll if llada else EntropyThreshold):  # type: ignore[misc]
         def query_part(self, state: MaskedState, part: Part) -> Query:
@@ -116,11 +113,11 @@ def d3llm_sampler(trace: dict) -> EntropyThreshold:
     return Quirky(threshold=trace["settings"]["threshold"])
 
 
-def cache_of(trace: dict) -> Any:
+def cache_of(trace: dict, llada: bool) -> Any:
     settings = trace["settings"]
     if "cache_delay_iter" not in settings:
         return "none"
-    kind = DelayedCache if trace["model"] == "llada-tiny" else WithoutLeft
+    kind = DelayedCache if llada else WithoutLeft
     return kind(settings["cache_delay_iter"], settings["refresh_interval"])
 
 
@@ -177,18 +174,17 @@ def decode(model: Model, case: dict, **request: Any) -> Any:
     return paradec.generate(model, [prompt], max_new_tokens=new, **asked)
 
 
-@pytest.mark.parametrize("numbers", [pytest.param((2, 6), id="two"), NUMBERS[1]])
+@pytest.mark.parametrize("numbers", which(2, 6))
 @pytest.mark.parametrize("name", D3LLM)
-def test_d3llm(name: str, numbers: tuple[int, ...], request: pytest.FixtureRequest) -> None:
-    trace = load_trace(name)
-    model, sampler = model_of(request, trace), d3llm_sampler(trace)
-    cases = [trace["cases"][number] for number in numbers]
-    cases = [case for case in cases if not case["extra"].get("duplicated_keys")]
-    if trace["model"] == "llada-tiny":
-        assert len(cases) == len(numbers)
-    for case in cases:
-        assert case["fp64_same"]
-        out = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace))
+def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
+    trace, model = load_trace(name), model_of(load_trace(name))
+    llada = model.facts.prediction == "same"
+    sampler = d3llm_sampler(trace, llada)
+    for case in some_cases(trace, numbers):
+        if case["extra"].get("duplicated_keys"):
+            assert not llada
+            continue
+        out = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace, llada))
         ours, theirs = calls_of(out), their_calls(case)
         if trace["settings"].get("early_stop"):
             final, ends = case["final_ids"][0], trace["eos_id"]
@@ -202,15 +198,14 @@ def test_d3llm(name: str, numbers: tuple[int, ...], request: pytest.FixtureReque
         assert out.sequences[0].tolist() == case["final_ids"][0]
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", which(2))
 @pytest.mark.parametrize("name", D2F)
-def test_d2f(name: str, numbers: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
-    settings, inner = trace["settings"], model_of(request, trace)
+    settings, inner = trace["settings"], model_of(trace)
     strategy = {"margin_confidence": "margin"}.get(settings.get("sampling_strategy"), "confidence")
     model = d2f_model(trace, inner)
-    for case in (trace["cases"][number] for number in numbers):
-        assert case["fp64_same"]
+    for case in some_cases(trace, numbers):
         out = decode(
             model,
             case,
@@ -271,15 +266,17 @@ def pipelined_loop(model: Model, case: dict, settings: dict, surest_of_all: bool
 EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("names", [LOOPED[1:2], pytest.param(LOOPED, marks=pytest.mark.full)], ids=["one", "all"])
-def test_one_quirk_is_all_that_differs(names: list[str], llada64: Model, dream64: Model) -> None:
+@pytest.mark.parametrize(
+    "names", [LOOPED[1:2] or LOOPED, pytest.param(LOOPED, marks=pytest.mark.full)], ids=["one", "all"]
+)
+def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
     """The plain loop makes the reference's calls with the surest of all blocks (code for LLaDA), and ours without."""
     differs = 0
     for name in names:
         trace = load_trace(name)
-        settings, llada = trace["settings"], trace["model"] == "llada-tiny"
-        model = llada64 if llada else dream64
-        for case in trace["cases"]:
+        settings, model = trace["settings"], model_of(trace)
+        llada = model.facts.prediction == "same"
+        for case in some_cases(trace, None):
             theirs = [commits for _, commits in their_calls(case)]
             assert pipelined_loop(model, case, settings, surest_of_all=llada) == theirs
             mended = pipelined_loop(model, case, settings, surest_of_all=False)
@@ -287,4 +284,4 @@ def test_one_quirk_is_all_that_differs(names: list[str], llada64: Model, dream64
             out = decode(model, case, sampler=rule, blocks=blocks_of(trace))
             assert [commits for _, commits in calls_of(out)] == mended
             differs += mended != theirs
-    assert differs == 3
+    assert_shown("traces", differs)

@@ -1,0 +1,240 @@
+"""Other sets of recorded cases, made of those in tests/golden: fewer cases, in files of other names, of checkpoints of
+other names. The words of text models stand in another order, so that every id is another one.
+
+`SETS` has a function for each family, which writes the set into a folder that its variable (`places.golden`) can name,
+and parts of the names of the tests that then replay it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from places import GOLDEN
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write(path: Path, data: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+class Reordered:
+    """A vocabulary in another order: old id i is new id (i * step + 5) mod size."""
+
+    def __init__(self, size: int):
+        self.new = [(i * (size // 2 - 1 if size % 4 == 0 else 5) + 5) % size for i in range(size)]
+        assert len(set(self.new)) == size
+
+    def __call__(self, ids: Any) -> Any:
+        """The new ids of ids in lists of any depth; None and -1 stay."""
+        if isinstance(ids, list):
+            return [self(each) for each in ids]
+        return ids if ids is None or ids < 0 else self.new[ids]
+
+    def words(self, tensor: Tensor, dim: int) -> Tensor:
+        """What is sorted by the old ids along `dim`, by the new ones."""
+        return tensor.index_select(dim, torch.tensor(self.new).argsort())
+
+    def in_fields(self, data: dict[str, Any]) -> dict[str, Any]:
+        """A configuration's ids."""
+        return {key: self(value) if "token_id" in key else value for key, value in data.items()}
+
+
+def checkpoint(source: Path, target: Path, logits: tuple[str, ...] = ()) -> Reordered:
+    """Write a checkpoint with another vocabulary. logits: names of files with logits of it, and ids where these stand
+    beside them."""
+    config = read(source / "config.json")
+    order = Reordered(config["vocab_size"])
+    for path in source.iterdir():
+        if path.suffix == ".json" and path.name.endswith("config.json"):
+            write(target / path.name, order.in_fields(read(path)))
+    weights = load_file(source / "model.safetensors")
+    for name, tensor in weights.items():
+        if any(part in name for part in ("wte.", "embed", "lm_head", "transformer.ff_out")):
+            weights[name] = order.words(tensor, 0).contiguous()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    for name in logits:
+        arrays = load_file(source / name)
+        for key, tensor in arrays.items():
+            if key.startswith("ids"):
+                arrays[key] = torch.tensor(order.new)[tensor]
+            elif tensor.shape[-1] == config["vocab_size"]:
+                arrays[key] = order.words(tensor, -1).contiguous()
+        save_file(arrays, target / name)
+    return order
+
+
+def recorded(trace: dict[str, Any], order: Reordered, count: int, **named: Any) -> dict[str, Any]:
+    """A file of traces in another vocabulary, with so many of its cases."""
+    trace = trace | named | {"cases": trace["cases"][:count]}
+    for key in ("mask_id", "eos_id"):
+        trace[key] = order(trace[key])
+    settings = trace["settings"]
+    if "delimiter_ids" in settings:
+        settings["delimiter_ids"] = order(settings["delimiter_ids"])
+    for case in trace["cases"]:
+        for key in ("prompt_ids", "final_ids", "returned"):
+            if key in case:
+                case[key] = order(case[key])
+        for step in case["steps"]:
+            step["commit"] = [[row, position, order(token)] for row, position, token in step["commit"]]
+            if "edit" in step:
+                step["edit"] = [[row, position, order(old), order(new)] for row, position, old, new in step["edit"]]
+            if "sampled" in step:
+                step["sampled"] = order(step["sampled"])
+    return trace
+
+
+def text(folder: Path, methods: tuple[str, ...] | None = None, files: int = 2, count: int = 3) -> None:
+    """So many files of each method and checkpoint, with so many cases each, and the checkpoints beside the folder.
+    Files with a temperature are left out: noise is drawn word by word."""
+    names = {"llada-tiny": "first", "dream-tiny": "second"}
+    orders = {}
+    for old, new in names.items():
+        orders[old] = checkpoint(GOLDEN / old, folder.parent / new, ("logits_check.safetensors",))
+        table = read(GOLDEN / old / "tokenizer_table.json")
+        table["table"] = [table["table"][i] for i in torch.tensor(orders[old].new).argsort().tolist()]
+        write(folder.parent / new / "tokenizer_table.json", table)
+    for method in sorted(path.name for path in (GOLDEN / "traces").iterdir()):
+        if methods is not None and method not in methods:
+            continue
+        found: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted((GOLDEN / "traces" / method).glob("*.json")):
+            trace = read(path)
+            if not trace["settings"].get("temperature"):
+                found.setdefault(trace["model"], []).append(trace)
+        for model, traces in found.items():
+            for number, trace in enumerate(traces[:: max(1, len(traces) // files)][:files]):
+                setting = f"{trace['setting'].partition('_')[0]} {number}"
+                other = recorded(trace, orders[model], count, model=names[model], setting=setting)
+                write(folder / method / f"of {names[model]} {number}.json", other)
+
+
+def mixtures(folder: Path, files: int = 2, count: int = 2) -> None:
+    """Mixtures of experts: what they compute, and so many files of each method."""
+    names, orders = {"llada2-tiny": "two", "llada-moe-tiny": "one", "sdar-moe-tiny": "three"}, {}
+    for old, new in names.items():
+        source = GOLDEN / "moe" / old
+        order = orders[old] = checkpoint(source, folder / new, ("forwards.safetensors",))
+        found = read(source / "forwards.json")
+        found["facts"] |= {key: order(found["facts"][key]) for key in ("mask", "eos", "pad")}
+        for case in found["cases"]:
+            for each in (case, *case.get("calls", [])):
+                if "input_ids" in each:
+                    each["input_ids"] = order(each["input_ids"])
+        write(folder / new / "forwards.json", found | {"model": new})
+    for method in sorted(path.name for path in (GOLDEN / "moe" / "traces").iterdir()):
+        paths = sorted((GOLDEN / "moe" / "traces" / method).glob("*.json"))
+        for number, path in enumerate(paths[:: max(1, len(paths) // files)][:files]):
+            trace = read(path)
+            old = trace["model"]
+            other = recorded(trace, orders[old], count, model=names[old], setting=f"setting {number}")
+            write(folder / "traces" / method / f"number {number}.json", other)
+
+
+def next_image(folder: Path, step: int = 2) -> None:
+    """Every second case of each system, and the models under other names."""
+    source = GOLDEN / "next-image"
+    names = {}  # of models, by system and old name
+    for path in sorted(source.glob("*/*.config.json")):
+        old = path.name.removesuffix(".config.json")
+        names[path.parent.name, old] = f"net {len(names)}"
+    for (system, old), new in names.items():
+        said = read(source / system / f"{old}.config.json")
+        if "vae" in said:
+            said["vae"] = "var/" + names["var", said["vae"].removeprefix("var/")]
+        write(folder / system / f"{new}.config.json", said)
+        (folder / system / f"{new}.safetensors").symlink_to(source / system / f"{old}.safetensors")
+    for system in sorted({system for system, _ in names} | {"lumina-sjd"}):
+        kinds: dict[frozenset[str], list[Path]] = {}
+        for path in sorted((source / system).glob("*.json")):
+            said = read(path)
+            if "id" in said:
+                kind = {"steps", "shuffled_candidates", "kept", "mask", "reconstruction"} & said.keys()
+                kinds.setdefault(frozenset(kind), []).append(path)
+        for number, path in enumerate(path for paths in kinds.values() for path in paths[::step]):
+            said, new = read(path), f"{number} of them"
+            for key in ("model", "teacher", "target", "draft", "drafter", "refiner"):
+                if key in said:
+                    place = "var" if key == "refiner" or key == "teacher" and system == "dd-var" else system
+                    said[key] = names[place, said[key]]
+            write(folder / system / f"{new}.json", said | {"id": new})
+            if path.with_suffix(".safetensors").exists():
+                (folder / system / f"{new}.safetensors").symlink_to(path.with_suffix(".safetensors"))
+
+
+def renamed(folder: Path, family: str, kind: str = "*.json", step: int = 2, number: int = 0) -> None:
+    """Every second file of a family, under another name."""
+    for at, path in enumerate(sorted((GOLDEN / family).glob(kind))[::step], start=number):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"case {at}{path.suffix}").symlink_to(path)
+
+
+def diffusion(folder: Path) -> None:
+    """Every second recorded state, schedule, mask and run; the transformers under the names that they must have."""
+    source = GOLDEN / "diffusion"
+    renamed(folder, "diffusion", "taylor-*.json", step=3)
+    renamed(folder, "diffusion", "variant-*.json", number=10)
+    write(folder / "some of them.json", read(source / "schedules.json")[::2])
+    masks = read(source / "step_masks.json")
+    masks["masks"] = {name: dict(list(found.items())[::2]) for name, found in list(masks["masks"].items())[::2]}
+    write(folder / "step_masks.json", masks)
+    latents, arrays = read(source / "golden_latents.json"), np.load(source / "golden_latents.npz")
+    names = {old: f"run {number}" for number, old in enumerate(list(latents["cases"])[1::2])}
+    latents["cases"] = {new: latents["cases"][old] for old, new in names.items()}
+    write(folder / "golden_latents.json", latents)
+    np.savez(folder / "golden_latents.npz", **{new: arrays[old] for old, new in names.items()})
+    for name in ("golden_tiny_dit.safetensors", "golden_tiny_flux.safetensors"):
+        (folder / name).symlink_to(source / name)
+
+
+def recap(folder: Path) -> None:
+    """One run of each of the two models, of weights of another name, and every second schedule."""
+    for number, name in enumerate(("recap-maskgit-2", "recap-mar-2")):
+        said = read(GOLDEN / "recap" / f"{name}.json")
+        write(folder / f"run {number}.json", said | {"weights": f"net {number}.safetensors"})
+        (folder / f"net {number}.safetensors").symlink_to(GOLDEN / "recap" / said["weights"])
+    write(folder / "schedules of it.json", read(GOLDEN / "recap" / "recap-schedules.json")[::2])
+
+
+def llamagen(folder: Path) -> None:
+    """Two files: captions; classes and the autoencoder."""
+    arrays = load_file(GOLDEN / "llamagen" / "llamagen_tiny.safetensors")
+    folder.mkdir(parents=True)
+    for name, parts in (("captions", ("t2i",)), ("classes", ("c2i", "vq"))):
+        found = {key: tensor for key, tensor in arrays.items() if key.startswith(parts)}
+        save_file(found, folder / f"{name}.safetensors")
+
+
+def proteins(folder: Path) -> None:
+    """The two structures that are told in the file, in files of their own."""
+    for case in read(GOLDEN / "proteins" / "cases.json"):
+        if "structure" in case:
+            write(folder / f"of {case['name']}.json", [case | {"name": f"other {case['name']}"}])
+    (folder / "weights.pt").symlink_to(GOLDEN / "proteins" / "small.pt")
+
+
+SETS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "traces": (text, ("llada/of first 1", "lopa/of second 1", "test_logits[full-second]")),
+    "moe": (mixtures, ("llada20_generate/number 1", "sdar_generate/number 0", "test_logits[three-full]")),
+    "next-image": (next_image, ("of them", "test_replays_the_rule[")),
+    "diffusion": (diffusion, ("case 0", "case 10", "some of them", "run 3")),
+    "recap": (recap, ("run 0", "run 1")),
+    "llamagen": (llamagen, ("captions-t2i", "classes-c2i", "classes-vq")),
+    "proteins": (proteins, ("other two", "other few")),
+    **{
+        family: (functools.partial(renamed, family=family), ("case 0", "case 9"))
+        for family in ("sjd", "gsd", "scd", "lantern")
+    },
+}
