@@ -51,7 +51,10 @@ def wrong_model(user: str, model: Any, takes: str) -> TypeError:
 
 def shown(value: Any) -> str:
     """A value in one short line, for a message."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # lists in lists in ..., and integers of thousands of digits
+        text = f"a large {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
