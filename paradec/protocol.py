@@ -524,6 +524,8 @@ class Sampler:
     """Settings that are gone: the one value that each could have, and where any other had no meaning."""
     uses_steps: ClassVar[bool] = False
     """Whether the request's `steps` means something to the method."""
+    draws: ClassVar[bool] = True
+    """Whether a seed matters at temperature 0, too: to the order of positions, to drafts or to noise."""
     lock_step: ClassVar[bool] = False
     """Whether all rows take the same steps and end together, so that no row can take the place of another."""
     models: ClassVar[tuple[str, ...]] = ()
