@@ -166,11 +166,14 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
         assert len(heard) == 1
     own = type("Own", (samplers.get("threshold"),), {})()
     quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
-    quiet.append({"suffix": "uniform:2:1", "top_p": None})  # which is drawn
     for changes in quiet:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             paradec.generate(table(), [1, 2], **given | changes)
+    drawn = {"suffix": "uniform:2:1", "block_length": 1, "max_new_tokens": 4, "seed": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paradec.generate(paradec.load(), "Sort: pear fig", **drawn)
     causal = wrapped(tiny_llama())
     with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
         paradec.generate(causal, [1, 2], sampler="sjd", temperature=0, top_k=3, seed=1, max_new_tokens=2)
