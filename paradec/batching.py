@@ -33,7 +33,7 @@ from paradec.generate import Output, output_of, own_defaults, sampler_on
 from paradec.interrupts import held_back
 from paradec.prompts import Prompts, encode
 from paradec.protocol import Memory, NotFinite, State
-from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments
+from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.samplers.masked import device_step
 from paradec.slots import DeviceGroup, Group, Seen, Ticket
 from paradec.streaming import check_streamer
@@ -355,9 +355,7 @@ class Batch:
     def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
         """What prompts are decoded with that say nothing else."""
         request = Request.of(arguments, preset, **own_defaults(self.model))
-        method = method_of(self.model, request)
-        if request.steps is not None and not method.uses_steps:
-            warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
+        warn_of_unused(request, method_of(self.model, request), arguments)
         return request
 
     def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:

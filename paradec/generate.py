@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any, Unpack
@@ -23,7 +23,7 @@ from paradec.logprobs import LogProbs
 from paradec.progress import bar
 from paradec.prompts import Prompts, encode, right_aligned
 from paradec.protocol import Commit, Interrupted, State, decode
-from paradec.request import Arguments, Preset, Request, takes_arguments
+from paradec.request import FIELDS, Arguments, Preset, Request, takes_arguments, warn_of_unused
 from paradec.streaming import check_streamer, stream
 from paradec.trace import Trace, drawing
 from paradec.trace_texts import name_tokens
@@ -171,11 +171,14 @@ def generate(
     check_source(prompt, input_ids)
     request = Request.of(arguments, preset, **own_defaults(model))
     prompts = encode(model, prompt if input_ids is None else input_ids, attention_mask, request.chat)
-    return answer(model, prompts, request)
+    return answer(model, prompts, request, arguments)
 
 
-def answer(model: Any, prompts: Prompts, request: Request) -> Output:
+def answer(model: Any, prompts: Prompts, request: Request, said: Collection[str] = FIELDS) -> Output:
     """Decode a request for encoded prompts: what all doors of text come to. As `generate`.
+
+    Args:
+        said: the fields of the request that the caller gave, of which a warning may speak.
 
     Raises: as `generate`.
     """
@@ -186,8 +189,7 @@ def answer(model: Any, prompts: Prompts, request: Request) -> Output:
             "'canvas'"
         )
     method = sampler_on(model, method)
-    if request.steps is not None and not method.uses_steps:
-        warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
+    warn_of_unused(request, method, said)
     if request.compile and model.device.type != "cuda":
         raise ValueError(
             f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out (a CPU has no "
@@ -290,7 +292,7 @@ def infill(
     for index, row in enumerate(prompts.rows):
         if hole not in row:
             raise ValueError(f"the prompt of row {index} has nothing to fill; put {mask!r} or the mask id in it")
-    return answer(model, prompts, request)
+    return answer(model, prompts, request, arguments)
 
 
 def sampler_on(model: Any, method: Any) -> Any:

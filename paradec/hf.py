@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
 from paradec.checks import shown
@@ -28,6 +32,22 @@ READ_FROM_CONFIG = frozenset(
 """Logits processors and stopping criteria that transformers makes from settings which paradec reads itself."""
 UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 """What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
+
+UNSERVED: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states", "use_mtp"), False),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit")),
+    **dict.fromkeys(("constraints", "force_words_ids")),
+}
+"""Fields of a generation config that ask for another decoding method or output, and the value that asks for none."""
+KEPT_BACK = {
+    "assistant_model": "is not supported; a causal model takes sampler=paradec.samplers.create('speculative', "
+    "drafter=...)",
+    "streamer": "does not reach a decoding method that the caller brings; bind it: custom_generate="
+    "functools.partial(paradec.hf_generate, streamer=...)",
+}
+"""Arguments of transformers' `generate` that it hands to its own decoding methods alone."""
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 SERVED = (
     *("sampler", "cache", "attention", "suffix", "blocks", "block_length", "steps", "seed", "eos_early_stop"),
@@ -75,7 +95,8 @@ def hf_generate(
     arguments mean what they mean there: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 unless set, its
     default) and `top_p`, `suppress_tokens`, `guidance_scale` (the prompt masked), `num_return_sequences`,
     `eos_token_id`, `pad_token_id`, `return_dict_in_generate`. Logits processors and stopping criteria beyond these are
-    written for one next token, and are refused.
+    written for one next token, and are refused, as are fields that ask for another method (`UNSERVED`) and an
+    `assistant_model`.
 
     transformers hands neither `streamer` nor `tokenizer` to a decoding method that the caller brings; bind them:
     `custom_generate=functools.partial(paradec.hf_generate, streamer=..., tokenizer=...)`.
@@ -105,8 +126,11 @@ def hf_generate(
     attention_mask = model_kwargs.get("attention_mask")
     _check_positions(input_ids, attention_mask, model_kwargs.get("position_ids"))
     config, sampled = generation_config, generation_config.do_sample
+    new = config.max_new_tokens if config.max_length is None else config.max_length - input_ids.shape[1]
+    if new is None:
+        raise ValueError("generation_config has neither max_new_tokens nor max_length: give one")
     stated_by_transformers = {
-        "max_new_tokens": config.max_length - input_ids.shape[1],
+        "max_new_tokens": new,
         "temperature": (1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
         "top_p": config.top_p if sampled and config.top_p != 1.0 else None,
         "top_k": config.top_k or None if sampled else None,
@@ -156,7 +180,13 @@ def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> Non
             raise ValueError(f"{name} is made for one next token at a time; hf_generate cannot apply it")
         if (getattr(item, "unconditional_context", None) or {}).get("input_ids") is not None:
             raise ValueError("negative_prompt_ids is not supported: guidance_scale is against the masked prompt")
-    for name, value in (("num_beams", 1), ("output_scores", False), ("output_logits", False)):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    for name, why in KEPT_BACK.items():
+        if frame is not None and frame.f_locals.get(name) is not None:
+            raise ValueError(f"{name}={shown(type(frame.f_locals[name]))} {why}")
+    for name, value in UNSERVED.items():
         if getattr(config, name, None) not in (None, value):
             raise ValueError(f"{name}={shown(getattr(config, name))} is not supported; it must be {value}")
     for name, value in model_kwargs.items():

@@ -22,7 +22,7 @@ from paradec.models.images.grid import Grid
 from paradec.pictures import MOST_IMAGES, OUTPUT_TYPES, ImageOutput, contact_sheet, step_pictures
 from paradec.progress import bar
 from paradec.protocol import Commit, Interrupted, Sampler, State, decode
-from paradec.request import Preset, Request, check_names, request_for, takes_arguments
+from paradec.request import Preset, Request, check_names, request_for, takes_arguments, warn_of_unused
 from paradec.thumbnails import of_images, of_stage, pillow, to_pil
 
 __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "to_pil"]
@@ -172,8 +172,7 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
     fields = {**model.defaults_with(method), **said}
     fields["top_k"] = fields.get("top_k") or None
     request = request_for(method, Request(sampler=method, **fields), {})
-    if request.steps is not None and not method.uses_steps:
-        warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=3)
+    warn_of_unused(request, method, said)
     return request
 
 

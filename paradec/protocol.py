@@ -520,6 +520,8 @@ class Sampler:
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_steps: ClassVar[bool] = False
     """Whether the request's `steps` means something to the method."""
+    draws: ClassVar[bool] = True
+    """Whether a seed matters at temperature 0, too: to the order of positions, to drafts or to noise."""
     lock_step: ClassVar[bool] = False
     """Whether all rows take the same steps and end together, so that no row can take the place of another."""
     models: ClassVar[tuple[str, ...]] = ()

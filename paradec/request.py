@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ SAMPLING = (
     *("top_n_sigma", "confidence_eos_eot_inf", "suppress_tokens", "steps", "rng"),
 )
 """Fields that say how tokens are drawn and rows end: all that a step reads of a request."""
+FILTERS = ("top_p", "top_k", "top_n_sigma")
+"""Fields that restrict what tokens are drawn from."""
 ELSEWHERE = {
     "gen_length": "max_new_tokens",
     "max_length": "max_new_tokens",
@@ -432,6 +435,29 @@ def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str,
         if not _same(value, DEFAULTS[name]) and not (name == "attention" and value == "dense"):
             raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}: leave it out")
     return given
+
+
+def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
+    """Whether a seed may change what is decoded: tokens, the order of positions, drafts or the suffix are drawn."""
+    ours = type(method).__module__.startswith("paradec.")  # others may draw positions without saying so
+    kept = Suffix.of(suffix)
+    return temperature != 0 or method.draws or not ours or (kept is not None and kept.density != "cut")
+
+
+def warn_of_unused(request: Request, method: Sampler, said: Collection[str]) -> None:
+    """Warn once of the fields `said` of a request that have no effect with its sampler, for the caller's caller."""
+    if request.steps is not None and not method.uses_steps:
+        warnings.warn(f"steps={request.steps} has no effect: sampler {method.name!r} has no schedule", stacklevel=4)
+    if request.temperature != 0 or method.family not in ("masked", "draft_verify"):
+        return
+    idle = []
+    if getattr(method, "score_from", "raw") == "raw":
+        idle = [name for name in FILTERS if getattr(request, name) not in (None, 1.0 if name == "top_p" else None)]
+    if request.seed is not None and request.rng == "counter" and not seed_matters(method, 0, request.suffix):
+        idle.append("seed")
+    if named := [f"{name}={shown(getattr(request, name))}" for name in idle if name in said]:
+        are = "has" if len(named) == 1 else "have"
+        warnings.warn(f"{', '.join(named)} {are} no effect at temperature 0, which takes the best token", stacklevel=4)
 
 
 def _same(value: Any, default: Any) -> bool:

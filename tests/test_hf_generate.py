@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,12 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"max_time": 9.0}, "MaxTimeCriteria is made for one next token"),
         ({"num_beams": 2}, "num_beams=2 is not supported; it must be 1"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True is not supported"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 is not supported; it must be None"),
+        ({"dola_layers": "high"}, "dola_layers='high' is not supported; it must be None"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported; it must be None"),
+        ({"assistant_model": object()}, "assistant_model=.*object.* is not supported; a causal model takes sampler="),
+        ({"streamer": SimpleNamespace(put=len)}, "streamer=.*Namespace.* does not reach .* bind it: .*partial"),
         ({"position_ids": torch.tensor([[3, 4, 5]])}, "position_ids=.* must count each row's tokens from 0"),
         ({"negative_prompt_ids": torch.tensor([[1]]), "guidance_scale": 2.0}, "negative_prompt_ids is not supported"),
         ({"stop_strings": "a"}, "stop_strings='a' needs a tokenizer"),
@@ -226,6 +233,20 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
     past = plain(ids[:, :2], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="past_key_values holds tokens already"):
         plain.generate(ids, past_key_values=past, max_new_tokens=4, **arguments)
+
+
+def test_the_length_may_stand_in_either_field(pair: Any) -> None:
+    """A config that transformers did not fill in has one of them at most."""
+    plain, loaded, arguments = pair
+    given = {name: value for name, value in arguments.items() if name != "custom_generate"}
+    ids = torch.tensor([[1, 2, 3]])
+    ends = {"eos_token_id": list(loaded.facts.eos_token_ids), "pad_token_id": loaded.facts.pad_token_id}
+    expected = plain.generate(ids, max_new_tokens=6, **arguments)
+    for length in ({"max_new_tokens": 6}, {"max_length": 9}):
+        found = paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**length, **ends), **given)
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="generation_config has neither max_new_tokens nor max_length"):
+        paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**ends), **given)
 
 
 def test_it_is_for_transformers_to_call() -> None:

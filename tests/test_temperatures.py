@@ -87,6 +87,7 @@ def answer(name: str, model: Table, filter_file: str, block: int, **request: Any
     arguments = {"max_new_tokens": NEW, "seed": 3, "suppress_tokens": model.suppressed} | request
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".* no effect at temperature 0")
         out = paradec.generate(
             model,
             [[1, 2, 3], [4, 5, 6]],
@@ -124,6 +125,58 @@ def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> N
             answer(name, table(), filter_file, block, temperature=temperature, **filters) for temperature in (0.0, COLD)
         )
         assert torch.equal(greedy, cold), (block, filters)
+
+
+IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2}, {"top_n_sigma": 0.1})
+DRAWN = ("random", "origin", "maskgit", "recap", "lpd")
+"""Samplers that draw positions, whatever the temperature."""
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str) -> None:
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else {}
+    sampler, found = samplers.create(name, **settings), []
+    rows = [[1, 2], [4, 5, 6]]
+    for changes in IDLE:
+        given = {"seed": 1} | changes
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            out = paradec.generate(table(), rows, sampler=sampler, max_new_tokens=8, block_length=4, **given)
+        filters = {} if sampler.score_from == "sampled" else changes
+        idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
+        idle += [f"seed={given['seed']}"] * (name not in DRAWN)
+        said = [str(one.message) for one in heard if "temperature 0" in str(one.message)]
+        assert [one.split(" ha")[0] for one in said] == [", ".join(idle)] * bool(idle)
+        found.append((out.sequences.tolist(), out.nfe))
+        assert ("seed" in changes and name in DRAWN) == (found[-1] != found[0]) or sampler.score_from == "sampled"
+
+
+def test_it_is_said_once_where_the_request_is_made() -> None:
+    """Of what the call names, not of a preset's; a seed not with samplers that say nothing of draws."""
+    given = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
+    many = [{"prompt": [1, 2]}] * 3
+    doors: list[Callable[[], Any]] = [
+        lambda: paradec.generate(table(), [1, 2], **given),
+        lambda: list(paradec.generate_many(table(), many, batch_size=2, **given)),
+        lambda: paradec.generate(table(), [1, 2], preset=paradec.Request(temperature=0.0, top_k=3), **given),
+    ]
+    for door in doors:
+        with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as heard:
+            door()
+        assert len(heard) == 1
+    own = type("Own", (samplers.get("threshold"),), {})()
+    quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
+    for changes in quiet:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            paradec.generate(table(), [1, 2], **given | changes)
+    drawn = {"suffix": "uniform:2:1", "block_length": 1, "max_new_tokens": 4, "seed": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paradec.generate(paradec.load(), "Sort: pear fig", **drawn)
+    causal = wrapped(tiny_llama())
+    with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
+        paradec.generate(causal, [1, 2], sampler="sjd", temperature=0, top_k=3, seed=1, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

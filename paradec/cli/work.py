@@ -137,7 +137,7 @@ def prepare(
         show.quiet_loading()
         loaded = paradec.load(source, dtype=dtype, **ranks.plan(device))
         from paradec.generate import MADE, own_defaults, sampler_on
-        from paradec.request import DEFAULTS
+        from paradec.request import DEFAULTS, seed_matters
 
         check_model(function, loaded, MADE)
         own = own_defaults(loaded).get("sampler")
@@ -150,7 +150,8 @@ def prepare(
             method = dataclasses.replace(method, drafter=small, **late)
     if request["cache"] is not None and request["cache"].name == "none" and method.family != "masked":
         request["cache"] = None  # the store is their own
-    if request["seed"] is None:  # one for all batches
+    drawn = seed_matters(method, request["temperature"], request["suffix"])
+    if request["seed"] is None and drawn:  # one for all batches
         import torch
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))

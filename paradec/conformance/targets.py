@@ -265,6 +265,7 @@ class Ours:
         steps = asked["group"] not in ("laws", "canvases")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "cache=")  # what caches are worth on so small a model
+            warnings.filterwarnings("ignore", ".* no effect at temperature 0")  # cases state every field
             out = paradec.generate(model, [list(prompt) for prompt in asked["prompts"]], trace=steps, **wanted)
         pad = out.sequences.shape[1] - asked["max_new_tokens"]
         ids = [row[pad - len(prompt) :].tolist() for row, prompt in zip(out.sequences, asked["prompts"], strict=True)]

@@ -32,7 +32,7 @@ from paradec.models.adapter import Model
 from paradec.models.loading import load
 from paradec.prompts import encode
 from paradec.protocol import Interrupted, Sampler, plain
-from paradec.request import Request
+from paradec.request import Request, seed_matters
 from paradec.samplers.masked.start import attention_of, block_policy
 from paradec.suffix import Suffix
 from paradec.version import __version__
@@ -440,7 +440,10 @@ def _measure(
         rows = questions[first : first + batch]
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
-        output = generate(model, prompts, sampler=method, **request, **configuration.request(new, max(counts)))
+        asked = request | configuration.request(new, max(counts))
+        if not seed_matters(method, asked.get("temperature", 0), asked["suffix"]):
+            asked["seed"] = None
+        output = generate(model, prompts, sampler=method, **asked)
         for question, text in zip(rows, output.text or (), strict=True):
             right.setdefault(question.task, []).append(question.right(text))
         result.forwards += sum(output.row_nfe)

@@ -25,11 +25,12 @@ import transformers
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from paradec.blocks import LONGEST_BLOCK
 from paradec.caches.store import KeyValueStore
-from paradec.checks import shown
+from paradec.checks import check_number, shown
 from paradec.models.adapter import Model
-from paradec.models.checkpoint import CheckpointError, check_foreign_dtypes, positive, stored_weights
-from paradec.models.drafter import FeatureDrafter, check_base
+from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
+from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers
 from paradec.models.layout import lay_columns_first
 from paradec.models.pretrained import read_module
@@ -44,6 +45,8 @@ FIELDS = (
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
 """What z-lab's `dflash_config` may hold; DFlash 2's selectors and convolutions, and norms per layer, are refused."""
+NUMBERS = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+MOST_LAYERS = 1000
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -197,19 +200,14 @@ def load_dflash(
     own, settings = _settings(source, config, base)
     config_class, model_class = _network(source)
     published = "dflash_config" in config
-    stored_weights(source, revision)
+    _check_sizes(source, own, stored_weights(source, revision))
     check_foreign_dtypes(source, dict(config), revision)
-    try:
-        made = config_class(**own, block_size=settings.block_size, mask_token_id=settings.mask_token_id)
-        made.target_layer_ids = list(settings.target_layer_ids)
-        made._attn_implementation = "sdpa"
-        options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
-        module = read_module(model_class, source, revision, config=made, dtype=dtype or base.dtype, **options)
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"config.json of {source!r} is not understood: {text}") from error
+    ids = {"block_size": settings.block_size, "mask_token_id": settings.mask_token_id}
+    made = configured(source, config_class, **own, **ids)
+    made.target_layer_ids = list(settings.target_layer_ids)
+    made._attn_implementation = "sdpa"
+    options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
+    module = read_module(model_class, source, revision, config=made, dtype=dtype or base.dtype, **options)
     module = module.to(base.device).requires_grad_(False)
     lay_columns_first(module)
     name = os.path.basename(source.rstrip("/")) or source
@@ -244,7 +242,7 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
         raise CheckpointError(f"{where}: dflash_config={shown(published)} must be an object")
     if other := sorted(name for name, value in inner.items() if name not in FIELDS and value not in (None, False)):
         raise CheckpointError(f"{where}: dflash_config has {', '.join(other)}, of a variant of DFlash that is not read")
-    if config.get("attention_bias"):
+    if flag(config, "attention_bias", False):
         raise CheckpointError(f"{where}: attention_bias={shown(config['attention_bias'])}; DFlash's layers have none")
     given = {**config, **{name: value for name, value in inner.items() if value is not None}}
     hidden, heads, layers, wide = (
@@ -258,11 +256,22 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
             )
     defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "block_size": 16}
     given = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    if layers > MOST_LAYERS:
+        raise CheckpointError(f"{where}: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
     kinds = given.get("layer_types", ["full_attention" if published is not None else "sliding_attention"] * layers)
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(LAYER_TYPES):
-        raise CheckpointError(f"{where}: layer_types={shown(kinds)} must name {layers} of {', '.join(LAYER_TYPES)}")
-    if given.get("hidden_act", "silu") not in ACT2FN:
-        raise CheckpointError(f"{where}: hidden_act={shown(given['hidden_act'])} is not known")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in LAYER_TYPES for kind in kinds):
+        raise CheckpointError(
+            f"{where}: layer_types={shown(kinds)} must name num_hidden_layers={layers} of {', '.join(LAYER_TYPES)}"
+        )
+    activation = given.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise CheckpointError(f"{where}: hidden_act={shown(activation)} is not known")
+    kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
+    if heads % kv_heads or width % 2:
+        raise CheckpointError(
+            f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
+            "together"
+        )
     targets, mask = given.get("target_layer_ids"), given.get("mask_token_id")
     if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
         raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
@@ -272,37 +281,58 @@ def _settings(source: str, config: Mapping[str, Any], base: Model) -> tuple[dict
     if "sliding_attention" in kinds:
         # transformers sees one position further than z-lab's code
         window = positive({"sliding_window": 2048, **given}, "sliding_window") + (published is None)
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise CheckpointError(f"{where}: rope_parameters={shown(rope)} must be an object")
-    theta = 10000.0 if published is not None else 500000.0
-    angles = {"rope_theta": float(given.get("rope_theta", theta)), **rope}
-    angles["rope_type"] = angles.get("rope_type", angles.pop("type", "default"))
     own = {
         "hidden_size": hidden,
         "intermediate_size": wide,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": positive(given, "num_key_value_heads"),
-        "head_dim": positive(given, "head_dim"),
+        "num_key_value_heads": kv_heads,
+        "head_dim": width,
         "rms_norm_eps": float(positive(given, "rms_norm_eps")),
-        "hidden_act": given.get("hidden_act", "silu"),
+        "hidden_act": activation,
         "max_position_embeddings": positive({"max_position_embeddings": 131072, **given}, "max_position_embeddings"),
-        "rope_parameters": angles,
+        "rope_parameters": angles_of(source, config, 10000.0 if published is not None else 500000.0),
         "layer_types": kinds,
         "target_layer_ids": targets,
     }
     block = positive(given, "block_size")
-    if type(block) is not int or block < 2:
-        raise CheckpointError(f"{where}: block_size={shown(block)} must be an integer of at least 2")
+    longest = base.facts.max_length or LONGEST_BLOCK  # of the base
+    if not 2 <= block <= longest:
+        raise CheckpointError(f"{where}: block_size={block} must be an integer from 2 to {longest}")
+    scale, multiplier, cap = (given.get(name, default) for name, default in NUMBERS.items())
+    try:
+        check_number("input_embedding_scale", scale, low=0, open_low=True)
+        check_number("output_multiplier", multiplier, low=0, open_low=True)
+        check_number("final_logit_softcapping", cap, low=0)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
     return own, BlockSettings(
         block_size=block,
         mask_token_id=mask,
         target_layer_ids=tuple(targets),
         window=window,
-        causal=published is not None and given.get("is_causal", True) is not False,
+        causal=published is not None and flag(given, "is_causal", True) is not False,
         raw=published is not None,
-        scale=float(given.get("input_embedding_scale", 1.0)),
-        multiplier=float(given.get("output_multiplier", 1.0)),
-        cap=float(given.get("final_logit_softcapping", 0.0)),
+        scale=float(scale),
+        multiplier=float(multiplier),
+        cap=float(cap),
     )
+
+
+def _check_sizes(source: str, own: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+    """Raise CheckpointError for sizes that the weights do not have, before a module of them is built."""
+    heads, kv_heads, inner, width = (
+        own[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
+    )
+    for stated, rows, name in (
+        (f"num_attention_heads={heads} of head_dim={width}", heads * width, "self_attn.q_proj"),
+        (f"num_key_value_heads={kv_heads} of head_dim={width}", kv_heads * width, "self_attn.k_proj"),
+        (f"intermediate_size={inner}", inner, "mlp.gate_proj"),
+    ):
+        weight = f"layers.{own['num_hidden_layers'] - 1}.{name}.weight"
+        if weight not in stored or stored[weight].shape[:1] != (rows,):
+            found = f"has {stored[weight].shape[0]}" if weight in stored else "is missing"
+            raise CheckpointError(
+                f"the weights of {source!r} do not fit config.json: num_hidden_layers={own['num_hidden_layers']} and "
+                f"{stated} need {rows} rows of {weight}, which {found}"
+            )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-from paradec.checks import check_model, shown
+from paradec.checks import check_bool, check_choice, check_model, check_number, shown
 from paradec.models.adapter import Model
+from paradec.models.checkpoint import CheckpointError
 from paradec.models.facts import ModelFacts
+
+ROPE_NUMBERS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
+)
+"""Fields of `rope_parameters` that are numbers."""
 
 
 class FeatureDrafter:
@@ -87,3 +97,62 @@ def check_base(base: Any) -> None:
         raise ValueError(f"base {facts.name} does not run over a key/value store, which a drafter needs")
     if getattr(base, "ranks", None) is not None:
         raise ValueError(f"base {facts.name} is spread over processes, and a drafter needs a whole one")
+
+
+def angles_of(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """The rotary angles that a drafter's config.json says, as transformers' `rope_parameters`; of base `theta` where it
+    states none.
+
+    Raises:
+        CheckpointError: a field that is not known, of a wrong type or out of its range, or two bases.
+    """
+    stated = config.get("rope_theta")
+    name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    fields = {} if config.get(name) is None else config[name]
+    try:
+        check_number("rope_theta", stated, low=0, open_low=True, none=True)
+        if not isinstance(fields, dict):
+            raise ValueError(f"{name}={shown(fields)} must be an object or null")
+        found = {"rope_theta": float(theta if stated is None else stated), "rope_type": "default"}
+        for field, value in fields.items():
+            if value is None:
+                continue
+            if field in ("rope_type", "type"):
+                check_choice(f"{name}[{field!r}]", value, ("default", *ROPE_INIT_FUNCTIONS))
+                found["rope_type"] = value
+                continue
+            if field in ROPE_NUMBERS:
+                check_number(f"{name}[{field!r}]", value, low=0, open_low=field == "rope_theta")
+            elif field in ("short_factor", "long_factor") and isinstance(value, list):
+                for number in value:
+                    check_number(f"{name}[{field!r}]", number, low=0, open_low=True)
+            elif field == "truncate":
+                check_bool(f"{name}[{field!r}]", value)
+            elif field != "partial_rotary_factor" or value != 1:
+                raise ValueError(f"{name}={shown(fields)}: {shown(field)}={shown(value)} is not supported")
+            found[field] = value
+        if None not in (stated, fields.get("rope_theta")) and stated != fields["rope_theta"]:
+            raise ValueError(f"two bases of the rotary angles: rope_theta={shown(stated)}, and {name}={shown(fields)}")
+    except ValueError as error:
+        raise CheckpointError(f"config.json of {source!r}: {error}") from None
+    return found
+
+
+def configured(source: str, cls: Any, **fields: Any) -> Any:
+    """A configuration of transformers' class, whose rotary angles can be computed.
+
+    Raises:
+        CheckpointError: it is refused there, or the angles are not finite.
+    """
+    angles = fields["rope_parameters"]
+    try:
+        config = cls(**fields)
+        if LlamaRotaryEmbedding(config).inv_freq.isfinite().all():
+            return config
+        why = "they are not finite"
+    except Exception as error:  # strict dataclasses, look-ups and arithmetic each raise their own kinds
+        why = " ".join(str(error).split())
+    raise CheckpointError(
+        f"config.json of {source!r}: the rotary angles of rope_parameters or rope_scaling={shown(angles)} cannot be "
+        f"computed: {why}"
+    )

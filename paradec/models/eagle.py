@@ -31,7 +31,7 @@ from paradec.checks import shown
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
-from paradec.models.drafter import FeatureDrafter, check_base
+from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.images.llamagen import LlamaGenModel, angles
 from paradec.models.layout import lay_columns_first
 from paradec.models.weights import read_weights
@@ -233,7 +233,7 @@ def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
             raise CheckpointError(
                 f"{source!r} has {name}={own}, {base.facts.name} {needed}: it drafts for another model"
             )
-    defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6}
     given = {**defaults, **{name: value for name, value in config.items() if value is not None}}
     kv_heads, width = (positive(given, name) for name in ("num_key_value_heads", "head_dim"))
     if heads % kv_heads or width % 2:
@@ -244,35 +244,21 @@ def _config(source: str, config: Mapping[str, Any], base: Model) -> LlamaConfig:
     activation = config.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         raise CheckpointError(f"config.json of {source!r}: hidden_act={shown(activation)} is not known")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    bases = config.get("rope_theta"), rope.get("rope_theta") if isinstance(rope, dict) else None
-    if None not in bases and bases[0] != bases[1]:
-        raise CheckpointError(
-            f"config.json of {source!r} states two bases of the rotary angles: rope_theta={shown(bases[0])}, and "
-            f"{shown(rope)}"
-        )
-    try:
-        angles_of: dict[str, Any] = {"rope_theta": float(positive(given, "rope_theta")), **rope}
-        angles_of["rope_type"] = angles_of.get("rope_type", angles_of.pop("type", "default"))
-        found = LlamaConfig(
-            hidden_size=hidden,
-            vocab_size=vocab,
-            intermediate_size=inner,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=width,
-            hidden_act=activation,
-            rms_norm_eps=float(positive(given, "rms_norm_eps")),
-            max_position_embeddings=positive({"max_position_embeddings": 2048, **given}, "max_position_embeddings"),
-            rope_parameters=angles_of,
-            attention_bias=False,
-            mlp_bias=False,
-            attn_implementation="sdpa",
-        )
-        LlamaRotaryEmbedding(found)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"config.json of {source!r}: rope_scaling={shown(rope)} is not understood: {error}"
-        ) from error
-    return found
+    return configured(
+        source,
+        LlamaConfig,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        hidden_act=activation,
+        rms_norm_eps=float(positive(given, "rms_norm_eps")),
+        max_position_embeddings=positive({"max_position_embeddings": 2048, **given}, "max_position_embeddings"),
+        rope_parameters=angles_of(source, config, 10000.0),
+        attention_bias=False,
+        mlp_bias=False,
+        attn_implementation="sdpa",
+    )

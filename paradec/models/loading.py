@@ -281,14 +281,14 @@ def _language_model(
     else:
         names = check_weights(source, stored, hf_config, family.key_mapping or {})
     if adapter is not None:
-        adapter.check(source, stored)
+        scales = adapter.scales(source, stored)
     generation = read_json(source, "generation_config.json", revision)
     tokenizer = tokenizer_of(source, family, revision)
     facts = facts_of(source, config, generation, tokenizer, hf_config, family, mask_token_id, block_length)
     name = implementation(attn_implementation)
     module = _pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
     if adapter is not None:
-        adapter.merge(module, family.key_mapping or {})
+        adapter.merge(module, family.key_mapping or {}, scales)
     if device is not None:
         module = module.to(device)
     default_new = generation.get("max_new_tokens")

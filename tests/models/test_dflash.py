@@ -394,20 +394,48 @@ def wrong_checkpoints() -> list[Any]:
     def case(change: Callable[[dict[str, Any], dict[str, Tensor]], object], message: str) -> Any:
         return pytest.param(change, message, id=message[:24])
 
+    def stated(message: str, **fields: Any) -> Any:
+        return case(lambda c, w: c.update(fields), message)
+
+    def inner(message: str, **fields: Any) -> Any:
+        return case(lambda c, w: c["dflash_config"].update(fields), message)
+
     return [
         case(lambda c, w: c.pop("hidden_size"), "hidden_size"),
         case(lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
         case(lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
         case(lambda c, w: c.update(attention_bias=True), "attention_bias=True"),
         case(lambda c, w: c.update(hidden_act="square"), "hidden_act='square'"),
-        case(lambda c, w: c.update(layer_types=["full_attention"]), "layer_types=.* must name 2 of"),
-        case(lambda c, w: c.update(layer_types=["full_attention", "linear"]), "layer_types=.* must name 2 of"),
-        case(lambda c, w: c.update(block_size=1), "block_size=1 must be an integer of at least 2"),
+        case(lambda c, w: c.update(layer_types=["full_attention"]), "layer_types=.* must name num_hidden_layers=2 of"),
+        case(lambda c, w: c.update(layer_types=["full_attention", "linear"]), "layer_types=.* must name num_hidden_l"),
+        case(lambda c, w: c.update(block_size=1), "block_size=1 must be an integer from 2 to 64"),
         case(lambda c, w: c["dflash_config"].pop("mask_token_id"), "mask_token_id=None must be"),
         case(lambda c, w: c["dflash_config"].update(mask_token_id=5), "mask_token_id=5; LlamaForCausalLM has 5 tokens"),
         case(lambda c, w: c["dflash_config"].update(target_layer_ids=[0, 4]), r"reads target_layer_ids=\[0, 4\]"),
         case(lambda c, w: c["dflash_config"].update(target_layer_ids="all"), "target_layer_ids='all'"),
         case(lambda c, w: c["dflash_config"].update(selector_rank=8), "has selector_rank, of a variant of DFlash"),
+        stated(r"hidden_act=\[\] is not known", hidden_act=[]),
+        stated("attention_bias='no' must be true or false", attention_bias="no"),
+        stated("layer_types=.* must name num_hidden_layers=2", layer_types=[[], {}]),
+        stated("num_hidden_layers=1000000000000 must be", num_hidden_layers=10**12, layer_types=None),
+        stated("num_hidden_layers=3 .*layers.2.self_attn.q_", num_hidden_layers=3, layer_types=None),
+        stated("num_attention_heads=3, num_key_value_heads=2 and head_dim=8", num_attention_heads=3),
+        stated("head_dim=7 do not go together", head_dim=7),
+        stated("head_dim=1099511627776 need .* rows of .*q_proj.weight, which has 32", head_dim=2**40),
+        stated("intermediate_size=7 need 7 rows of .*gate_proj.* which has 24", intermediate_size=7),
+        stated("block_size=1000000000000 must be an integer from 2 to 64", block_size=10**12),
+        stated("rope_theta=-1 must be a number in", rope_theta=-1),
+        stated(r"rope_theta=\[\] must be a number in", rope_theta=[]),
+        stated(r"rope_scaling=\[1\] must be an object or null", rope_scaling=[1]),
+        stated(r"unknown rope_scaling\['type'\]: 'zz'", rope_scaling={"type": "zz"}),
+        stated("rope_scaling=.*'yarn'.* cannot be computed: .*factor", rope_scaling={"type": "yarn"}),
+        stated(r"rope_scaling\['factor'\]='x' must", rope_scaling={"type": "linear", "factor": "x"}),
+        stated("cannot be computed: they are not finite", rope_scaling={"type": "linear", "factor": 0}),
+        stated("'full_attention'={} is not supported", rope_parameters={"full_attention": {}}),
+        inner("is_causal='no' must be true or false", is_causal="no"),
+        inner("input_embedding_scale='x' must be", input_embedding_scale="x"),
+        inner("output_multiplier=nan must be", output_multiplier=float("nan")),
+        inner("final_logit_softcapping=-1 must be", final_logit_softcapping=-1),
         case(lambda c, w: w.pop("fc.weight"), "missing .*encoder.fc.weight"),
         case(lambda c, w: w.update({"layers.0.conv.weight": torch.ones(2)}), "unexpected .*layers.0.conv"),
         case(lambda c, w: w.update({"fc.weight": torch.ones(16, 16)}), "mismatched .*encoder.fc.weight"),

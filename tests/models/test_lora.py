@@ -3,15 +3,22 @@ decoded in blocks from the prompt's end."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
 import json
 import pickle
+import re
 import shutil
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from places import GOLDEN
 from safetensors.torch import load_file, save_file
 from test_prompt_blocks import commits, plain_loop
@@ -19,6 +26,7 @@ from torch import Tensor
 
 import paradec
 from paradec import CheckpointError, PipelinedBlocks, samplers
+from paradec.models.lora_config import ONLY, read_config
 
 CONFIG = {
     "alora_invocation_tokens": None,
@@ -171,12 +179,32 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
     name = next(iter(pairs))
     down, up = pairs[name]
     cases: list[tuple[dict | None, dict, str]] = [
-        ({k: v for k, v in pairs.items() if k != name}, {}, f"does not fit .*missing weights: {name}"),
+        ({k: v for k, v in pairs.items() if k != name}, {}, f"missing weights: {name}; target_modules names"),
         (pairs | {"model.layers.0.self_attn.q_proj": pairs[name]}, {}, "unexpected weights: model.layers.0"),
         (pairs | {name: (down[:, :-1], up)}, {}, "mismatched weights: .* instead of"),
-        (None, {"r": 8}, "holds matrices of rank 4 and 4 for .*says 8"),
-        (None, {"r": 0}, "r=0 must be a number above 0"),
+        (None, {"r": 8}, "holds matrices of rank 4 and 4 for .*it is 8"),
+        (None, {"r": 0}, "r=0 must be an integer above 0"),
         (None, {"lora_alpha": "x"}, "lora_alpha='x' must be a number above 0"),
+        (None, {"alpha_pattern": {"q_proj": float("nan")}}, r"alpha_pattern\['q_proj'\]=nan must be a number above 0"),
+        (None, {"alpha_pattern": {"q_proj": "3"}}, r"alpha_pattern\['q_proj'\]='3' must be a number above 0"),
+        (None, {"alpha_pattern": ["q_proj"]}, r"alpha_pattern=\['q_proj'\] must be an object of patterns and numbers"),
+        (None, {"alpha_pattern": {"q_(": 3}}, r"alpha_pattern='q_\(' must be a regular expression: missing \)"),
+        (None, {"rank_pattern": {"q_proj": 2.0}}, r"rank_pattern\['q_proj'\]=2.0 must be an integer above 0"),
+        (None, {"rank_pattern": {"[": 2}}, r"rank_pattern='\[' must be a regular expression: unterminated"),
+        (None, {"use_rslora": "no"}, "use_rslora='no' must be true or false"),
+        (None, {"target_modules": 5}, "target_modules=5 must be a text or a list of texts"),
+        (None, {"target_modules": ["q_proj", 5]}, "target_modules=.* must be a text or a list of texts"),
+        (None, {"target_modules": []}, r"target_modules=\[\] must be names of matrices, a pattern of names or"),
+        (None, {"target_modules": "q_("}, r"target_modules='q_\(' must be a regular expression: missing \)"),
+        (None, {"target_modules": "(.{9}){999}"}, "target_modules=.* must be a pattern of at most 4096 characters"),
+        (None, {"target_modules": "(?:q_proj){e<=1}"}, "target_modules=.* must be a pattern of .*without sets in sets"),
+        (None, {"target_modules": "nothing"}, "leave nothing of what it holds: model.transformer.blocks.0"),
+        (None, {"exclude_modules": {"q_proj": 1}}, "exclude_modules=.* must be a text or a list of texts"),
+        (None, {"layers_to_transform": ["0"]}, r"layers_to_transform=\['0'\] must be an integer or a list of integers"),
+        (None, {"layers_to_transform": True}, "layers_to_transform=True must be an integer or a list of integers"),
+        (None, {"layers_to_transform": 0, "layers_pattern": "("}, r"layers_pattern='\(' must be a regular expression"),
+        (None, {"layers_to_transform": 0, "target_modules": "x"}, "layers_to_transform=0 must be left out where"),
+        (None, {"layers_pattern": "blocks"}, "layers_pattern='blocks' must be left out without layers_to_transform"),
         (None, {"use_dora": True}, "use_dora=True is not supported; supported: False, None. Merge it with peft"),
         (None, {"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
         (None, {"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
@@ -184,10 +212,16 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
         (None, {"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
         ({}, {}, "holds no matrices"),
     ]
-    for number, (given, fields, message) in enumerate(cases):
-        folder = write(tmp_path / str(number), "llada-tiny", given, **fields)
+    for number, (held, fields, message) in enumerate(cases):
+        folder = write(tmp_path / str(number), "llada-tiny", held, **fields)
         with pytest.raises(CheckpointError, match=message):
             paradec.load(base, adapter=folder)
+    folder = write(tmp_path / "alone", "llada-tiny", revision=3, base_model_name_or_path=str(base))
+    with pytest.raises(CheckpointError, match="revision=3 must be a text or null"):
+        paradec.load(folder)
+    folder = write(tmp_path / "infinite", "llada-tiny", pairs | {name: (down * float("inf"), up)})
+    with pytest.raises(CheckpointError, match=f"{name} with the adapter .* holds numbers that are not finite"):
+        paradec.load(base, adapter=folder)
     folder = write(tmp_path / "halves", "llada-tiny")
     weights = load_file(folder / "adapter_model.safetensors")
     one = f"base_model.model.{name}.lora_B.weight"
@@ -208,3 +242,163 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
         paradec.load(base, topology="causal")
     with pytest.raises(ValueError, match="adapter='x' is not for image models"):
         paradec.load("digits-ar", adapter="x")
+
+
+def layer_of(name: str) -> int:
+    return int(name.split(".blocks." if ".blocks." in name else ".layers.")[1].split(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "merged"),
+    [
+        ({"layers_to_transform": [1, 5]}, lambda name: layer_of(name) == 1),
+        ({"layers_to_transform": 0, "layers_pattern": ["h", "blocks"]}, lambda name: layer_of(name) == 0),
+        ({"layers_to_transform": [], "target_modules": ["q_proj"]}, lambda name: name.endswith("q_proj")),
+        ({"target_modules": r"(?!.*(k|v)_proj).*\.([a-z]_proj|attn_out)"}, lambda name: name[-6] not in "kv"),
+        ({"target_modules": "all-linear", "exclude_modules": r".*\.0\..*"}, lambda name: layer_of(name) != 0),
+        ({"exclude_modules": ["q_proj"]}, lambda name: not name.endswith("q_proj")),
+    ],
+)
+def test_matrices_that_the_config_does_not_name_are_left_out(fields: dict, merged: Any, tmp_path: Path) -> None:
+    """And said to be: peft leaves them out without a word."""
+    base = "llada-tiny"
+    pairs = products(base)
+    some = {name: pair for name, pair in pairs.items() if merged(name)}
+    assert 0 < len(some) < len(pairs)
+    by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, some, lambda name: 6 / 4))
+    with pytest.warns(UserWarning, match="does not name model.transformer.blocks.*: left out, as by peft"):
+        ours = paradec.load(GOLDEN / base, adapter=write(tmp_path / "adapter", base, pairs, **fields))
+    assert same_weights(ours, by_hand)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r"((\w|\.)+)+[!$]"},
+        {"target_modules": "(.{0,31}.?){0,31}[!$]"},
+        {"rank_pattern": {r"((\w|\.)+)+[!$]": 2}},
+        {"alpha_pattern": {r"(.{0,31}.?){0,31}[!$]": 2}},
+        {"exclude_modules": r"(?:(|.)(|.)){0,999}[!$]"},
+        {"layers_to_transform": 0, "layers_pattern": r"((\w|\.)+)+[!$]"},
+        {"rank_pattern": {f"{number}.*" * 40: 4 for number in range(3000)}},
+    ],
+)
+def test_patterns_take_bounded_time(fields: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paradec.models.lora_config.SECONDS", 0.1)
+    began = time.process_time()
+    with contextlib.suppress(CheckpointError):
+        paradec.load(GOLDEN / "llada-tiny", adapter=write(tmp_path, "llada-tiny", **fields))
+    assert time.process_time() - began < 2
+
+
+class Raw(str):
+    """Text of a JSON value that json itself cannot write."""
+
+
+ATOMS = st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats()
+ATOMS |= st.text("aq_.*+?|()[]{}^$\\019,", max_size=12)
+KEYS = st.sampled_from(["q_proj", "(", ".*", ""])
+ANYTHING = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=2))
+ANYTHING |= st.sampled_from([100, 500, 900, 950, 980, 5000]).map(lambda depth: Raw("[" * depth + "]" * depth))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(field=st.sampled_from(sorted({*CONFIG, *ONLY, "target_modules"})), value=ANYTHING)
+def test_any_value_of_a_field_is_merged_or_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", "llada-tiny", **{field: "AT"})
+    text = (folder / "adapter_config.json").read_text()
+    value = value if isinstance(value, Raw) else json.dumps(value)
+    (folder / "adapter_config.json").write_text(text.replace(f'"{field}": "AT"', f'"{field}": {value}'))
+    began = time.process_time()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = paradec.load(GOLDEN / "llada-tiny", adapter=folder)
+    except (ValueError, TypeError) as error:
+        assert re.search(rf"\b{field}\b|not valid JSON", str(error)), error
+    else:
+        assert all(weight.isfinite().all() for weight in model.module.parameters())
+    assert time.process_time() - began < 5
+
+
+# ---- beside peft itself ---------------------------------------------------------------------------------------------
+
+PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason='needs peft, of the extra "test"')
+NAMES = [
+    *(f"model.layers.{layer}.{name}" for layer in (0, 1, 11) for name in ("attn.q_proj", "mlp.up_proj", "mlp.x.up")),
+    *(f"model.transformer.blocks.{layer}.{name}" for layer in (0, 1) for name in ("q_proj", "attn_out")),
+    *("model.layers.1.mlp.experts.0.up_proj", "h.0.up_proj", "up_proj", "lm_head", "xup_proj"),
+]
+WHOLE = "model.layers.11.mlp.up_proj"
+ENDINGS = ["q_proj", "up_proj", "up", "attn_out", "layers.1.attn.q_proj", "up_proj.", "0.q_proj", WHOLE]
+PATTERNS = ENDINGS + [
+    *(".*", r".*\.[01]\..*", r".*(q|up)_proj", "q_proj|up", r".*?_proj$", r"model\.(?!layers).*"),
+    *(r"[^.]+\.\d+\..+", r".*\.\d{2,3}\.\w+\..*", r"(.)(?:odel)\.layers\.1(\.|.*\b)mlp.*"),
+    *("up_proj|.*blocks.*", r"^model.*[a-q]_proj\Z"),
+]
+NUMBERED = st.dictionaries(st.sampled_from(PATTERNS), st.integers(1, 9), max_size=3)
+PLACES = st.sampled_from([None, "layers", ["blocks"], ["h", "blocks"], r"\w+", "layers|blocks", "mlp.experts"])
+
+
+def some(values: list[str]) -> Any:
+    return st.lists(st.sampled_from(values), min_size=1, max_size=3)
+
+
+CHOSEN = some(ENDINGS) | st.sampled_from([*PATTERNS, r"(?i).*UP"])
+CONFIGS = st.fixed_dictionaries(
+    {"target_modules": CHOSEN, "r": st.integers(1, 9), "lora_alpha": st.integers(1, 64) | st.floats(0.1, 99)},
+    optional={
+        "exclude_modules": CHOSEN,
+        "use_rslora": st.booleans(),
+        "rank_pattern": NUMBERED,
+        "alpha_pattern": NUMBERED,
+    },
+)
+IN_LAYERS = st.fixed_dictionaries(
+    {
+        **{"target_modules": some(ENDINGS), "r": st.just(4), "lora_alpha": st.just(8), "layers_pattern": PLACES},
+        "layers_to_transform": st.integers(0, 11) | st.lists(st.sampled_from([0, 1, 11])),
+    },
+    optional={"exclude_modules": CHOSEN},
+)
+
+
+@PEFT
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=CONFIGS | IN_LAYERS)
+def test_matrices_ranks_and_scales_are_those_of_peft(fields: dict, tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config, expected = LoraConfig(**copy.deepcopy(fields)), {}
+    for name in NAMES:
+        if check_target_module_exists(config, name):
+            rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+            alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+            expected[name] = (rank, alpha / (rank**0.5 if config.use_rslora else rank))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | fields))
+    assert read_config(str(tmp_path)).products(NAMES) == expected
+
+
+@PEFT
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_rslora": True, "alpha_pattern": {r"layers\.0\..*": 3, "v_proj": 5}},
+        {"target_modules": r".*\.[01]\..*[qv]_proj", "exclude_modules": ["model.layers.1.self_attn.v_proj"]},
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*left out, as by peft", "ignore::UserWarning:peft", "ignore::FutureWarning")
+def test_merged_as_by_peft(fields: dict, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = GOLDEN / "dream-tiny"
+    adapter = write(tmp_path, "dream-tiny", **fields)
+    ours = paradec.load(base, adapter=adapter, dtype="float64")
+    plain = type(ours.module)(ours.module.config).double()
+    plain.load_state_dict(paradec.load(base, dtype="float64").module.state_dict())
+    merged = PeftModel.from_pretrained(plain, adapter, autocast_adapter_dtype=False).merge_and_unload()
+    for (name, mine), (other, peft) in zip(ours.module.state_dict().items(), merged.state_dict().items(), strict=True):
+        assert name == other and torch.allclose(mine, peft, rtol=0, atol=1e-12), name

@@ -53,11 +53,10 @@ ONLY = {
     "score_function": ("sigmoid", None),
     "moe_router_enable_expert_bias": (True, None),
     "router_dtype": ("fp32", None),
-    "delete_token_id": (None,),
-    "split_token_id": (None,),
 }
-"""Fields that would change the maths or the decoding, and the values that the published code follows. (The token ids
-are LLaDA2.2's, whose decoding deletes and splits.)"""
+"""Fields that would change the maths, and the values that the published code follows."""
+OF_2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
+"""Fields of LLaDA2.2, which chooses experts for whole blocks, and whose decoding deletes and splits."""
 
 REQUIRED = (
     "hidden_size",
@@ -87,6 +86,11 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import Glm4MoeConfig
 
+    if later := [f"{name}={shown(config[name])}" for name in OF_2_2 if config.get(name) is not None]:
+        raise CheckpointError(
+            f"config.json: {', '.join(later)}: this is LLaDA2.2, which is not supported: it chooses experts for whole "
+            "blocks (expert_capacity), and deletes and splits tokens; supported: LLaDA2.0 and LLaDA2.1, without these"
+        )
     require(config, REQUIRED)
     refuse_unless(config, ONLY)
     if config.get("quantization_config") is not None:

@@ -50,6 +50,7 @@ class MaskedSampler(Sampler):
         score: the one of them that ranks positions.
         score_from: "raw" computes them from softmax(logits) whatever the temperature (LLaDA), "sampled" from the
             tempered and filtered distribution that tokens are drawn from (Dream).
+        draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too (see `Sampler`).
         uses_steps: whether `steps` means something to the method (see `Sampler`).
         least_by_steps: whether the schedule of `steps` says only what a step commits at least, beside what the rule
             finds without it; then pipelined blocks take the method, without `steps`.
@@ -79,6 +80,7 @@ class MaskedSampler(Sampler):
     reads: ClassVar[tuple[str, ...]] = ("confidence",)
     score: ClassVar[str] = "confidence"
     score_from: ClassVar[str] = "raw"
+    draws: ClassVar[bool] = False
     least_by_steps: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"

@@ -70,6 +70,7 @@ class Combination(MaskedSampler):
             reads=tuple(dict.fromkeys(["confidence", *(read for rule in self.rules for read in rule.reads)])),
             score=self.rules[0].score,
             score_from=self.rules[0].score_from,
+            draws=any(rule.draws for rule in self.rules),
             uses_steps=any(rule.uses_steps for rule in self.rules),
             least_by_steps=all(rule.least_by_steps or not rule.uses_steps for rule in self.rules),
             may_wait=self._may_wait(),

@@ -40,6 +40,7 @@ class DreamSampler(MaskedSampler):
     uses_steps = True
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
     may_wait = True
+    draws = property(lambda self: bool(self.alg_temp))  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_temperature("alg_temp", self.alg_temp, none=True)

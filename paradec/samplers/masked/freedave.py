@@ -127,6 +127,7 @@ class FreeDave(MaskedSampler):
     reads = property(lambda self: self.base.reads)  # type: ignore[assignment]
     score = property(lambda self: self.base.score)  # type: ignore[assignment]
     score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
+    draws = property(lambda self: self.base.draws)  # type: ignore[assignment]
     uses_steps = property(lambda self: self.base.uses_steps)  # type: ignore[assignment]
     may_wait = property(lambda self: self.base.may_wait)  # type: ignore[assignment]
 

@@ -39,6 +39,7 @@ class Halton(InOrder, MaskGIT):
     paper = "Halton-MaskGIT"
     arxiv = "2503.17076"
     summary = "positions in Halton order, in numbers that grow from step to step"
+    draws = False
     presets = {}
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
 

@@ -88,6 +88,7 @@ class LoPA(MaskedSampler):
 
     score = property(lambda self: self.base.score)  # type: ignore[assignment]
     score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
+    draws = property(lambda self: self.base.draws)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         check_int("branches", self.branches, low=0, high=64)

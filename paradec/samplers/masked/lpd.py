@@ -50,6 +50,7 @@ class LPD(InOrder):
     arxiv = "2507.01957"
     summary = "positions near what is decided and far from each other, in groups that grow"
     uses_steps = True
+    draws = True
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def __post_init__(self) -> None:

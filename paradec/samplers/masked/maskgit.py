@@ -60,6 +60,7 @@ class MaskGIT(MaskedSampler):
     arxiv = "2202.04200"
     summary = "the surest with some noise, in numbers that grow from step to step"
     uses_steps = True
+    draws = True
     reference_draws = "masked"
     presets = {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}}
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})

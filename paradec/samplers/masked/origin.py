@@ -38,6 +38,7 @@ class Origin(MaskedSampler):
     uses_steps = True
     frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
     may_wait = True
+    draws = True
     reference_draws = "masked"
 
     def __post_init__(self) -> None:

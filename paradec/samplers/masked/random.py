@@ -33,6 +33,7 @@ class Random(LowConfidence):
 
     name = "random"
     summary = "tokens in random order, in equal numbers per step"
+    draws = True
     device_step = True
 
     def __post_init__(self) -> None:

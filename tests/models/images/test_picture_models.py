@@ -340,6 +340,18 @@ def test_steps_are_for_samplers_with_a_schedule() -> None:
     assert heard[0].filename == __file__
 
 
+def test_one_s_own_filters_are_said_to_have_no_effect_at_temperature_0() -> None:
+    """The model's own are not one's own."""
+    model = Tiles()
+    model.defaults = model.defaults | {"top_k": 5}  # type: ignore[misc]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        images.picture_request(model, {"temperature": 0.0})
+    with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
+        paradec.generate_images(model, class_labels=[1], temperature=0.0, top_k=3, seed=1, output_type="latent")
+    assert heard[0].filename == __file__
+
+
 # ---- MAR's request --------------------------------------------------------------------------------------------------
 
 

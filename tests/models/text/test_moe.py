@@ -321,7 +321,7 @@ REFUSED: list[tuple[str, str, Any]] = [
         ("num_shared_experts", 0), ("num_shared_experts", None), ("routed_scaling_factor", 0),
         ("first_k_dense_replace", 4), ("first_k_dense_replace", -1), ("partial_rotary_factor", 1.5),
         ("partial_rotary_factor", 0.2), ("rotary_dim", 16), ("rope_scaling", {"type": "yarn", "factor": 4.0}),
-        ("num_key_value_heads", 3), ("head_dim", "16"), ("delete_token_id", 90), ("split_token_id", 91),
+        ("num_key_value_heads", 3), ("head_dim", "16"),
         ("quantization_config", {"quant_method": "fp8"}), ("block_length", 0), ("rms_norm_eps", ...),
         ("num_experts", ...), ("mask_token_id", 96),
     )),
@@ -348,6 +348,20 @@ def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: A
     with pytest.raises(paradec.CheckpointError, match=field) as error:
         paradec.load(folder, **{key: given for key, given in told(name).items() if key != field})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fields", [
+    {"delete_token_id": 90, "split_token_id": 91, "block_size": 32, "expert_capacity": 3},
+    {"expert_capacity": 3}, {"expert_capacity": 0}, {"delete_token_id": 90}, {"split_token_id": 91, "num_experts": ...},
+])  # fmt: skip
+def test_llada2_2_is_refused_by_its_name(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """By any of its fields: without its control ids, too, its experts would be others."""
+    folder = edited(tmp_path / "LLaDA2.2-mini", "llada2-tiny", **fields)
+    with pytest.raises(paradec.CheckpointError, match="this is LLaDA2.2, which is not supported") as error:
+        paradec.load(folder, **told("llada2-tiny"))
+    named = [f"{name}={value}" for name, value in fields.items() if name not in ("block_size", "num_experts")]
+    assert all(text in str(error.value) for text in named)
+    assert paradec.load(edited(tmp_path / "b", "llada2-tiny", expert_capacity=None), **told("llada2-tiny"))
 
 
 FOLLOWED = [
