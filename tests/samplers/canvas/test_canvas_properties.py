@@ -331,10 +331,11 @@ def test_stop_strings_end_a_row() -> None:
     whole = paradec.generate(own, ROWS[0], **request)
     ids = whole.new_tokens[0].tolist()
     text = tokenizer.decode(ids[20:22])
-    out = paradec.generate(own, ROWS[0], stop_strings=text, **request)
     stop = next(n for n in range(1, 61) if text in tokenizer.decode(ids[:n]))
-    assert out.tokens == [stop] and out.finished == [True]
-    assert out.new_tokens[0, :stop].tolist() == ids[:stop]
+    for new in (60, stop, stop - 1):  # the last canvas is decoded whole: what is cut off may complete the text
+        out = paradec.generate(own, ROWS[0], stop_strings=text, **request | {"max_new_tokens": new})
+        assert out.tokens == [min(stop, new)] and out.finished == [stop <= new]
+        assert out.new_tokens[0, : out.tokens[0]].tolist() == ids[: out.tokens[0]]
 
 
 def test_streamers_see_drafts_and_then_text() -> None:
