@@ -99,7 +99,8 @@ def test_calibration_equals_diffusers(
     assert found.values[0] == 1 and len(set(found.values)) > 3
     found.save(tmp_path / "ratios.json")
     assert MagRatios.load(tmp_path / "ratios.json") == found
-    assert MagCache(tmp_path / "ratios.json") == MagCache(found) == MagCache(torch.tensor(found.values, dtype=torch.float64))
+    values = torch.tensor(found.values, dtype=torch.float64)
+    assert MagCache(tmp_path / "ratios.json") == MagCache(found) == MagCache(values)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 10, 28])
