@@ -89,6 +89,17 @@ def test_three_turns_are_what_they_are_without_reuse(cache: str, prediction: str
     assert largest_gap(model, rows, cache, prefix=outputs[-1].prefix) < 1e-12
 
 
+@pytest.mark.parametrize("first", ["hierarchical", "dkv_decode", "block"])
+def test_a_prefix_is_as_exact_as_what_it_was_made_over(first: str) -> None:
+    model, rows = tiny(2, "block_causal"), ROWS
+    prefix = None
+    for cache in (first, "block", "prefix"):
+        out = paradec.generate(model, rows, cache=cache, prefix=prefix, keep_prefix=True, **request())
+        assert all(out.cost.reused_tokens) == (prefix is not None)
+        assert out.prefix.exact == (first == "block")
+        prefix, rows = out.prefix, [[*row, 5, 5] for row in out.prefix.tokens]
+
+
 def test_forwarded_tokens_drop_by_what_was_reused() -> None:
     """With `block` a row's first step alone evaluates the prompt, so that is where the prefix is missing."""
     model = tiny(2, "block_causal")

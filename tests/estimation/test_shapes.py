@@ -11,7 +11,7 @@ import torch
 from moe_models import MOE, golden_moe
 from places import GOLDEN
 from tiny_models import tiny
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import paradec
 from paradec.estimation.shapes import BUILT_IN, Shape, shape_of
@@ -202,12 +202,21 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         paradec.estimate(written(tmp_path, "half", {k: v for k, v in LLADA.items() if k != "d_model"}))
 
 
-def test_mixtures_of_transformers_count_as_they_compute() -> None:
-    config = Glm4MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
-        n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1,
-    )  # fmt: skip
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "head_dim": 8,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}  # fmt: skip
+GLM = {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "mixtures"),
+    [
+        (Glm4MoeConfig(**SMALL, **GLM, num_hidden_layers=3), 2),
+        (Qwen3MoeConfig(**SMALL, num_experts=4, num_hidden_layers=3, decoder_sparse_step=2), 1),
+        (Qwen3MoeConfig(**SMALL, num_experts=4, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3]), 1),
+        (Qwen3MoeConfig(**SMALL, num_experts=4, num_hidden_layers=2, mlp_only_layers=[]), 2),
+    ],
+)
+def test_mixtures_of_transformers_count_as_they_compute(config: Any, mixtures: int) -> None:
     shape = shape_of(config)
     assert shape.parameters == matrices(AutoModelForCausalLM.from_config(config))
-    assert (shape.shared_width, shape.mixtures) == (16, 2)
+    assert (shape.shared_width, shape.mixtures) == (16 if config.model_type == "glm4_moe" else 0, mixtures)

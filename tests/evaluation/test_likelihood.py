@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,30 @@ def test_draws_estimate_the_expectation_and_their_variance() -> None:
     assert math.isnan(one(model, samples=4, stratum=4).variance), "one stratum says nothing of its spread"
 
 
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize("method", ["chain", "monte_carlo"])
+def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
+    """Of the draws' values one by one; those of blocks add up, and where nothing was drawn there is none."""
+    model, continuation = tiny(1, topology), CONTINUATION * 2
+    row = CONTEXT + continuation
+    if method == "chain":
+        parts = maskings.chain(model.facts, CONTEXT, continuation, "random", 6, 2)
+    else:
+        parts = maskings.monte_carlo(model.facts, CONTEXT, continuation, 6, 2, 2)
+    value = variance = 0.0
+    for part in parts:
+        strata = [0.0] * (part.rows[-1].stratum + 1)
+        for masking in part.rows:
+            read = laws(model, masking.tokens)
+            strata[masking.stratum] += masking.weight * sum(read[i, row[i]].item() for i in masking.at)
+        value += statistics.mean(strata)
+        variance += statistics.variance(strata) / len(strata) if part.drawn else 0
+    assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
+    found = one(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
+    assert found.value == pytest.approx(value, abs=1e-9) and found.variance == pytest.approx(variance, abs=1e-9)
+    assert found.error == math.sqrt(found.variance) > 0
+
+
 @pytest.mark.parametrize(("length", "stratum"), [(8, 16), (24, 16), (5, 16), (40, 16), (7, 1)])
 def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> None:
     # at 8 and 24 a rounding to even numbers would favour these
@@ -100,14 +125,19 @@ def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> N
         assert all(counts.max() - counts.min() <= 1 for counts in spread), "spread evenly within a stratum"
 
 
-def test_blocks_are_judged_one_after_the_other() -> None:
-    model = tiny(2, "block_causal")
+@pytest.mark.parametrize("longest", [512, 10, 9])
+def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
+    facts = {"mask_token_id": MASK, "topology": "block_causal", "block_length": 4, "prediction": "same"}
+    model = paradec.wrap(tiny(2).module, max_length=longest, eos_token_id=(), **facts)
     row = CONTEXT + CONTINUATION  # 5 + 4 tokens in blocks of 4: three of the second block, one of the third
     expected = 0.0
-    for begin, end, width in ((5, 8, 8), (8, 9, 12)):
+    for begin, end, width in ((5, 8, 8), (8, 9, min(12, longest))):
         for k in range(begin, end):
             tokens = row[:k] + [MASK] * (width - k)
             expected += laws(model, tokens)[k, row[k]].item()
+    if longest == len(row):
+        with pytest.raises(ValueError, match=f"= 10 is longer than .* takes .{longest}"):
+            one(model, [1, *CONTEXT])
     assert one(model, method="chain").value == pytest.approx(expected, abs=1e-9)
     parts = [one(model, CONTEXT, row[5:8], samples=7), one(model, row[:8], row[8:], samples=1)]
     found = one(model, samples=7)

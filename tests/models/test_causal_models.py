@@ -449,6 +449,11 @@ def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str
         assert (output.new_tokens[index, expected:] == speaking.facts.fill_token_id).all()
     assert output.finished[0] and output.finished[2] and sum(output.tokens) < sum(free.tokens)
     assert sum(output.row_nfe) <= sum(free.row_nfe)
+    row = free.finished.index(False)
+    for more, finished in (("", True), ("a", False)):  # complete at the last token asked for, and one too late
+        stop = texts[row] + more
+        cut = paradec.generate(speaking, ROWS, sampler=sampler, stop_strings=stop, **DRAWN, **ASCII)
+        assert cut.finished[row] == finished and cut.tokens[row] == 24
 
 
 def test_stop_strings_need_a_tokenizer_and_no_pictures() -> None:

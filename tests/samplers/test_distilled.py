@@ -149,12 +149,12 @@ def plain_stage(model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Ten
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
-def test_with_a_teacher_it_is_a_plain_loop(start: int, scale: float) -> None:
+def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float) -> None:
     """At guidance 1 the reference has no such path; the loop evaluates the teacher's whole sequence for every token."""
     student, teacher = tiny_student(), tiny_llamagen()
-    sampler = Distilled(t_list=(0, 6), split=9, teacher=teacher, teacher_start=start)
+    sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)
     state = sampler.start(student, [3, 9], temperature=0, guidance_scale=scale, seed=0)
     decode(sampler, student, state)
     calls = 6 - start + 1 + (start > 0)
@@ -165,7 +165,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, scale: float) -> None:
     for row, label in enumerate([3, 9]):
         x = noise = state.noise[row]
         if start:
-            x = plain_stage(student, label, x, noise, 0, 9)
+            x = plain_stage(student, label, x, noise, 0, split)
             x = codes[torch.cdist(x, codes).argmin(-1)]
         ids = torch.cdist(x[:start], codes).argmin(-1).tolist()
         for _ in range(start, 6):
@@ -177,7 +177,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, scale: float) -> None:
                 said.append(network.head(out)[0, -1])
             ids.append(int((said[1] + scale * (said[0] - said[1])).argmax()))
         x = torch.cat((codes[ids], x[6:]))
-        expected = plain_stage(student, label, x, noise, 6, 9)
+        expected = plain_stage(student, label, x, noise, 6, split)
         torch.testing.assert_close(state.tokens[row], expected, atol=1e-10, rtol=0)
 
 

@@ -186,6 +186,22 @@ def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -
     assert not (tmp_path / "no.gif").exists()
 
 
+@pytest.mark.parametrize("grid", [None, (1, 2)], ids=["text", "picture"])
+def test_tokens_that_were_put_back_wait_again(grid: tuple[int, int] | None, tmp_path: Path) -> None:
+    trace = Trace([[1, 0, 0]], {"sampler": "by hand"}, family="masked", mask_id=0)
+    trace.grid, trace.cells = grid, None if grid is None else [[1, 2]]
+    for tokens in ({1: 5}, {1: 0, 2: 6}, {2: 0}, {1: 7, 2: 8}):
+        trace.add([(0, position, token, 1.0) for position, token in tokens.items()], [2], "full")
+    trace.to_gif(tmp_path / "run.gif")
+    waiting = []
+    with Image.open(tmp_path / "run.gif") as drawn:
+        for index in range(drawn.n_frames):
+            drawn.seek(index)
+            below = np.asarray(drawn.convert("RGB")).astype(int)[100:]  # the heading and the bar
+            waiting.append(int((np.abs(below - (226, 226, 234)).max(-1) <= 4).sum()))
+    assert [round(2 * count / waiting[0]) for count in waiting] == [2, 1, 1, 2, 0]
+
+
 def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
     model = tiny_masked_image()
     out = paradec.generate_images(model, class_labels=[0, 1], steps=3, seed=0, trace=True)

@@ -204,7 +204,7 @@ def test_settings_survive_a_dict() -> None:
         ({"base": "wino"}, "base='wino' does not work with sampler 'lopa': it takes back"),
         ({"base": "adablock"}, "base='adablock' does not work with sampler 'lopa': the logits say"),
         ({"base": "nothing"}, "base='nothing': unknown sampler"),
-        ({"branches": -1}, "branches=-1 must be an integer from 0 to 1024"),
+        ({"branches": -1}, "branches=-1 must be an integer from 0 to 64"),
         ({"alpha": 1.5}, r"alpha=1.5 must be a number in \[0, 1\]"),
         ({"tail": 0}, r"tail=0 must be a number in \(0, 1\]"),
         ({"confidence": "entropy"}, "unknown confidence: 'entropy'"),
@@ -230,15 +230,19 @@ def test_requests_that_are_refused(request_: dict, message: str, model: Model) -
 
 
 def test_logits_that_are_not_finite_write_nothing(model: Model) -> None:
-    """Of any branch, also one that does not win."""
-    sampler = LoPA(Threshold(1.0), branches=2)
-    state = sampler.start(model, ROWS, max_new_tokens=8, eos_early_stop=False)
+    """Of any branch of any row, also one that does not win; the row is named, not one that has fewer branches."""
+    sampler, owners = LoPA(Threshold(1.0), branches=2), [0, 1, 2, 0, 1, 2, 0, 2]  # the row itself, a branch, another
+    rows = [[1, MASK, MASK, MASK, 2, 3], [4, MASK, MASK, 5, 6, 7], [8, *[MASK] * 4, 9]]
+    state = sampler.start(model, rows, max_new_tokens=0, eos_early_stop=False)
     with torch.inference_mode():
         sampler.commit(state, sampler.step(model, state))
-        queries = sampler.query(state)
-        outputs = [model(query).clone() for query in queries]
-        outputs[0][-1] = torch.nan  # the last branch of the last row
         before = state.canvas.clone()
-        with pytest.raises(FloatingPointError, match="at its step 1"):
-            sampler.commit(state, sampler.propose(state, outputs, queries))
-    assert torch.equal(state.canvas, before)
+        for at, row in enumerate(owners):
+            (query,) = sampler.query(state)
+            logits = model(query).clone()
+            assert len(logits) == len(owners)
+            logits[at] = torch.nan
+            with pytest.raises(FloatingPointError, match=f"for row {row} at its step 1") as caught:
+                sampler.commit(state, sampler.propose(state, [logits], [query]))
+            assert caught.value.rows.tolist() == [row]
+            assert torch.equal(state.canvas, before)
