@@ -54,7 +54,8 @@ class DelayedCache(RangeCache):
         super().__post_init__()
         check_int("cache_delay_iter", self.cache_delay_iter, low=1, high=2**10)
         check_int("refresh_interval", self.refresh_interval, low=1)
-        check_choice("waiting", self.waiting, ("first", "all", None))
+        if self.waiting is not None:
+            check_choice("waiting", self.waiting, ("first", "all"))
 
     def begin(self, state: CanvasState) -> np.ndarray:
         """[B, 1 + delay] int64: how much is kept; then where what was waiting ended before the last step, the one

@@ -423,6 +423,11 @@ def test_full_blocks_wait_one_after_the_other_or_together(
     assert ours == positions == evaluated_by_rule(13, 45, 4, cache, waiting, filled)
 
 
+def test_what_waits_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match="unknown waiting: 'last'; allowed: all, first"):
+        DelayedCache(waiting="last")
+
+
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_which_blocks_wait_is_the_models(prediction: str) -> None:
     """d3LLM's code for LLaDA has one wait after the other, that for Dream all. Random orders, batches of unequal rows;
