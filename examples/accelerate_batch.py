@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 import paradec
 from paradec.ray import seed_of
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+except ImportError:
+    raise SystemExit("this needs paradec's extra 'accelerate', e.g. pip install -e '.[accelerate]'") from None
 
 TINY = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee", "Hello"]
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from paradec import rows as of_rows
 from paradec.checks import check_choice, check_model
 from paradec.logprobs import LogProbs, StepLogProbs
-from paradec.registry import Registry
+from paradec.registry import Registry, check_declared
 from paradec.thumbnails import of_latent
 from paradec.trace import Notes, Span, Trace
 
@@ -531,6 +531,10 @@ class Sampler:
     names the field."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
     """What `start` takes for fields that are not given, where that is not the default of `paradec.Request`."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        check_declared("sampler", cls)
+        return super().__new__(cls)
 
     def check_model(self, model: Any) -> None:
         """Raise TypeError unless the method decodes with models of this kind."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
+
+MOST_SHOWN = 24
+"""Names that a message lists; of more, and of a registry's, it shows the nearest `NEAREST`."""
+NEAREST = 3
+LONGEST_GUESSED = 80
 
 
 class Registry:
@@ -27,6 +33,10 @@ class Registry:
         self._find_plugins()
         return list(self._targets)
 
+    def _module(self) -> str:
+        """Where names of this kind are, in paradec and among entry points."""
+        return "attention" if self.kind == "attention" else f"{self.kind}s"
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
@@ -43,8 +53,7 @@ class Registry:
         self._has_plugins = True
         import importlib.metadata  # which takes longer than all of this module
 
-        group = "paradec.attention" if self.kind == "attention" else f"paradec.{self.kind}s"
-        for entry in importlib.metadata.entry_points(group=group):
+        for entry in importlib.metadata.entry_points(group=f"paradec.{self._module()}"):
             if entry.name not in self._targets:
                 self._targets[entry.name] = entry.value
             elif self._targets[entry.name] != entry.value:
@@ -59,12 +68,15 @@ class Registry:
         """Add a class, or the text "module:Class" that will be imported on first use.
 
         Raises:
-            ValueError: the name is taken, or the text has another form.
+            ValueError: the name is taken, or the text has another form. TypeError: a class without a name, or one whose
+                settings are no dataclass's.
         """
         if name in self:
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
+        if isinstance(target, type) and hasattr(target, "name"):
+            check_declared(self.kind, target)
         self._targets[name] = target
 
     def get(self, name: str) -> type[Any]:
@@ -74,7 +86,7 @@ class Registry:
             ValueError: no such name; the message lists what there is.
         """
         if not isinstance(name, str) or name not in self:
-            raise ValueError(unknown(self.kind, name, self._targets))
+            raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
         target = self._targets[name]
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
@@ -113,7 +125,7 @@ class Registry:
     def check(self, name: str) -> None:
         """Raise ValueError unless `create` knows the name."""
         if name not in self:
-            raise ValueError(unknown(self.kind, name, self._targets))
+            raise ValueError(unknown(self.kind, name, self._targets, f"paradec.{self._module()}.names()"))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make one by name. A preset changes the defaults; explicit settings win over it.
@@ -146,9 +158,28 @@ class Registry:
         return self.create(data[self.kind], **{key: value for key, value in data.items() if key != self.kind})
 
 
-def unknown(what: str, given: object, allowed: Any) -> str:
-    """The message for a name that is not one of `allowed`, with a guess at what was meant."""
+def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:
+    """The message for a name that is not one of `allowed`, with a guess at what was meant; of many names the nearest
+    ones, and where all are `listed`."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(str(given), names, n=1)
+    text, said = str(given)[:LONGEST_GUESSED], repr(given)
+    said = said if len(said) <= 80 else f"{said[:77]}..."
+    close = difflib.get_close_matches(text, names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown {what}: {given!r}{hint}; allowed: {', '.join(names) or 'none'}"
+    if len(names) <= (NEAREST if listed else MOST_SHOWN):
+        return f"unknown {what}: {said}{hint}; allowed: {', '.join(names) or 'none'}"
+    near = ", ".join(difflib.get_close_matches(text, names, n=NEAREST, cutoff=0))
+    where = f"; {listed} lists all" if listed else ""
+    return f"unknown {what}: {said}{hint}; the nearest of {len(names)} names: {near}{where}"
+
+
+def check_declared(kind: str, cls: type) -> None:
+    """Raise TypeError for a class of a sampler or cache without a name, or with settings that no dataclass takes."""
+    if not getattr(cls, "name", ""):
+        raise TypeError(f"{kind} class {cls.__name__} has no name; give it one: name = \"...\"")
+    own = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
+    if own and "__dataclass_params__" not in vars(cls):
+        raise TypeError(
+            f"{kind} class {cls.__name__} is no dataclass, so {', '.join(sorted(own))} cannot be set; put "
+            "@dataclass(frozen=True) before it"
+        )

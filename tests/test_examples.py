@@ -34,6 +34,14 @@ for path in sys.argv[1:]:
 """
 
 
+def test_an_example_says_which_extra_it_needs() -> None:
+    code = "import runpy, sys; sys.modules['accelerate'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    path = str(EXAMPLES / "accelerate_batch.py")
+    done = subprocess.run([sys.executable, "-c", code, path, "--tiny"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "this needs paradec's extra 'accelerate', e.g. pip install -e '.[accelerate]'\n"
+
+
 def test_examples_run_offline() -> None:
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=300)

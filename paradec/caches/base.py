@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from paradec import rows as of_rows
 from paradec.canvas import CanvasState
 from paradec.checks import LARGEST_INT64, check_choice, check_int
+from paradec.registry import check_declared
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -108,6 +109,10 @@ class Cache:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         cls.device_step = vars(cls).get("device_step", False)
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        check_declared("cache", cls)
+        return super().__new__(cls)
 
     def exact_for(self, topology: str) -> bool:
         """Whether this cache, with its settings, changes no logits of a model of this topology."""

@@ -17,7 +17,7 @@ from paradec.hooks.guard import Guard
 from paradec.hooks.report import CallRecord, Report
 from paradec.hooks.transformer import Transformer
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.rules import Rule
+from paradec.samplers.forecast.rules import RULES, Rule
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 TRANSFORMERS = ("transformer", "transformer_2", "unet")
@@ -129,13 +129,19 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> A
         from paradec.hooks.block_cache import BlockCache
 
         return BlockCache(pipe)
-    sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
+    given, sampler = sampler, samplers.create(sampler) if isinstance(sampler, str) else sampler
     if isinstance(sampler, Rule):
         sampler = TaylorSeer(refresh=sampler)
     if getattr(sampler, "name", None) == "recap":
         from paradec.hooks.recap import RecapSession
 
         return RecapSession(pipe, sampler)
+    if not isinstance(sampler, (TaylorSeer, type(None))):
+        rules = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
+        raise TypeError(
+            f"sampler={shown(given)} is not for pipelines: accelerate takes 'taylorseer' and 'recap', such a sampler "
+            f"made with settings, a rule by itself ({rules}), or cache='block' without a sampler"
+        )
     return Session(pipe, TaylorSeer() if sampler is None else sampler)
 
 

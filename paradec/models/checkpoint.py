@@ -81,6 +81,9 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
     if os.path.isdir(source):
         path = Path(source, filename)
         return path if path.is_file() else None
+    if os.path.isfile(source):
+        folder = os.path.dirname(source) or "."
+        raise CheckpointError(f"{source!r} is a file, not a folder with a checkpoint; give its folder, {folder!r}")
     if os.path.exists(source) or source.startswith((".", "/", "~")):
         raise CheckpointError(f"{source!r} is not a folder with a checkpoint")
     from transformers.utils import cached_file

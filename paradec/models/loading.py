@@ -216,6 +216,9 @@ def load(
             "its name to `paradec image`"
         )
     single = os.path.isfile(source) and not source.endswith(".json")  # only image models' checkpoints are one file
+    beside = read_json(os.path.dirname(source) or ".", "config.json", None) if single else {}
+    if beside and image_loader(beside.get("model_type")) is None:  # a text model's weights
+        fetch(source, "config.json", revision)  # says that it wants the folder
     config = {"model_type": file_type(source)} if single else read_json(source, "config.json", revision, required=True)
     if image_loader(config.get("model_type")) is not None:
         for name, value in for_text.items():

@@ -871,8 +871,9 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
     for pipe in (3, "flux", object(), type("Pipe", (), {"scheduler": None})()):
         with pytest.raises(TypeError, match="must be a diffusers pipeline"):
             accelerate(pipe)
-    for sampler in ("threshold", paradec.samplers.create("threshold")):
-        with pytest.raises(TypeError, match="sampler=.*paradec.TaylorSeer"):
+    takes = r"not for pipelines: accelerate takes 'taylorseer' and 'recap', .* \(.*FirstBlock.*MagCache.*\), or cache"
+    for sampler, shown in (("threshold", "'threshold'"), (paradec.samplers.create("threshold"), "Threshold"), (3, "3")):
+        with pytest.raises(TypeError, match=f"^sampler={shown}.* {takes}='block'"):
             accelerate(flux, sampler)
     with pytest.raises(ValueError, match="Linear has no list of blocks"):
         accelerate(nn.Linear(2, 2), TaylorSeer())

@@ -507,9 +507,10 @@ def test_chats_copies_and_races(speaking: Any) -> None:
 
 
 def test_a_masked_sampler_says_what_to_give(speaking: Any) -> None:
-    with pytest.raises(
-        ValueError, match="needs a model with a mask token; LlamaForCausalLM is autoregressive: give one"
-    ):
+    """The weights may be trained on masks all the same: then the wrap was told too little."""
+    said = "LlamaForCausalLM is taken for an autoregressive one: mask_token_id=None, topology='causal'. If it was "
+    said += "trained on masks, give paradec.wrap its mask_token_id, prediction and topology; else give .*sampler='sjd'"
+    with pytest.raises(ValueError, match=said):
         paradec.generate(speaking, "one two")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -698,6 +699,15 @@ def test_empty_folder_and_file(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with pytest.raises(paradec.CheckpointError, match="is not a folder with a checkpoint"):
         paradec.load(file)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_of_a_folder(name: str) -> None:
+    file = str(GOLDEN / "llada-tiny" / name)
+    said = f"{file!r} is a file, not a folder with a checkpoint; give its folder, {str(GOLDEN / 'llada-tiny')!r}"
+    for load in (paradec.load, lambda source: paradec.load(GOLDEN / "llada-tiny", adapter=source)):
+        with pytest.raises(paradec.CheckpointError, match=re.escape(said)):
+            load(file)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from paradec.samplers.canvas import rules
 from paradec.samplers.canvas.noise import draw
 from paradec.samplers.canvas.start import start_state
 from paradec.samplers.canvas.state import DenoisingState
-from paradec.samplers.masked.views import View
+from paradec.samplers.masked.views import View, selection
 from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
 from paradec.trace import Notes
 
@@ -295,7 +295,7 @@ class CanvasSampler(Sampler):
             choose=lambda scores, count: top_by_rank(scores + rng.gumbel(noise()), count),
             ends=state.ends,
         )
-        return state.rule.select(view) & free
+        return selection(state.rule, view) & free
 
     def _drawn(
         self, state: DenoisingState, proposal: CanvasProposal, kept: Tensor, generator: torch.Generator | None

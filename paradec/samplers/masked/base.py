@@ -24,6 +24,7 @@ from paradec.canvas import CanvasState
 from paradec.kernels.token_stats import Draws, read_stats
 from paradec.logprobs import StepLogProbs
 from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.registry import unknown
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import noting, pipeline, reference, revising
@@ -31,8 +32,16 @@ from paradec.samplers.masked.queries import owners, part_query, positions_of, un
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import WATCHED
-from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View
-from paradec.samplers.statistics import Raised, filter_logits, guided, tempered, token_statistics, top_by_rank
+from paradec.samplers.masked.views import LAST, UNCUT, Decision, MaskedProposal, Revision, Stage, View, selection
+from paradec.samplers.statistics import (
+    QUANTITIES,
+    Raised,
+    filter_logits,
+    guided,
+    tempered,
+    token_statistics,
+    top_by_rank,
+)
 from paradec.trace import Notes
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
@@ -104,12 +113,13 @@ class MaskedSampler(Sampler):
             if made < said:  # overridden nearer than anything is said
                 setattr(cls, flag, True)
         cls.device_step = vars(cls).get("device_step", False)
+        _check_declared(cls)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
     def select(self, view: View) -> Tensor:
         """Which candidates become final: [R, W] bool. A pure function of the view."""
-        raise NotImplementedError
+        raise NotImplementedError(f"sampler class {type(self).__name__} has no select")
 
     def quota(self, state: CanvasState, rows: np.ndarray) -> Any:
         """What `view.quota` is for `rows` [R] at this step."""
@@ -433,7 +443,7 @@ class MaskedSampler(Sampler):
 
     def selected(self, view: View) -> Tensor:
         """[R, W] bool: the candidates that become final, in several open blocks too."""
-        selected = self.select(view) & view.candidates
+        selected = selection(self, view) & view.candidates
         return selected if view.leading is None else pipeline.with_progress(selected, view)
 
     def _view(
@@ -480,6 +490,22 @@ class MaskedSampler(Sampler):
             return reference.choose(state, scores.softmax(-1).nan_to_num(), count, generator)
         # Gumbel-top-k draws the same law, also of positions whose probability is too small for a number
         return top_by_rank(scores + rng.gumbel(self._position_noise(state, None)), count)
+
+
+def _check_declared(cls: type[MaskedSampler]) -> None:
+    """Raise ValueError for quantities that a class declares and nothing computes."""
+    reads, score, source = cls.reads, cls.score, cls.score_from
+    named = not isinstance(reads, property)  # of another sampler's
+    if named and not isinstance(reads, (tuple, list)):
+        raise ValueError(f"reads={reads!r} of class {cls.__name__} must be a tuple of {', '.join(QUANTITIES)}")
+    if wrong := [value for value in reads if value not in QUANTITIES] if named else []:
+        raise ValueError(f"reads={reads!r} of class {cls.__name__}: {unknown('quantity', wrong[0], QUANTITIES)}")
+    if named and "confidence" not in reads:  # which every commit looks at
+        cls.reads = ("confidence", *reads)
+    if named and not isinstance(score, property) and score not in cls.reads:
+        raise ValueError(f"score={score!r} of class {cls.__name__} must be one of its reads={cls.reads!r}")
+    if not isinstance(source, property) and source not in ("raw", "sampled"):
+        raise ValueError(f"score_from={source!r} of class {cls.__name__} must be 'raw' or 'sampled'")
 
 
 def _spread(

@@ -24,6 +24,7 @@ from paradec.checks import shown
 from paradec.protocol import MemorySpec, Sampler
 from paradec.registry import Registry
 from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Stage, View
+from paradec.samplers.masked.views import selection
 from paradec.samplers.statistics import Raised, written
 
 
@@ -150,7 +151,7 @@ class Combination(MaskedSampler):
         """The names of the rules that would commit a position, joined."""
         chosen: dict[tuple[int, int], list[str]] = {}
         for _, rule, own in self.views(view):
-            for row, column in (rule.select(own) & view.candidates).nonzero().tolist():
+            for row, column in (selection(rule, own) & view.candidates).nonzero().tolist():
                 chosen.setdefault((row, column), []).append(rule.name)
         return self.named({place: tuple(names) for place, names in chosen.items()}, view)
 
@@ -200,7 +201,7 @@ class Union(Combination):
         return all(rule.may_wait for rule in self.rules)
 
     def select(self, view: View) -> Tensor:
-        return functools.reduce(operator.or_, (rule.select(own) for _, rule, own in self.views(view)))
+        return functools.reduce(operator.or_, (selection(rule, own) for _, rule, own in self.views(view)))
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Intersection(Combination):
         return False
 
     def select(self, view: View) -> Tensor:
-        agreed = functools.reduce(operator.and_, (rule.select(own) for _, rule, own in self.views(view)))
+        agreed = functools.reduce(operator.and_, (selection(rule, own) for _, rule, own in self.views(view)))
         agreed = agreed & view.candidates
         return torch.where(agreed.any(-1, keepdim=True), agreed, view.best())
 

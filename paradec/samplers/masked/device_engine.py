@@ -17,6 +17,7 @@ from paradec.samplers.masked.device_graphs import Layout, captured
 from paradec.samplers.masked.dream import DreamSampler
 from paradec.samplers.masked.schedules import time_share
 from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.views import selection
 from paradec.samplers.statistics import top_by_rank
 
 WIDTHS = 64
@@ -291,7 +292,7 @@ class Engine(CanvasState):
             choose=lambda scores, number: sampler._choose(self, scores, number, None),
             ends=self.ends,
         )
-        selected = sampler.select(view) & undecided
+        selected = selection(sampler, view) & undecided
 
         healthy = (quantities["confidence"].isfinite() | ~valid).all(1)
         idle = ~selected.any(1)

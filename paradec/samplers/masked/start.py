@@ -144,8 +144,10 @@ def _check_pair(sampler: Any, model: Any) -> None:
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
         raise ValueError(
-            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is autoregressive: give one of "
-            "family 'draft_verify', e.g. sampler='sjd'"
+            f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} is taken for an autoregressive "
+            f"one: mask_token_id={facts.mask_token_id}, topology={facts.topology!r}. If it was trained on masks, give "
+            "paradec.wrap its mask_token_id, prediction and topology; else give one of family 'draft_verify', e.g. "
+            "sampler='sjd'"
         )
     if sampler.shadows and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(

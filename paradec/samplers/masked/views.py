@@ -130,3 +130,16 @@ class Decision:
     """[R, W]: what that adds to what is decided: bool; -1, 0 or 1 where the method takes tokens back."""
     linger: Tensor | None = None
     """[R] bool: rows whose block stays open although nothing in it is undecided."""
+
+
+def selection(sampler: Any, view: View) -> Tensor:
+    """What a method's `select` says of a view.
+
+    Raises:
+        ValueError: it is no mask over the window.
+    """
+    found, shape = sampler.select(view), list(view.candidates.shape)
+    if not isinstance(found, Tensor) or found.dtype != torch.bool or list(found.shape) != shape:
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(f"select of {sampler.name!r} returned {what}; it must return torch.bool [R, W], here {shape}")
+    return found
