@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a paradec model: the scores of `paradec compare`, and what a harness asks of a model."""
+"""lm-evaluation-harness with a paradec model: the scores of `paradec compare`, and what the harness adds to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from places import TESTS
-from test_wrap import wrapped
 from typer.testing import CliRunner
 
 lm_eval = pytest.importorskip("lm_eval", reason='needs the extra "eval"')
@@ -22,11 +21,10 @@ lm_eval = pytest.importorskip("lm_eval", reason='needs the extra "eval"')
 import paradec  # noqa: E402
 from paradec import cli, evaluation  # noqa: E402
 from paradec.evaluation import evaluate as running  # noqa: E402
-from paradec.evaluation.harness import TASKS, ParadecLM  # noqa: E402
+from paradec.evaluation.harness import ParadecLM  # noqa: E402
 from paradec.evaluation.likelihood import log_likelihoods  # noqa: E402
 from paradec.evaluation.recipe import Recipe  # noqa: E402
 from paradec.models.adapter import Model  # noqa: E402
-from paradec.prompts import encode  # noqa: E402
 
 ROOT = TESTS.parent
 SOME = ("sort", "shuffle", "latin_square")
@@ -59,6 +57,13 @@ def test_the_entry_point_is_the_model() -> None:
     assert EntryPoint("paradec", points["paradec"], "lm_eval.models").load() is ParadecLM
 
 
+def test_arguments_of_the_command_line_are_the_model_s() -> None:
+    made = lm_eval.api.registry.get_model("paradec").create_from_arg_string(
+        "sampler=klass,history=3,max_new_tokens=4", {"batch_size": "2", "device": None}
+    )
+    assert made.request.to_dict()["sampler"]["history"] == 3 and made.batch_size == 2
+
+
 def test_exact_match_is_that_of_compare_at_every_batch_size(packaged64: Model) -> None:
     limit, tasks = 6, tuple(f"paradec_{task}" for task in SOME)
     # the harness takes the first prompts of a task, and compare some of all lengths: the questions are the first ones
@@ -86,82 +91,6 @@ def test_every_packaged_task_has_the_score_of_compare(packaged64: Model) -> None
     for task, (right, count) in of_compare.tasks.items():
         assert found["results"][f"paradec_{task}"]["exact_match,none"] == right / count
     assert found["groups"]["paradec"]["exact_match,none"] == pytest.approx(of_compare.accuracy())
-
-
-def test_there_is_a_task_for_every_packaged_one() -> None:
-    group = yaml.safe_load((TASKS / "_paradec.yaml").read_text())["task"]
-    assert group == [f"paradec_{task}" for task in evaluation.TASKS]
-
-
-# ---- answers --------------------------------------------------------------------------------------------------------
-
-
-def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
-    lm = ParadecLM(packaged64, batch_size=3)
-    prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
-    whole, stopped, short = lm.generate_until(
-        asked((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
-    )
-    assert whole == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
-    assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
-    assert lm.spent.answers == 3
-    unstopped = ParadecLM(packaged64, until=False)
-    assert unstopped.generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
-    own = ParadecLM(packaged64, max_new_tokens=1)  # what the model says wins over the task
-    assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
-
-
-def test_what_the_model_says_wins_over_the_task(packaged64: Model) -> None:
-    task = {"do_sample": False, "temperature": 0.0, "until": []}
-    entry, _ = ParadecLM(packaged64)._asked("Sort: pear fig apple", task)
-    assert entry["temperature"] == 0.0
-    entry, _ = ParadecLM(packaged64, temperature=0.7)._asked("Sort: pear fig apple", task)
-    assert "temperature" not in entry  # the request's 0.7 stands
-
-
-def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
-    lm, text = ParadecLM(packaged64), "Sort: pear fig apple"
-    chat = lm.apply_chat_template([{"role": "user", "content": text}])
-    assert lm.tok_encode(chat) == encode(packaged64, text).rows[0]
-    assert lm.tok_encode(text) == encode(packaged64, text, chat=False).rows[0] != lm.tok_encode(chat)
-    closed = [{"role": "user", "content": text}, {"role": "assistant", "content": "apple"}]
-    begun = lm.apply_chat_template(closed, add_generation_prompt=False)
-    assert begun.endswith("apple") and begun.startswith(chat)
-
-
-def test_what_a_task_cannot_ask(packaged64: Model) -> None:
-    lm = ParadecLM(packaged64)
-    with pytest.raises(ValueError, match="holds the mask id 122"):
-        lm.generate_until(asked(("Sort: pear <|mdm_mask|>", {})))
-    with pytest.raises(ValueError, match="num_beams=4, which paradec does not do"):
-        lm.generate_until(asked(("Sort: pear", {"num_beams": 4})))
-    assert lm.generate_until([]) == []
-
-
-def test_arguments_that_are_refused(packaged64: Model) -> None:
-    for arguments, said in (
-        ({"batch_size": "auto"}, "batch_size='auto'"),
-        ({"likelihood": "exact"}, "method='exact'"),
-        ({"mc_num": 24}, "samples=24"),
-        ({"dtype": "float32"}, "dtype='float32'"),
-        ({"seed": -1}, "seed=-1"),
-        ({"num_return_sequences": 2}, "num_return_sequences=2"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            ParadecLM(packaged64, **arguments)
-    with pytest.raises(TypeError, match="tresh"):
-        ParadecLM(packaged64, tresh=1)
-    with pytest.raises(ValueError, match="no tokenizer"):
-        ParadecLM(wrapped("Bert"))
-    with pytest.raises(TypeError, match="language model"):
-        ParadecLM("digits-ar")
-    assert ParadecLM(packaged64, threshold=0.5).request.sampler.threshold == 0.5
-    assert (
-        lm_eval.api.registry.get_model("paradec")
-        .create_from_arg_string("sampler=klass,history=3,max_new_tokens=4", {"batch_size": "2", "device": None})
-        .request.to_dict()["sampler"]["history"]
-        == 3
-    )
 
 
 def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: Path) -> None:
@@ -238,37 +167,6 @@ def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path,
     assert [greedy for row in first for _, greedy in row] == [True, False, False, True, False]
 
 
-def test_log_likelihoods_are_those_of_the_library(packaged64: Model) -> None:
-    lm = ParadecLM(packaged64, likelihood="chain", check_greedy=False)
-    chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat"}])
-    context, answer = lm.tok_encode(chat), lm.tok_encode("kiwi goat")
-    ((value, greedy),) = lm.loglikelihood(asked((chat, "kiwi goat")))
-    exact = next(log_likelihoods(packaged64, [(context, answer)], method="chain"))
-    assert value == pytest.approx(exact.value, abs=1e-9)
-    assert greedy is False and lm.get_model_info()["log_likelihoods"]["median_standard_error"] == 0
-
-
-def test_a_rendered_chat_gets_no_first_token() -> None:
-    class Words:  # of a causal model, with a token that texts begin with
-        bos_token_id, eos_token_id, unk_token_id, chat_template = 1, 2, None, "yes"
-
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            return {"input_ids": [1] * add_special_tokens + [3 + len(word) for word in text.split()]}
-
-        def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
-            return "s " + " ".join(turn["content"] for turn in chat)
-
-    model = wrapped("Llama causal")
-    lm = ParadecLM(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
-    chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
-    assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]
-    assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
-    assert lm._encode_pair("four  ", "go") == ([1, 7], [5])
-    exact = next(log_likelihoods(lm.model, [([4, 7, 10], [5])]))
-    ((value, greedy),) = lm.loglikelihood(asked((chat, " go")))
-    assert (value, greedy) == (exact.value, exact.greedy)
-
-
 def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -> None:
     lm = ParadecLM(packaged64, likelihood="chain", max_length=5)
     ids = lm.tok_encode("kiwi goat fox pear fig apple")
@@ -277,16 +175,6 @@ def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -
     expected = sum(found.value for found in log_likelihoods(packaged64, windows, method="chain"))
     assert lm.loglikelihood_rolling(asked(("kiwi goat fox pear fig apple",)))[0] == pytest.approx(expected, abs=1e-9)
     assert lm.check_greedy
-
-
-def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
-    lm = ParadecLM(packaged64, likelihood="chain", max_length=6, check_greedy=False)
-    with pytest.warns(UserWarning, match="cut on the left to 4"):
-        ((value, _),) = lm.loglikelihood(asked(("kiwi goat fox pear fig", " apple kiwi")))
-    pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
-    assert value == pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
-    with pytest.raises(ValueError, match="leaves no room"):
-        lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6})))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -61,6 +61,13 @@ def tuned(model: Model, answers: list[list[int]]) -> Tuning:
     return paradec.tune(model, PROMPTS, answers=answers, **SMALL)
 
 
+@pytest.fixture(scope="module")
+def by_hand(model: Model, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuning]:
+    """A study of nothing but what is set by hand, and what it found."""
+    file = tmp_path_factory.mktemp("study") / "study.db"
+    return file, paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
+
+
 def plainly(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
     """Score and forwards of one prompt, by itself."""
     out = paradec.generate(model, prompt, preset=preset, seed=SMALL["seed"])
@@ -125,8 +132,8 @@ def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_w
     assert f"{tuned.hand.name} (the best set by hand)" in str(tuned)
 
 
-def test_all_that_was_set_by_hand_is_tried_however_few_trials_there_are(model: Model, answers: list[list[int]]) -> None:
-    found = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "trials": 0, "loss": 100})
+def test_all_that_was_set_by_hand_is_tried_however_few_trials_there_are(by_hand: tuple[Path, Tuning]) -> None:
+    _, found = by_hand
     assert found.complete and found.trials["measured"] == 8 and found.trials["refused"] == 0
     assert all(point.by_hand for point in found.points) and found.hand is found.points[found.chosen or 0]
 
@@ -312,6 +319,30 @@ def test_ctrl_c_loses_nothing(
     assert counted.prompts == before, "a study that is done is read"
 
 
+def test_what_was_set_by_hand_stays_so_where_a_proposal_came_first(
+    model: Model,
+    answers: list[list[int]],
+    by_hand: tuple[Path, Tuning],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a study that several processes share. What was measured is not decoded again."""
+    (other, expected), file = by_hand, tmp_path / "study.db"
+    before = optuna.load_study(study_name="paradec", storage=f"sqlite:///{other}")
+    after = optuna.create_study(study_name="paradec", storage=f"sqlite:///{file}", directions=before.directions)
+    for name, value in before.user_attrs.items():
+        after.set_user_attr(name, value)
+    best = expected.hand.candidate.to_data()
+    for trial in sorted(before.trials, key=lambda trial: trial.user_attrs["candidate"] != best):
+        if trial.user_attrs["candidate"] == best:
+            del trial.user_attrs["start"], trial.system_attrs["fixed_params"]
+        after.add_trial(trial)
+    counted = Counted(monkeypatch)
+    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
+    assert again.trials["measured"] == expected.trials["measured"] + 1 and counted.prompts == 0
+    assert timeless(again) | {"trials": {}} == timeless(expected) | {"trials": {}} and again.hand.by_hand
+
+
 @pytest.mark.full
 def test_what_a_dead_process_left_is_gone_on_with(
     model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path
@@ -365,14 +396,11 @@ def test_another_s_trial_is_left_to_it(model: Model, answers: list[list[int]], t
     ],
 )
 def test_another_study_is_refused_by_name(
-    model: Model, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory, change: dict[str, Any], word: str
+    model: Model, answers: list[list[int]], by_hand: tuple[Path, Tuning], change: dict[str, Any], word: str
 ) -> None:
-    file = tmp_path_factory.getbasetemp() / "other-study.db"
-    few = {**SMALL, "trials": 0, "study": file}
-    if not file.exists():
-        paradec.tune(model, PROMPTS, answers=answers, **few)
     prompts = change.pop("prompts", PROMPTS)
     given = change.pop("answers", answers[: len(prompts)])
+    few = {**SMALL, "trials": 0, "study": by_hand[0]}
     with pytest.raises(ValueError, match=word):
         paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
 
