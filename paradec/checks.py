@@ -55,6 +55,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def count(number: int, noun: str) -> str:
+    """ "1 token", "2 tokens": for a message."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def check_int(name: str, value: Any, low: int | None = None, high: int | None = None, none: bool = False) -> None:
     """Raise ValueError unless `value` is an integer (a bool is none) in [low, high], or None where `none` allows it."""
     if value is None and none:
@@ -104,8 +109,10 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_text(name: str, text: str) -> None:
     """Raise ValueError for bytes that are no UTF-8, which Python hands on as surrogates."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{name}={shown(text)} is no UTF-8 text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={shown(text)} is no UTF-8 text") from None
 
 
 def is_finite(value: Any) -> bool:

@@ -39,10 +39,15 @@ def as_uri(image: Any, side: int = SIDE) -> str:
 
 
 def from_uri(text: str) -> Any:
-    """The PIL image again."""
+    """The PIL image again; None of a text that holds none."""
     from paradec.pictures import pillow
 
-    return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
+    if not text.startswith(PREFIX):
+        return None
+    try:
+        return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
+    except (ValueError, OSError, SyntaxError):  # of Pillow, by what is wrong with the file
+        return None
 
 
 def of_images(images: Any) -> list[str] | None:
