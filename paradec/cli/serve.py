@@ -11,6 +11,7 @@ import typer
 
 from paradec.checks import check_int, check_number
 from paradec.cli import options, show
+from paradec.text_files import read_text
 
 Host = Annotated[str, typer.Option(help="Where to listen; by default this machine alone.")]
 Port = Annotated[int, typer.Option(help="0 takes a free one.")]
@@ -133,7 +134,8 @@ def read_key(file: Path | None) -> str | None:
     """
     if file is None:
         return os.environ.get(KEY) or None
-    key = file.read_text(encoding="utf-8").strip()
+    options.check_readable("--api-key-file", file)
+    key = read_text(file).strip()
     if not key or any(sign.isspace() for sign in key):
         raise ValueError(f"--api-key-file {str(file)!r} must hold one key")
     return key
