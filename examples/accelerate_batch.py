@@ -31,7 +31,7 @@ TINY = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime
 
 def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch: int, **request: Any) -> None:
     """Answer this process's lines, and on the first one put all together."""
-    lines = [json.loads(line) for line in source.read_text().splitlines() if line.strip()]
+    lines = [json.loads(line) for line in source.read_bytes().split(b"\n") if line.strip()]
     share = range(state.process_index, len(lines), state.num_processes)
     asked = ({"prompt": lines[number]["prompt"], "id": number, "seed": seed_of(0, number)} for number in share)
     with part_of(out, state.process_index, state.num_processes).open("w") as file:
@@ -41,7 +41,7 @@ def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch
     state.wait_for_everyone()
     if state.is_main_process:
         parts = [part_of(out, rank, state.num_processes) for rank in range(state.num_processes)]
-        answers = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+        answers = [json.loads(line) for part in parts for line in part.open()]
         answers.sort(key=lambda answer: answer["line"])
         out.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
         for part in parts:

@@ -19,8 +19,10 @@ import paradec
 
 def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any) -> tuple[int, int]:
     """Answer the prompts that `out` has no answer to yet. Returns how many were answered, and how many failed."""
-    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines() if line.strip()]
-    done = {json.loads(line)["line"] for line in out.read_text().splitlines()} if out.exists() else set()
+    prompts = [json.loads(line)["prompt"] for line in source.read_bytes().split(b"\n") if line.strip()]
+    lines = out.read_bytes().split(b"\n")[:-1] if out.exists() else []
+    out.write_bytes(b"".join(line + b"\n" for line in lines))  # without a last one that was cut off
+    done = {json.loads(line)["line"] for line in lines}
     waiting = [number for number in range(len(prompts)) if number not in done]
     answered = failed = 0
     with out.open("a") as file:

@@ -30,7 +30,8 @@ def converse(model: Any, lines: Iterable[str], **request: Any) -> None:
         turns.append({"role": "assistant", "content": out.text})
         kept = out.prefix
         reused = out.cost.reused_tokens[0]
-        print(f"({out.tokens[0]} tokens, {out.nfe} forwards, {reused} positions of the turns before reused)")
+        forwards = f"{out.nfe} forward{'s' * (out.nfe != 1)}"
+        print(f"({out.tokens[0]} tokens, {forwards}, {reused} positions of the turns before reused)")
 
 
 def main() -> None:

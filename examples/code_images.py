@@ -47,7 +47,7 @@ def main() -> None:
         out = paradec.generate_images(
             small, class_labels=classes, sampler=sampler, guidance_scale=args.guidance_scale, seed=args.seed
         )
-        print(f"split {split}: {max(out.draft_nfe)} forwards large, {out.nfe} small, {out.seconds:.2f} s")
+        print(f"split {split}: forwards: {max(out.draft_nfe)} large, {out.nfe} small, {out.seconds:.2f} s")
         rows += out.images
     contact_sheet(rows, columns=len(classes)).save(args.out)
 

@@ -73,7 +73,7 @@ def main() -> None:
     pictures = []
     for label, given in runs.items():
         out = paradec.generate_images(model, class_labels=args.classes, seed=0, **given)
-        print(f"{label}: {out.nfe} forwards for {out.grid.length} tokens, {out.seconds:.2f} s")
+        print(f"{label}: {out.nfe} forward{'s' * (out.nfe != 1)} for {out.grid.length} tokens, {out.seconds:.2f} s")
         pictures += out.images
     if not args.tiny:
         contact_sheet(pictures, columns=len(args.classes)).save(args.out)

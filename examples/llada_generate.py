@@ -36,7 +36,8 @@ def main() -> None:
         out = paradec.generate(
             model, args.prompt or question, sampler=sampler, cache=cache, max_new_tokens=args.max_new_tokens
         )
-        print(f"\n{sampler}, cache {cache}: {out.nfe} forwards, {out.tokens_per_forward:.1f} tokens per forward")
+        forwards = f"{out.nfe} forward{'s' * (out.nfe != 1)}"
+        print(f"\n{sampler}, cache {cache}: {forwards}, {out.tokens_per_forward:.1f} tokens per forward")
         print(out.text)
 
 

@@ -57,7 +57,7 @@ def main() -> None:
             eos_token_id=tokenizer.eos_token_id,
             return_dict_in_generate=True,
         )
-        print(f"({sampler}: {out.nfe} forwards, {out.tokens_per_forward:.1f} tokens per forward)")
+        print(f"({sampler}: {out.nfe} forward{'s' * (out.nfe != 1)}, {out.tokens_per_forward:.1f} tokens per forward)")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def count(number: int, noun: str) -> str:
+    """ "1 token", "2 tokens": for a message."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 LARGEST_INT = 2**31 - 1
 """What an integer may be where nothing else is said: sums and products of a few such still fit into int64."""
 LARGEST_INT64 = 2**63 - 1
@@ -110,8 +115,10 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_text(name: str, text: str) -> None:
     """Raise ValueError for bytes that are no UTF-8, which Python hands on as surrogates."""
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ValueError(f"{name}={shown(text)} is no UTF-8 text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={shown(text)} is no UTF-8 text") from None
 
 
 def is_finite(value: Any) -> bool:
@@ -119,4 +126,3 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, numbers.Integral):
         return -(2**63) <= int(value) < 2**63
     return math.isfinite(value)
-

@@ -18,7 +18,7 @@ from paradec.attention.sparsed import AttentionCost
 from paradec.caches.cost import CacheCost
 from paradec.caches.kept import KeptPrefix
 from paradec.canvas import TextState
-from paradec.checks import check_model
+from paradec.checks import check_model, count
 from paradec.logprobs import LogProbs
 from paradec.progress import bar
 from paradec.prompts import Prompts, encode, right_aligned
@@ -129,8 +129,8 @@ class Output:
         ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
         more = "".join(f", {name}" for name in ("trace", "prefix") if getattr(self, name) is not None)
         return (
-            f"Output({said}: {of_rows}{sum(self.tokens)} tokens, {self.nfe} forwards, {self.tokens_per_forward:.1f} "
-            f"tokens per forward, {ended}, {self.seconds:.2f} s{more})"
+            f"Output({said}: {of_rows}{count(sum(self.tokens), 'token')}, {count(self.nfe, 'forward')}, "
+            f"{self.tokens_per_forward:.1f} tokens per forward, {ended}, {self.seconds:.2f} s{more})"
         )
 
     def _repr_html_(self) -> str:

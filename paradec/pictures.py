@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paradec.checks import check_int
+from paradec.checks import check_int, count
 from paradec.models.images.grid import Grid
 from paradec.thumbnails import RAMP, pillow
 from paradec.trace import Trace
@@ -58,9 +58,9 @@ class ImageOutput:
 
     def __repr__(self) -> str:
         rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
-        what = "no pictures yet" if self.images is None else f"{rows} picture{'s' * (rows != 1)} of {size} tokens"
+        what = "no pictures yet" if self.images is None else f"{count(rows, 'picture')} of {size} tokens"
         return (
-            f"ImageOutput({what}: {self.nfe} forwards, {self.tokens_per_forward:.2f} tokens per forward, "
+            f"ImageOutput({what}: {count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} tokens per forward, "
             f"{self.seconds:.2f} s{', trace' * (self.trace is not None)})"
         )
 

@@ -176,7 +176,7 @@ def unknown(what: str, given: object, allowed: Any, listed: str = "") -> str:
 def check_declared(kind: str, cls: type) -> None:
     """Raise TypeError for a class of a sampler or cache without a name, or with settings that no dataclass takes."""
     if not getattr(cls, "name", ""):
-        raise TypeError(f"{kind} class {cls.__name__} has no name; give it one: name = \"...\"")
+        raise TypeError(f'{kind} class {cls.__name__} has no name; give it one: name = "..."')
     own = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
     if own and "__dataclass_params__" not in vars(cls):
         raise TypeError(

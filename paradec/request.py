@@ -29,6 +29,7 @@ from paradec.checks import check_bool, check_choice, check_int, check_number, ch
 from paradec.protocol import Commit, Sampler, State, plain
 from paradec.registry import Registry, unknown
 from paradec.suffix import Suffix
+from paradec.text_files import read_json, write_json
 
 MOST_STEPS = 1_000_000
 LARGEST_GUIDANCE = 1e6
@@ -291,8 +292,7 @@ class Request:
         Raises:
             ValueError: as for `to_dict`; nothing is written then.
         """
-        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Request:
@@ -308,11 +308,11 @@ class Request:
         if not isinstance(path, (str, Path)):
             raise ValueError(f"preset={shown(path)} must be a Request, or the path of a file that Request.save wrote")
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(path)
         except FileNotFoundError:
             raise FileNotFoundError(f"preset={str(path)!r} is no file; Request.save writes one") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"preset={str(path)!r} is no JSON: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"preset={error}") from None
         try:
             return cls.from_dict(data)
         except ValueError as error:

@@ -64,8 +64,13 @@ def as_uri(image: Any, side: int = SIDE) -> str:
 
 
 def from_uri(text: str) -> Any:
-    """The PIL image again."""
-    return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
+    """The PIL image again; None of a text that holds none."""
+    if not text.startswith(PREFIX):
+        return None
+    try:
+        return pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
+    except (ValueError, OSError, SyntaxError):  # of Pillow, by what is wrong with the file
+        return None
 
 
 def of_images(images: Any) -> list[str] | None:
@@ -101,7 +106,7 @@ def of_latent(latent: Tensor, step: int) -> list[str] | None:
     """Of the first rows of a latent [B, C, H, W] after a step, each by its own brightest and darkest value: the first
     three channels as colours, one as grey. None where it is no raster, after too many steps, and without pillow."""
     try:
-            library = pillow()
+        library = pillow()
     except ImportError:
         return None
     if latent.ndim != 4 or step >= MOST_STEPS:

@@ -7,15 +7,38 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from paradec.checks import count, shown
 from paradec.registry import Registry
+from paradec.text_files import parse_json, read_text, write_bytes
+from paradec.typed import from_fields, wrong
 
+MOST_COUNTED = 2**53
+"""What browsers count exactly."""
 Span = tuple[int, int]
 """First position, and the one after the last."""
+
+
+def _token(value: Any) -> Any:
+    numbers = isinstance(value, list) and all(isinstance(entry, (int, float)) for entry in value)
+    if value is None or numbers or isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise wrong(value, "an id, the numbers of a continuous token, or null")
+
+
+def _counts(value: Any) -> Any:
+    if 0 <= min(value, default=0) and max(value, default=0) < MOST_COUNTED:
+        return value
+    raise wrong(value, f"counts from 0 to {MOST_COUNTED}")
+
+
+Token = Annotated[Any, _token]
+"""An id; of continuous tokens the numbers, None where undecided."""
+Counts = Annotated[list[int], _counts]
 
 
 @dataclass
@@ -26,17 +49,17 @@ class TraceStep:
     are compared.
     """
 
-    commits: list[tuple[int, int, int, float]]
+    commits: list[tuple[int, int, Token, float]]
     """(row, position, token, confidence) of everything that was written, sorted; the mask id where a sampler took a
     token back."""
-    forwarded: list[int]
+    forwarded: Counts
     """Positions evaluated for each row, in both branches of a guidance pair and in every draft, padding excluded; 0
     where the row took no part. Steps and rows together make `Output.forwarded_tokens`."""
     kind: str
     """"full" (whole sequences), "window" (a part, over a store), "forecast" (no evaluation), ..."""
-    nfe: list[int] | None = field(default=None, compare=False)
+    nfe: Counts | None = field(default=None, compare=False)
     """Forward calls that each row took part in."""
-    draft_nfe: list[int] | None = field(default=None, compare=False)
+    draft_nfe: Counts | None = field(default=None, compare=False)
     """Forward calls of a model that drafts, of each row, in all steps until this one was evaluated."""
     seconds: float | None = field(default=None, compare=False)
     """Wall time of the step."""
@@ -63,17 +86,12 @@ class TraceStep:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TraceStep:
-        """Inverse of `to_dict`; names of later versions are passed over."""
-        known = {entry.name for entry in fields(cls)}
-        step = cls(**{name: value for name, value in data.items() if name in known})
-        step.commits = [(row, position, token, score) for row, position, token, score in step.commits]
-        if step.rejected is not None:
-            step.rejected = [(row, position, token) for row, position, token in step.rejected]
-        if step.evaluated is not None:
-            step.evaluated = [[(start, stop) for start, stop in row] for row in step.evaluated]
-        if step.blocks is not None:
-            step.blocks = [None if span is None else (span[0], span[1]) for span in step.blocks]
-        return step
+        """Inverse of `to_dict`; names of later versions are passed over.
+
+        Raises:
+            ValueError: a field that is missing, or of another type; the message names it.
+        """
+        return from_fields(cls, data)
 
 
 @dataclass
@@ -102,7 +120,7 @@ class Trace:
     What comes after `steps` says how to draw it. Older files do not have it.
     """
 
-    canvas: list[list[int]]
+    canvas: list[list[Token]]
     """The ids that decoding started from, one list per row, without padding."""
     settings: dict[str, Any] = field(default_factory=dict)
     steps: list[TraceStep] = field(default_factory=list)
@@ -208,57 +226,78 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """As data that JSON can hold: canvas, settings and steps, and what else there is."""
-        empty: dict[str, Any] = {"canvas": [], "settings": {}, "steps": []}
+        always, default = ("canvas", "settings", "steps"), vars(Trace([]))
         found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        found = {name: value for name, value in found.items() if name in empty or value not in (None, "", [], {})}
+        found = {
+            name: value
+            for name, value in found.items()
+            if name in always or value not in (None, "", [], {}) or value != default[name]
+        }
         return found | {"steps": [step.to_dict() for step in self.steps]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trace:
         """Inverse of `to_dict`, of this version or an earlier one; names of later ones are passed over."""
-        known = {entry.name for entry in fields(cls)}
-        trace = cls(**{name: value for name, value in data.items() if name in known})
-        trace.steps = [TraceStep.from_dict(step) for step in data["steps"]]
-        trace.texts = {int(token): text for token, text in trace.texts.items()}
-        if trace.grid is not None:
-            trace.grid = (trace.grid[0], trace.grid[1])
-        for name in ("filled", "joined"):
-            if (rows := getattr(trace, name)) is not None:
-                setattr(trace, name, [[tuple(entry) for entry in row] for row in rows])
+        trace = from_fields(cls, data)
         trace._check()
         return trace
 
     def _check(self) -> None:
-        """Raise ValueError where lists do not fit each other, as in a file that something else wrote."""
-        words = [*self.texts.values(), *(self.images or ()), *self.rules]
-        words += [self.family, self.score, self.cache, self.unit]
-        numbers = [count for step in self.steps for own in (step.forwarded, step.nfe or ()) for count in own]
-        if not isinstance(self.settings, dict) or not all(isinstance(word, str) for word in words):
-            raise ValueError("settings must be an object, and texts, pictures and names must be texts")
-        if not all(isinstance(number, int) for number in numbers):
-            raise ValueError("counts must be integers")
-        sizes = [len(row) for row in self.canvas]
+        """Raise ValueError where numbers do not fit each other, as in a file that something else wrote."""
+        sizes, batch = [len(row) for row in self.canvas], self.batch
+        if not isinstance(self.settings.get("sampler", ""), str):
+            raise ValueError(f"settings['sampler']={shown(self.settings['sampler'])} must be a text")
         for name in ("filled", "ends", "joined", "cells"):
             rows = getattr(self, name)
-            if rows is not None and len(rows) != len(sizes):
-                raise ValueError(f"{name} has {len(rows)} rows; the canvas has {len(sizes)}")
+            if rows is not None and len(rows) != batch:
+                raise ValueError(f"{name} has {len(rows)} rows; the trace has {batch}")
         for index, step in enumerate(self.steps):
-            for row, position, *_ in step.commits:
-                if not (0 <= row < len(sizes) and 0 <= position < sizes[row]):
-                    raise ValueError(f"a commit at row {row}, position {position}, which the canvas does not have")
-            counts = {len(step.forwarded), *(len(own) for own in (step.nfe, step.draft_nfe) if own is not None)}
-            if len(counts) > 1 or sizes and counts != {len(sizes)}:
-                raise ValueError(f"step {index} counts other rows than the canvas has")
-            if step.rules is not None and (
-                len(step.rules) != len(step.commits) or max(step.rules, default=0) >= len(self.rules)
-            ):
-                raise ValueError(f"step {index} has rules that are not there")
+            rows = len(step.forwarded)
+            if sizes and rows != batch:
+                raise ValueError(f"steps[{index}].forwarded has {rows} rows; the trace has {batch}")
+            for name in ("nfe", "draft_nfe", "evaluated", "blocks", "starts"):
+                own = getattr(step, name)
+                if own is not None and len(own) != rows:
+                    raise ValueError(f"steps[{index}].{name} has {len(own)} rows; forwarded has {rows}")
+            for name in ("rules", "logprobs"):
+                own = getattr(step, name)
+                if own is not None and len(own) != len(step.commits):
+                    raise ValueError(f"steps[{index}].{name} has {len(own)} entries for {len(step.commits)} commits")
+            if step.rules and not 0 <= min(step.rules) <= max(step.rules) < len(self.rules):
+                raise ValueError(f"steps[{index}].rules names others than the {len(self.rules)} in rules")
+        for name, row, start, stop in self._places():
+            if not (0 <= row < batch and 0 <= start <= stop and (not sizes or stop <= sizes[row])):
+                raise ValueError(f"{name}: row {row} has no positions from {start} to {stop} (exclusive)")
+        if self.grid is not None and self.cells is not None:
+            height, width = self.grid
+            if min(self.grid) < 1 or any(len(cells) != height * width for cells in self.cells):
+                raise ValueError(f"grid={self.grid} must have as many cells as each row of cells")
+
+    def _places(self) -> Iterator[tuple[str, int, int, int]]:
+        """(field, row, first position, the one after the last) of all that a file says of positions."""
+        for name in ("filled", "joined"):
+            for row, entries in enumerate(getattr(self, name) or ()):
+                yield from ((name, row, start, stop) for start, stop, *_ in entries)
+        yield from (("ends", row, 0, end) for row, end in enumerate(self.ends or ()))
+        for row, cells in enumerate(self.cells or ()):
+            yield from (("cells", row, cell, cell + 1) for cell in cells)
+        for index, step in enumerate(self.steps):
+            for name in ("commits", "rejected"):
+                entries = getattr(step, name) or ()
+                yield from ((f"steps[{index}].{name}", row, at, at + 1) for row, at, *_ in entries)
+            for row, found in enumerate(step.evaluated or ()):
+                yield from ((f"steps[{index}].evaluated", row, start, stop) for start, stop in found)
+            for row, block in enumerate(step.blocks or ()):
+                if block is not None:
+                    yield f"steps[{index}].blocks", row, *block
+            for row, starts in enumerate(step.starts or ()):
+                yield from ((f"steps[{index}].starts", row, start, start) for start in starts or ())
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """JSON text; also written to `path` when one is given."""
         text = json.dumps(self.to_dict())
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            write_bytes(path, text.encode())
         return text
 
     @classmethod
@@ -271,11 +310,9 @@ class Trace:
         text = str(source)
         named = not text.lstrip().startswith("{")
         try:
-            data = json.loads(Path(source).read_text(encoding="utf-8") if named else text)
-            return cls.from_dict(data)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            what = repr(text) if named else "the text"
-            raise ValueError(f"{what} is no trace that paradec wrote: {type(error).__name__}: {error}") from error
+            return cls.from_dict(parse_json(read_text(source) if named else text))
+        except ValueError as error:
+            raise ValueError(f"{repr(text) if named else 'the text'} is no trace that paradec wrote: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file: .json (which `load` reads), .html, .gif, or a plot as .png, .pdf or .svg.
@@ -342,11 +379,9 @@ class Trace:
 
     def __repr__(self) -> str:
         sampler = self.settings.get("sampler", "?")
-        rows, steps = self.batch, len(self.steps)
-        forwards = max(self.row_nfe, default=0)
         return (
-            f"Trace({sampler!r}: {rows} row{'s' * (rows != 1)}, {steps} step{'s' * (steps != 1)}, "
-            f"{forwards} forward{'s' * (forwards != 1)})"
+            f"Trace({sampler!r}: {count(self.batch, 'row')}, {count(len(self.steps), 'step')}, "
+            f"{count(max(self.row_nfe, default=0), 'forward')})"
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -272,7 +272,19 @@ def test_imports_point_one_way() -> None:
     imports = {name: (imports_of(file) & names.keys()) - {name} for name, file in names.items()}
     order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
     assert len(order) == len(names)
-    low = ("protocol", "rng", "rows", "blocks", "checks", "logprobs", "registry", "trace", "thumbnails")
+    low = (
+        "protocol",
+        "rng",
+        "rows",
+        "blocks",
+        "checks",
+        "logprobs",
+        "registry",
+        "text_files",
+        "thumbnails",
+        "trace",
+        "typed",
+    )
     lowest = {f"paradec.{name}" for name in low}
     above = ("samplers", "engine", "generate", "images", "schedulers", "hooks")
     for name, used in imports.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import textwrap
@@ -163,6 +164,8 @@ class Talk:
         failed = False
         if terminal:
             self._greet()
+        elif isinstance(sys.stdin, io.TextIOWrapper):  # turns end as the lines of a file do
+            sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
         raise_again()
         while True:
             try:
@@ -300,4 +303,4 @@ def _read(terminal: bool) -> str | None:
             typer.echo("")
             return None
     line = sys.stdin.readline()
-    return line.rstrip("\r\n") if line else None
+    return line.removesuffix("\n").removesuffix("\r") if line else None

@@ -63,6 +63,7 @@ def compare(
 ) -> None:
     """Compare samplers, each with several settings: right answers beside the forwards that they took."""
     check_files(out, plot, resume)
+    options.check_readable("--prompts", prompts)
 
     from paradec import evaluation
 

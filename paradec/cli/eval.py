@@ -12,6 +12,7 @@ import typer
 
 from paradec.cli import options, show, tables
 from paradec.interrupts import EXIT_CODE, raise_again
+from paradec.text_files import write_bytes
 
 RecipeFile = Annotated[
     Path | None,
@@ -103,6 +104,8 @@ def evaluate(
     as_json: options.AsJson = False,
 ) -> None:
     """Run lm-evaluation-harness on a paradec model: tasks with scores, and the forwards that they took."""
+    options.check_readable("the recipe", recipe)
+    options.check_readable("--preset", preset)
     options.check_writable("--out", out)
     given = options.given(context)
     values = {name: context.params[name] for name in given}
@@ -131,7 +134,7 @@ def evaluate(
     found["changed"] = changed
     text = json.dumps(found, indent=1, ensure_ascii=False, default=str)
     if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_bytes(out, f"{text}\n".encode("utf-8", "backslashreplace"))
     if as_json:
         typer.echo(text)
         return

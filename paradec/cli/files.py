@@ -1,23 +1,32 @@
 """`paradec generate --in prompts.jsonl --out answers.jsonl`: a line for every prompt, errors among them, and a resume.
 
-A line of the answers is {"line", "id" (if the prompt has one), "prompt", "text", "tokens", "finished", "nfe"}, with
-several answers to a prompt lists of these; or {"line", "id", "prompt", "error"}. A prompt that fails holds up no other.
+A line of the answers is {"line", "id" (if the prompt has one), "prompt", "text", "tokens", "finished", "nfe",
+"settings"}, with several answers to a prompt lists of the middle four; or {"line", "id", "prompt", "error",
+"settings"}. A prompt that fails holds up no other.
+
+"settings" is what the answer depends on beside the prompt: {"paradec": version, "model", "dtype" and "drafter" as they
+were given, "request": what differs from the defaults of `paradec.Request`, and always the seed}. It is in every line,
+so that answers of different settings cannot get into one file, whatever line a job was killed at.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import typer
 
+import paradec
+from paradec.checks import check_text, shown
 from paradec.cli import options, ranks, show
 from paradec.cli.work import Work
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
+from paradec.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
 
 if TYPE_CHECKING:
     from paradec.generate import Output
@@ -25,6 +34,8 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 """The exit code where prompts failed; 2 is for wrong arguments."""
+BEGINNING = b'{"line": '
+"""Of every line of answers."""
 PER_PROMPT = (ValueError, TypeError, FloatingPointError)
 """What a prompt may raise that others are not concerned with."""
 
@@ -57,10 +68,15 @@ class FileJob:
     out: Path
     resume: bool = False
     lines: list[Line] = field(init=False)
+    there: list[dict[str, Any]] = field(init=False, default_factory=list)
+    """The whole lines of an earlier run."""
     before: dict[int, dict[str, Any]] = field(init=False, default_factory=dict)
-    """By line: answers of an earlier run."""
+    """By line: its answers, without the prompts that failed, which are tried again."""
+    settings: dict[str, Any] = field(init=False, default_factory=dict)
+    """What every line says of how it was made."""
 
     def __post_init__(self) -> None:
+        options.check_readable("--in", self.source)
         options.check_writable("--out", self.out)
         self.lines = read_lines(self.source)
         there = self.out.exists() and self.out.stat().st_size > 0
@@ -69,7 +85,40 @@ class FileJob:
         if there and not self.resume:
             raise ValueError(f"--out {str(self.out)!r} holds something: --resume goes on with it, or remove it")
         if there:
-            self.before = read_answers(self.out, self.lines)
+            self.there = read_answers(self.out, self.lines)
+            self.before = {entry["line"]: entry for entry in self.there if "error" not in entry}
+        self.goes_on = there
+
+    def agree(self, said: dict[str, Any]) -> int | None:
+        """Take the settings, and the seed of an earlier run where none was given; returns the seed.
+
+        Args:
+            said: as `prepare` says it.
+
+        Raises:
+            ValueError: an earlier run had other settings; the message names them.
+        """
+        self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(said))}
+        request = self.settings["request"]
+        if self.there:
+            request.setdefault("seed", self.there[0]["settings"]["request"].get("seed"))
+        known: list[Any] = [self.settings]
+        for entry in self.there:
+            if entry["settings"] in known:
+                continue
+            if found := differences(entry["settings"], self.settings):
+                raise ValueError(
+                    f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): {'; '.join(found)}. "
+                    "Give the same ones, or another file"
+                )
+            known.append(entry["settings"])
+            warnings.warn(
+                f"--out {str(self.out)!r} has answers of paradec {shown(entry['settings'].get('paradec'))}, and this "
+                f"is {paradec.__version__}: they may differ",
+                stacklevel=2,
+            )
+        seed: int | None = request.get("seed")
+        return seed
 
     def answer(self, work: Work, batch: int | None, as_json: bool) -> NoReturn:
         """Answer what is not answered yet, write each answer as soon as its batch has ended, print a summary, exit.
@@ -77,6 +126,7 @@ class FileJob:
         Args:
             batch: rows decoded together at most; None is what fits.
         """
+        self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
         todo = [line for line in self.lines if line.number not in self.before]
         parts = [rows[line.number] for line in todo if line.number in rows]
@@ -85,8 +135,8 @@ class FileJob:
         together = max(1, size // work.answers)  # lines
         if parts:
             work.try_start(min(parts, key=lambda part: len(part.rows[0])).part(0, 1))
-        if self.before and ranks.speaks():
-            write_lines(self.out, self.before.values())  # without the prompts that failed, which are tried again
+        if self.goes_on and ranks.speaks():
+            write_lines(self.out, self.before.values())  # nothing is written onto a line that was cut off
         found, entries, code = show.Answers(single=False), [], 0
         raise_again()
         try:
@@ -95,7 +145,8 @@ class FileJob:
                     chunk = todo[first : first + together]
                     done, interrupted = self._decode(work, chunk, rows, size, bar, (first, len(todo)), found)
                     with held_back():
-                        file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in done)
+                        done = [entry | {"settings": self.settings} for entry in done]
+                        file.write(b"".join(map(json_bytes, done)))
                         file.flush()
                         entries += done
                     if interrupted:
@@ -103,16 +154,16 @@ class FileJob:
                         break
         except KeyboardInterrupt:  # between two batches
             code = EXIT_CODE
-        if self.before and ranks.speaks():  # answers stand in the order of the prompts
+        if self.goes_on and ranks.speaks():  # answers stand in the order of the prompts
             every = [*self.before.values(), *entries]
             write_lines(self.out, sorted(every, key=lambda entry: entry["line"]))
         failed = sum("error" in entry for entry in entries)
         self._tell(found, len(entries) - failed, failed, code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
 
-    def _appended(self) -> TextIO:
+    def _appended(self) -> BinaryIO:
         """Where answers go: of several processes that decode together, one writes them."""
-        return (self.out if ranks.speaks() else Path(os.devnull)).open("a", encoding="utf-8")
+        return (self.out if ranks.speaks() else Path(os.devnull)).open("ab")
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
         """By line: its rows, numbered among those of all lines, so that a run that goes on draws as a whole one."""
@@ -229,68 +280,87 @@ def _joined(parts: Sequence[Prompts]) -> Prompts:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The prompts of a file: one a line, in a file named .jsonl as JSON. Empty lines are passed over; a line that is no
+    """The prompts of a file: one a line, in a file named .jsonl as JSON. Blank lines are passed over; a line that is no
     prompt has an error.
 
     Raises:
         ValueError: no text, or no prompt. OSError: it cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--in {str(path)!r} is no UTF-8 text: {error.reason} at byte {error.start}") from None
-    given = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        given = lines_of(read_text(path))
+    except ValueError as error:
+        raise ValueError(f"--in {error}") from None
     if not given:
         raise ValueError(f"--in {str(path)!r} has no prompts")
     as_data = path.suffix.lower() == ".jsonl"
-    return [_line_of(number, line) if as_data else Line(number, line.rstrip("\r")) for number, line in given]
+    return [_line_of(number, line) if as_data else Line(number, line) for number, line in given]
 
 
 def _line_of(number: int, text: str) -> Line:
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return Line(number, error=f"no JSON: {error}")
+        data = parse_json(text)
+    except ValueError as error:
+        return Line(number, error=str(error))
     if isinstance(data, str):
-        return Line(number, data)
+        data = {"prompt": data}
     if not isinstance(data, dict):
         return Line(number, error='neither a text nor an object with "prompt" or "messages"')
     prompt, name = data.get("prompt", data.get("messages")), data.get("id")
     chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
     if not isinstance(prompt, str) and not chat:
         return Line(number, None, name, '"prompt" must be a text, or "messages" a list of {"role", "content"}')
+    try:
+        check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
+    except ValueError as error:
+        return Line(number, prompt, name, str(error))
     return Line(number, prompt, name)
 
 
-def read_answers(path: Path, lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
-    """The answers of an earlier run by line, without those that failed.
+def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """The whole lines of an earlier run, in the order of the file: a last one that was cut off is left out.
 
     Raises:
-        ValueError: something else, or answers to other prompts.
+        ValueError: something else, answers to other prompts, or lines that do not say their settings.
     """
-    prompts = {line.number: line.prompt for line in lines}
-    found: dict[int, dict[str, Any]] = {}
-    texts = path.read_text(encoding="utf-8").splitlines()
+    prompts = {line.number: json_bytes(line.prompt) for line in lines}
+    found: list[dict[str, Any]] = []
+    texts = path.read_bytes().split(b"\n")
     for place, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
         try:
-            entry = json.loads(text)
+            entry = parse_json(decoded(text, "the line"))
             number = entry["line"]
-            other = number not in prompts or entry["prompt"] != prompts[number]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            if place == len(texts):  # the run was ended while it was written
+            other = number not in prompts or json_bytes(entry["prompt"]) != prompts[number]
+        except (ValueError, KeyError, TypeError):
+            # a part of a line, behind which there is no line end
+            if place == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
                 continue
             raise ValueError(f"--out {str(path)!r} holds no answers at line {place}; give another file") from None
         if other:
             raise ValueError(
                 f"--out {str(path)!r} holds the answer to another prompt than that of line {number}; give another file"
             )
-        if "error" not in entry:
-            found[number] = entry
+        settings = entry.get("settings")
+        if not isinstance(settings, dict) or not isinstance(settings.get("request"), dict):
+            raise ValueError(f"--out {str(path)!r} does not say the settings of line {number}; give another file")
+        found.append(entry)
+    return found
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], inside: str = "") -> list[str]:
+    """In which settings an earlier run differs from this one, but for the version: a clause for each."""
+    found = []
+    for name in {**there, **here}:
+        one, other = there.get(name), here.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += differences(one, other, "" if name == "request" else f"{inside}{name}.")
+        elif one != other and name != "paradec":
+            told = ["not set" if value is None else shown(value) for value in (one, other)]
+            found.append(f"{inside}{name} is {told[0]} there and {told[1]} here")
     return found
 
 
 def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
     """Write them, all or none."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8")
-    os.replace(draft, path)
+    write_bytes(path, b"".join(map(json_bytes, entries)))

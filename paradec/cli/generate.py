@@ -20,6 +20,7 @@ from paradec.cli import options, ranks, show
 from paradec.cli.files import FileJob
 from paradec.cli.work import one_prompt, prepare
 from paradec.interrupts import EXIT_CODE, held_back, raise_again
+from paradec.text_files import lines_of
 
 if TYPE_CHECKING:
     from paradec.generate import Output
@@ -139,8 +140,8 @@ def generate(
         "drafter": drafter,
     }
     if asked is not None:
-        asked.answer(prepare("generate", None, **common), batch, as_json=as_json)
-    prompts = [line for line in text.splitlines() if line.strip()] if lines and text.strip() else text
+        asked.answer(prepare("generate", None, agree=asked.agree, **common), batch, as_json=as_json)
+    prompts = [line for _, line in lines_of(text)] if lines and text.strip() else text
     decode("generate", prompts, trace=trace, live=live, as_json=as_json, batch=batch, **common)
 
 

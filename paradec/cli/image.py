@@ -165,11 +165,12 @@ def of_preset(path: Path) -> dict[str, Any]:
     """What a saved request says of pictures.
 
     Raises:
-        FileNotFoundError, ValueError: no file that `Request.save` wrote, or one with a field that pictures do not have.
+        ValueError: no file that `Request.save` wrote, or one with a field that pictures do not have.
     """
     from paradec.images import SERVED
     from paradec.request import Request
 
+    options.check_readable("--preset", path)
     said = Request.load(path).changes()
     said.pop("trace", None)  # `--trace` says where it goes
     for name, value in said.items():

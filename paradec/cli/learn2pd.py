@@ -66,6 +66,7 @@ def train(
     device: options.Device = None,
 ) -> None:
     """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to what was final."""
+    options.check_readable("--prompts", prompts)
     options.check_writable("--out", out)
     options.check_writable("--records", records)
 

@@ -16,6 +16,7 @@ import typer
 import paradec
 from paradec.checks import check_choice, check_text
 from paradec.cli import ranks
+from paradec.text_files import decoded
 
 # Declarations ----------------------------------------------------------------------------------------------------
 
@@ -102,14 +103,23 @@ def read_text(argument: str) -> str:
         return argument
     if sys.stdin is None:
         raise ValueError("standard input is closed; give a prompt")
-    data = sys.stdin.buffer.read()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    text = decoded(sys.stdin.buffer.read(), "standard input")
     if "\0" in text:
         raise ValueError(f"standard input is no text: it has a zero byte at position {text.index(chr(0))}")
-    return text.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
+    return text.replace("\r\n", "\n").rstrip("\n")
+
+
+def check_readable(option: str, file: Path | None) -> None:
+    """Raise ValueError unless there is a file to read, where one is given."""
+    if file is None:
+        return
+    check_text(option, str(file))
+    if not file.exists():
+        raise ValueError(f"{option} {str(file)!r}: there is no such file")
+    if file.is_dir():
+        raise ValueError(f"{option} {str(file)!r} is a folder; give a file")
+    if not os.access(file, os.R_OK):
+        raise ValueError(f"cannot read {option} {str(file)!r}: permission denied")
 
 
 def check_writable(option: str, file: Path | None) -> None:
@@ -188,12 +198,13 @@ def with_preset(request: dict[str, Any], preset: Path | None, there: set[str]) -
         request: what the options say. there: the fields among them that were given.
 
     Raises:
-        FileNotFoundError, ValueError: no file that `Request.save` wrote.
+        ValueError: no file that `Request.save` wrote.
     """
     if preset is None:
         return request
     from paradec.request import Request
 
+    check_readable("--preset", preset)
     changes = Request.load(preset).changes()
     changes.pop("trace", None)  # `--trace` says where it goes
     return request | {name: value for name, value in changes.items() if name not in there}

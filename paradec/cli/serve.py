@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from paradec.checks import LARGEST_INT64, check_int, check_number
 from paradec.cli import options, show
+from paradec.text_files import read_text
 
 Host = Annotated[str, typer.Option(help="Where to listen; by default this machine alone.")]
 Port = Annotated[int, typer.Option(help="0 takes a free one.")]
@@ -103,6 +104,7 @@ def serve(
         import paradec.serving.app as app
         from paradec.serving.engine import Engine
 
+        check_served(work.model, max_memory, sampler=work.method, **request)
         engine = Engine(work.model, batch_size=batch, max_memory=max_memory, sampler=work.method, **request)
     called = name or ("packaged" if model is None else model)
     try:
@@ -125,6 +127,18 @@ def serve(
         engine.close()
 
 
+def check_served(model: Any, max_memory: int | None, **request: Any) -> None:
+    """Raise the ValueError or TypeError with which prompts would end that say nothing themselves, if there is one."""
+    from paradec.batching import Batch
+
+    with Batch(model, batch_size=1, max_memory=max_memory, **request) as batch:
+        ticket = batch.add([0 if model.facts.hole_id != 0 else 1])
+        batch.step()
+    error = None if ticket.output is None else ticket.output.error
+    if isinstance(error, (ValueError, TypeError)):
+        raise error
+
+
 def read_key(file: Path | None) -> str | None:
     """The API key of a file, or of the environment; None where there is none.
 
@@ -133,7 +147,8 @@ def read_key(file: Path | None) -> str | None:
     """
     if file is None:
         return os.environ.get(KEY) or None
-    key = file.read_text(encoding="utf-8").strip()
+    options.check_readable("--api-key-file", file)
+    key = read_text(file).strip()
     if not key or any(sign.isspace() for sign in key):
         raise ValueError(f"--api-key-file {str(file)!r} must hold one key")
     return key

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paradec.checks import count
+
 if TYPE_CHECKING:
     from paradec.attention.sparsed import AttentionCost
     from paradec.cli.sheets import Made
@@ -82,11 +84,6 @@ def forwards(row_nfe: Sequence[int]) -> str:
     """ "3 forwards", or of several rows their sum and the longest: "9 forwards (longest row 4)"."""
     longest = f" (longest row {max(row_nfe)})" if len(row_nfe) > 1 else ""
     return count(sum(row_nfe), "forward") + longest
-
-
-def count(number: int, noun: str) -> str:
-    """ "1 token", "2 tokens"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 @dataclass

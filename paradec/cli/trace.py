@@ -32,8 +32,7 @@ def trace(
     if out is not None:
         check_suffix(out, "--out")
     for file in files:
-        if not file.is_file():
-            raise ValueError(f"{str(file)!r} is no file")
+        options.check_readable("FILE", file)
     if out is not None and any(out.resolve() == file.resolve() for file in files):
         raise ValueError(f"--out {str(out)!r} is one of the files to read")
     if name and len(name) != len(files):

@@ -102,6 +102,7 @@ def tune(
 
     # Everything is checked before the model is loaded, which may take minutes.
     check_installed()
+    options.check_readable("--prompts", prompts)
     for option, file in (("--out", out), ("--report", report), ("--study", study)):
         options.check_writable(option, file)
     check_int("point", point, low=1, none=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from paradec.checks import check_int, check_number
 from paradec.cli import options, show
 from paradec.interrupts import EXIT_CODE
+from paradec.text_files import write_json
 
 Place = Annotated[
     str | None,
@@ -94,7 +94,7 @@ def verify(
             if command is not None:
                 asked.close()
     if json_file is not None:
-        json_file.write_text(json.dumps(report.data(found), indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, report.data(found))
     typer.echo(report.text(found))
     if not found.passed:
         raise typer.Exit(EXIT_CODE if found.interrupted else 1)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from paradec.checks import count
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
@@ -160,7 +162,7 @@ def _status(decided: int, undecided: int, forwards: int, width: int) -> Text:
     from rich.text import Text
 
     total = decided + undecided
-    words = f"{decided} of {total} tokens, {forwards} forward{'' if forwards == 1 else 's'}"
+    words = f"{decided} of {total} tokens, {count(forwards, 'forward')}"
     rate = f", {decided / max(1, forwards):.1f} per forward"
     words += rate if len(words + rate) <= width else ""
     cells = min(30, width - len(words) - 2)

@@ -17,6 +17,7 @@ from paradec.cli import options, ranks, show
 if TYPE_CHECKING:
     from paradec.generate import Output
     from paradec.prompts import Prompts
+    from paradec.request import Request
 
 
 def one_prompt(words: list[str] | None, command: str) -> str:
@@ -102,17 +103,24 @@ def prepare(
     attention_settings: list[str] | None,
     num_return_sequences: int,
     drafter: str | None = None,
+    agree: Callable[[dict[str, Any]], int | None] | None = None,
     **request: Any,
 ) -> Work:
     """Check what can be checked without the model, which may take minutes to load, then load it.
 
     Args:
         function: "generate" or "infill". prompt: as it takes it; None where there are none yet. given: options that
-            stand on the command line. request: further arguments of the function. The others are options of the command
-            as they were given.
+            stand on the command line. agree: called before the model is loaded with what was set, as data: "model",
+            "dtype", "drafter" and "request" (what differs from the defaults); returns the seed. request: further
+            arguments of the function. The others are options of the command as they were given.
+
+    Raises:
+        ValueError, TypeError, OSError: what cannot be used; and what `agree` raises.
     """
     # said at once: the libraries take seconds to import
     with show.waiting(f"loading {'the packaged model' if source is None else source}"):
+        from paradec.request import DEFAULTS
+
         values = options.settings(settings)
         check_texts(prompt, request)
         request |= {"sampler": sampler, "num_return_sequences": num_return_sequences}
@@ -132,24 +140,31 @@ def prepare(
         check_drafter(method, drafter)
         if isinstance(request["cache"], str):
             request["cache"] = paradec.caches.create(request["cache"])
+        if request["cache"] is not None and request["cache"].name == "none":
+            request["cache"] = None
         answers = request.pop("num_return_sequences")
-        check_options(function, request, answers)
+        asked = check_options(function, request, answers)
+        # a model may have a sampler of its own for who names none
+        left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not values
+        if agree is not None:
+            named = {} if left_open else {"sampler": method.to_dict() | late}
+            said: dict[str, Any] = {"model": "packaged" if source is None else Path(source).as_posix(), "dtype": dtype}
+            said |= {"drafter": drafter, "request": asked.to_dict() | named}
+            request["seed"] = agree({name: value for name, value in said.items() if value is not None})
         show.quiet_loading()
         loaded = paradec.load(source, dtype=dtype, **ranks.plan(device))
         from paradec.generate import MADE, own_defaults, sampler_on
-        from paradec.request import DEFAULTS, seed_matters
+        from paradec.request import seed_matters
 
         check_model(function, loaded, MADE)
         own = own_defaults(loaded).get("sampler")
-        if own is not None and "sampler" not in given and chosen == DEFAULTS["sampler"] and not values:
+        if own is not None and left_open:
             method = paradec.samplers.create(own)
         method = sampler_on(loaded, method)
         if drafter is not None:
             place = device if loaded.ranks is None else str(loaded.device)
             small = load_draft_model(drafter, loaded, dtype=dtype, device=place)
             method = dataclasses.replace(method, drafter=small, **late)
-    if request["cache"] is not None and request["cache"].name == "none" and method.family != "masked":
-        request["cache"] = None  # the store is their own
     drawn = seed_matters(method, request["temperature"], request["suffix"])
     if request["seed"] is None and drawn:  # one for all batches
         import torch
@@ -200,11 +215,14 @@ def check_texts(prompt: Any, request: dict[str, Any]) -> None:
         check_text("--stop", text)
 
 
-def check_options(function: str, request: dict[str, Any], answers: int) -> None:
+def check_options(function: str, request: dict[str, Any], answers: int) -> Request:
     """Check what can be checked without the model, which may take minutes to load.
 
     Args:
         function: "generate" or "infill". request: arguments of it. answers: per prompt.
+
+    Returns:
+        All of it but the sampler.
 
     Raises:
         ValueError: an argument out of its range; the message names it.
@@ -213,7 +231,9 @@ def check_options(function: str, request: dict[str, Any], answers: int) -> None:
     from paradec.prompts import check_placeholder
     from paradec.request import FIELDS, Request
 
-    Request(num_return_sequences=answers, **{name: value for name, value in request.items() if name in FIELDS})
+    fields = {name: value for name, value in request.items() if name in FIELDS}
+    asked = Request(num_return_sequences=answers, **fields)
     low = 1 if function == "generate" else 0
     check_int("max_new_tokens", request["max_new_tokens"], low=low, high=LONGEST_BLOCK, none=function == "generate")
     check_placeholder(request.get("mask"))
+    return asked

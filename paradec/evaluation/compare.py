@@ -10,7 +10,6 @@ Right answers and forwards are the same on every run of one machine; times are n
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 import warnings
@@ -35,6 +34,7 @@ from paradec.protocol import Interrupted, Sampler, plain
 from paradec.request import Request, seed_matters
 from paradec.samplers.masked.start import attention_of, block_policy
 from paradec.suffix import Suffix
+from paradec.text_files import parse_json, read_text, write_json
 from paradec.version import __version__
 
 SCHEMA = "paradec-compare/1"
@@ -254,10 +254,7 @@ class Comparison:
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
         """Write `to_dict`, whole or not at all."""
-        path = Path(file)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        write_json(file, self.to_dict())
 
     @classmethod
     def from_json(cls, file: str | os.PathLike[str]) -> Comparison:
@@ -267,7 +264,7 @@ class Comparison:
             ValueError: another kind of file. OSError: it cannot be read.
         """
         try:
-            data = json.loads(Path(file).read_text(encoding="utf-8"))
+            data = parse_json(read_text(file))
             if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']!r}")
             results = [

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from paradec.checks import check_int, shown
+from paradec.checks import check_int, check_text, shown
 from paradec.evaluation.tasks import get_task, load_prompts, spread
 from paradec.registry import unknown
-
-T = TypeVar("T")
+from paradec.text_files import parse_json, read_lines
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def read_questions(
         OSError: the file cannot be read.
     """
     check_int("limit", limit, low=1, none=True)
-    questions = of_lines(file, _question)
+    questions = read_lines(file, _question)
     by_task: dict[str, list[Question]] = {}
     for question in questions:
         by_task.setdefault(question.task, []).append(question)
@@ -96,23 +93,8 @@ def read_questions(
     return [question for name, group in by_task.items() if name in wanted for question in spread(group, limit)]
 
 
-def of_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T]:
-    """What `read` makes of each line of a file that is not empty. Raises what it raises; ValueErrors name the line."""
-    found = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                found.append(read(line))
-            except ValueError as error:
-                raise ValueError(f"{str(file)!r}, line {number}: {error}") from None
-    return found
-
-
 def _question(line: str) -> Question:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from None
+    fields = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt and an answer")
     for name in fields:
@@ -121,6 +103,7 @@ def _question(line: str) -> Question:
     prompt, task = fields.get("prompt"), fields.get("task", "prompts")
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"prompt={shown(prompt)} must be a text")
+    check_text("prompt", prompt)
     if not isinstance(task, str) or not task:
         raise ValueError(f"task={shown(task)} must be a text")
     right, many = judge(fields)
@@ -149,4 +132,4 @@ def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None
 
 
 def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in text.strip().splitlines()]
+    return [line.split() for line in text.strip().split("\n")]

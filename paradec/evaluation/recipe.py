@@ -29,6 +29,7 @@ from paradec.checks import check_bool, check_choice, check_int, check_number, sh
 from paradec.evaluation.likelihood import METHODS, ORDERS
 from paradec.registry import unknown
 from paradec.request import Request
+from paradec.text_files import read_text
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHAPES = ("LLaDA-8B", "Dream-7B", "LLaDA2.0-mini")
@@ -171,8 +172,8 @@ class Recipe:
 
         path = Path(file)
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, yaml.YAMLError) as error:
+            data = yaml.safe_load(read_text(path))
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{str(file)!r} is no YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
             raise ValueError(f"{str(file)!r} holds {shown(data)}, not the fields of a recipe")

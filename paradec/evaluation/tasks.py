@@ -32,6 +32,7 @@ from random import Random
 from typing import Any, cast
 
 from paradec.packaged import LIST_LENGTHS, SQUARE_SIZES, SYMBOLS, TEMPLATES, WORDS
+from paradec.text_files import lines_of
 
 Lines = list[list[str]]
 """An answer split into lines, each split into words."""
@@ -331,7 +332,7 @@ def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = N
         raise ValueError(f"limit={limit} must be at least 1, or None for all prompts")
     by_task: dict[str, list[Example]] = {name: [] for name in TASKS if name in wanted}
     source = files("paradec.evaluation") / "data" / "prompts.jsonl"
-    for line in source.read_text(encoding="utf-8").splitlines():
+    for _, line in lines_of(source.read_text(encoding="utf-8")):
         fields = json.loads(line)
         if fields["task"] in wanted:
             example = Example(**{**fields, "items": tuple(fields["items"])})

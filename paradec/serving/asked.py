@@ -162,7 +162,7 @@ def read_presets(folder: Path | None) -> dict[str, dict[str, Any]]:
     found = {}
     for file in files:
         Request.load(file)  # its messages name the file
-        found[file.stem] = Request.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        found[file.stem] = Request.said({}, file)
     return found
 
 

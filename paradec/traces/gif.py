@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paradec.checks import check_int, check_number, shown
-from paradec.thumbnails import PREFIX, RAMP, from_uri, pillow
+from paradec.checks import check_int, check_number, count, shown
+from paradec.thumbnails import RAMP, from_uri, pillow
 from paradec.trace import Trace
 from paradec.traces.payload import check_runs
 
@@ -120,6 +120,7 @@ class _Panel:
     heading: Any
     colours: dict[str, tuple[int, int, int]]
     top: int = field(init=False, default=0)
+    side: int = field(init=False, default=PICTURE_SIDE)
     height: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -139,12 +140,11 @@ class _Panel:
         steps = self.trace.steps[:moment]
         nfe = [0] * max(1, self.trace.batch)
         for step in steps:
-            for row, count in enumerate(step.forwarded):
-                nfe[row] += step.nfe[row] if step.nfe is not None else int(count > 0)
+            for row, forwarded in enumerate(step.forwarded):
+                nfe[row] += step.nfe[row] if step.nfe is not None else int(forwarded > 0)
         over = moment >= len(self.trace.steps)
         pen.text((x, y), self.fitted(self.name, self.heading), font=self.heading, fill=self.colours["ink"])
-        noun = "forward" if max(nfe) == 1 else "forwards"
-        told = f"{max(nfe)} {noun}" + (", done" if over else "")
+        told = count(max(nfe), "forward") + (", done" if over else "")
         pen.text((x, y + self.line), told, font=self.letters, fill=self.colours["ink" if over else "soft"])
         self.bar(pen, x, y + 2 * self.line + 2, len(steps))
         self.body(image, pen, x, y + self.top, min(moment, len(self.trace.steps)))
@@ -155,6 +155,11 @@ class _Panel:
         while text and font.getlength(text) > self.width:
             text = text[:-1]
         return text
+
+    def enlarged(self, uri: str) -> Any:
+        """A picture as large as it is drawn; None where there is none in the text."""
+        found = from_uri(uri)
+        return None if found is None else found.resize((self.side, self.side), self.library.Resampling.NEAREST)
 
     def bar(self, pen: Any, x: int, y: int, done: int) -> None:
         """What the steps cost, and how many are done."""
@@ -204,7 +209,8 @@ class _Text(_Panel):
     """Tokens in their final places, from the prompt's last line on."""
 
     def lay(self) -> int:
-        final, stop = self.trace.replay()[self.row], len(self.trace.canvas[self.row])
+        final = [token if isinstance(token, int) else -1 for token in self.trace.replay()[self.row]]
+        stop = len(final)
         end = stop if self.trace.ends is None else min(stop, self.trace.ends[self.row])
         self.fill = {i for start, last in self.trace.to_fill(self.row) for i in range(start, min(last, stop))}
         written = _written(self.trace, self.row, len(self.trace.steps))
@@ -238,8 +244,10 @@ class _Text(_Panel):
                 x, y = 0, y + self.line + GAP
         return y + self.line + 4
 
-    def text(self, token: int) -> str:
-        """Of a token, as one line."""
+    def text(self, token: Any) -> str:
+        """Of a token, as one line; of a continuous one nothing."""
+        if not isinstance(token, int) or token < 0:
+            return " "
         found = self.trace.texts.get(token, str(token))
         if token in self.trace.special:
             return found.strip("<|>[]")[:3]
@@ -279,12 +287,7 @@ class _Pictures(_Panel):
         self.columns = max(1, min(rows, self.width // (PICTURE_SIDE + 6)))
         self.side = min(PICTURE_SIDE, self.width)
         images = self.trace.images or []
-        self.pictures = [
-            from_uri(uri).resize((self.side, self.side), self.library.Resampling.NEAREST)
-            if uri.startswith(PREFIX)
-            else None
-            for uri in images[:rows]
-        ] or [None] * rows
+        self.pictures = [self.enlarged(uri) for uri in images[:rows]] or [None] * rows
         return -(-rows // self.columns) * (self.side + 6)
 
     def body(self, image: Any, pen: Any, x: int, y: int, moment: int) -> None:
@@ -326,7 +329,6 @@ class _Latent(_Panel):
         for step in reversed(self.trace.steps[:moment]):
             pictures = pictures or step.pictures
         for row, uri in enumerate((pictures or [])[: self.rows]):
-            if uri.startswith(PREFIX):
-                drawn = from_uri(uri).resize((self.side, self.side), self.library.Resampling.NEAREST)
+            if (drawn := self.enlarged(uri)) is not None:
                 place = (x + row % self.columns * (self.side + 6), y + row // self.columns * (self.side + 6))
                 image.paste(drawn, place)

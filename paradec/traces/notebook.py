@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from paradec.checks import count
 from paradec.trace import Trace
 from paradec.traces.html import page
 
@@ -46,8 +47,8 @@ def of_output(output: Any) -> str:
     ]
     more = f"<p>... {len(texts) - MOST_TEXTS} more</p>" if len(texts) > MOST_TEXTS else ""
     cost = (
-        f"<p>{sum(output.tokens)} tokens, {output.nfe} forwards, {output.tokens_per_forward:.1f} tokens per forward, "
-        f"{output.seconds:.2f} s</p>"
+        f"<p>{count(sum(output.tokens), 'token')}, {count(output.nfe, 'forward')}, {output.tokens_per_forward:.1f} "
+        f"tokens per forward, {output.seconds:.2f} s</p>"
     )
     answers = table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
     return f"<div>{answers}{more}{cost}{'' if output.trace is None else of_trace(output.trace)}</div>"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from paradec.checks import count
 from paradec.trace import Trace
 from paradec.traces.payload import check_runs
 
@@ -30,8 +31,7 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     drawn = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
     axes = drawn.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
     for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):
-        nfe = max(trace.row_nfe, default=0)
-        above.set_title(f"{name}: {nfe} forward{'s' * (nfe != 1)}")
+        above.set_title(f"{name}: {count(max(trace.row_nfe, default=0), 'forward')}")
         _positions(drawn, above, trace)
         _costs(below, trace)
     return drawn

@@ -24,7 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import paradec
 from paradec import caches as cache_registry
-from paradec.checks import check_choice, check_int, check_number, shown
+from paradec.checks import check_choice, check_int, check_number, check_text, shown
 from paradec.evaluation.tasks import TASKS
 from paradec.generate import generate
 from paradec.models.adapter import Model
@@ -33,6 +33,7 @@ from paradec.protocol import Commit, Interrupted, State
 from paradec.registry import unknown
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
+from paradec.text_files import parse_json, read_lines
 
 PAPER_EPOCHS = 40_000
 FORMAT = "paradec-learn2pd-records/1"
@@ -62,22 +63,21 @@ def read_prompts(file: str | os.PathLike[str]) -> list[str]:
     Raises:
         ValueError: a line that has none, or no prompts; the message names the line. OSError: it cannot be read.
     """
-    prompts = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        prompt = line
-        if Path(file).suffix == ".jsonl":
-            try:
-                prompt = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f'{str(file)!r}, line {number}: no object with a "prompt" ({error})') from None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f"{str(file)!r}, line {number}: prompt={shown(prompt)} must be a text")
-        prompts.append(prompt)
+    prompts = read_lines(file, _prompt_in if Path(file).suffix == ".jsonl" else str)
     if not prompts:
         raise ValueError(f"{str(file)!r} has no prompts")
     return prompts
+
+
+def _prompt_in(line: str) -> str:
+    fields = parse_json(line)
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        raise ValueError(f'{shown(fields)} is no object with a "prompt"')
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"prompt={shown(prompt)} must be a text")
+    check_text("prompt", prompt)
+    return prompt
 
 
 # ---- records --------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.checks import check_int, shown
-from paradec.evaluation.questions import Question, judge, of_lines
+from paradec.checks import check_int, check_text, shown
+from paradec.evaluation.questions import Question, judge
 from paradec.registry import unknown
+from paradec.text_files import parse_json, read_lines
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "group")
 """What a line of a file may say."""
@@ -63,17 +64,14 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
         ValueError: a line that is no such object, or no prompts; the message names the line. OSError: no such file.
     """
     check_int("limit", limit, low=1, none=True)
-    found = of_lines(file, _of_line)
+    found = read_lines(file, _of_line)
     if not found:
         raise ValueError(f"{str(file)!r} has no prompts")
     return found[:limit]
 
 
 def _of_line(line: str) -> Asked:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from None
+    fields = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt")
     for name in fields:
@@ -83,6 +81,7 @@ def _of_line(line: str) -> Asked:
         raise ValueError("give either prompt or input_ids")
     if "prompt" in fields and (not isinstance(fields["prompt"], str) or not fields["prompt"].strip()):
         raise ValueError(f"prompt={shown(fields['prompt'])} must be a text")
+    check_text("prompt", fields.get("prompt", ""))
     for name in ("task", "group"):
         if not isinstance(fields.get(name, "x"), str) or not fields.get(name, "x"):
             raise ValueError(f"{name}={shown(fields[name])} must be a text")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 from paradec.checks import check_int
 from paradec.evaluation.metrics import wilson
 from paradec.request import Request
+from paradec.text_files import write_json
 from paradec.tuning.halving import fronts
 from paradec.tuning.measuring import Measured
 from paradec.tuning.space import Candidate
@@ -200,10 +200,7 @@ class Tuning:
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
         """Write `to_dict`, whole or not at all."""
-        path = Path(file)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        write_json(file, self.to_dict())
 
     # ---- as text ------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ def test_turns_are_answered_one_by_one() -> None:
     assert ok("chat", stdin="\n\n".join(TURNS) + "\n").splitlines() == paradec.generate(model, TURNS).text
     assert ok("chat", stdin=TURNS[0] + "\n/quit\n" + TURNS[1]) == "apple fig pear\n"
     assert ok("chat", stdin="") == ""
+    # a mark of the byte order, a "\r" before the end of a line and one inside of it, which ends no turn
+    odd = b"\xef\xbb\xbf" + TURNS[0].encode() + b"\r\nReverse: kiwi fig\rcow dog\n"
+    assert ok("chat", stdin=odd).splitlines() == paradec.generate(model, TURNS).text
     settings = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--temperature", 1, "--seed", 3)
     request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 8, "temperature": 1.0, "seed": 3}
     assert ok("chat", *settings, stdin=TURNS[1]) == paradec.generate(model, TURNS[1], **request).text + "\n"

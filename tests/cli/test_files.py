@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,19 @@ import pytest
 from terminals import ok, refused, run
 
 import paradec
-from paradec.cli import batches
+from paradec.cli import batches, files
 
 CHAT = [{"role": "user", "content": "Reverse: pear fig apple"}]
 GOOD = ["Sort: pear fig apple", CHAT, "Copy: fig fox cow", "Shuffle: lion mole cow", "Sort: pear fig apple"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded() -> Iterator[None]:
+    """The packaged model is read once for all commands."""
+    model = paradec.load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paradec, "load", lambda *_, **__: model)
+        yield
 
 
 def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Path:
@@ -28,7 +38,11 @@ def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Pa
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    """What the file holds beside the settings, which are the same in every line."""
+    found = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    settings = [entry.pop("settings") for entry in found]
+    assert settings == settings[:1] * len(found)
+    return found
 
 
 def given(*texts: Any) -> list[Any]:
@@ -101,7 +115,8 @@ def test_a_run_that_goes_on_is_a_whole_one(tmp_path: Path) -> None:
     expected = lines(whole)
     out = tmp_path / "answers.jsonl"
     marked = expected[0] | {"text": "as it was"}
-    there = [json.dumps(entry) for entry in (marked, expected[5], expected[2])]
+    settings = {"settings": json.loads(whole.read_bytes().split(b"\n")[0])["settings"]}
+    there = [json.dumps(entry | settings) for entry in (marked, expected[5], expected[2])]
     out.write_text("\n".join(there) + "\n" + '{"lin')
     result = run("generate", "--in", source, "--out", out, "--resume", *flags)
     assert result.exit_code == 1 and "3 answers in" in result.stdout and "beside 2 that were there" in result.stdout
@@ -110,8 +125,137 @@ def test_a_run_that_goes_on_is_a_whole_one(tmp_path: Path) -> None:
     assert "0 answers in" in again.stdout and lines(out) == [marked, *expected[1:]]
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_job_that_was_killed_goes_on_to_the_same_lines(
+    every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every byte of its output, in the order of the prompts, whatever the order of the lines that are there."""
+    entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
+    source, whole, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
+    assert run("generate", "--in", source, "--out", whole, *flags).exit_code == 1
+    data = whole.read_bytes()
+    assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in lines(whole)] == [1, 2, 3]
+    write, seen = files.write_lines, []
+    # what the run that goes on leaves behind if it is killed as well, before it has put the lines in order
+    monkeypatch.setattr(files, "write_lines", lambda *given: (seen.append(out.read_bytes()), write(*given)))
+    inside = [at for at, byte in enumerate(data) if byte & 0xC0 == 0x80]
+    ends = [at + beside for at, byte in enumerate(data) if byte == 10 for beside in (0, 1)]
+    for cut in range(len(data) + 1) if every else sorted({0, 1, 9, len(data) // 2, *inside, *ends}):
+        out.write_bytes(data[:cut])
+        result = run("generate", "--in", source, "--out", out, "--resume", *flags)
+        assert result.exit_code == 1 and out.read_bytes() == data, cut
+        assert sorted((seen or [data])[-1].split(b"\n")) == sorted(data.split(b"\n")), cut
+    parts = data.splitlines(keepends=True)
+    for first, second in ((2, 0), (1, 2), (2, 1)):  # lines as they ended, the second cut off
+        out.write_bytes(parts[first] + parts[second][:-20])
+        assert run("generate", "--in", source, "--out", out, "--resume", *flags).exit_code == 1
+        assert out.read_bytes() == data
+    drawn = ("--temperature", 1, "--batch", 1)  # a seed that was drawn goes on too
+    whole.unlink()
+    assert run("generate", "--in", source, "--out", whole, *drawn).exit_code == 1
+    out.write_bytes(whole.read_bytes()[: len(data) // 2])
+    assert run("generate", "--in", source, "--out", out, "--resume", *drawn).exit_code == 1
+    assert out.read_bytes() == whole.read_bytes()
+
+
+OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
+    (("--temperature", 0.5), ["temperature is 1.0 there and 0.5 here"]),
+    (("--temperature", 1, "--seed", 4), ["seed is 3 there and 4 here"]),
+    (("--temperature", 1, "--model", "./nowhere/"), ["model is 'packaged' there and 'nowhere' here"]),
+    (("--temperature", 1, "--dtype", "float64"), ["dtype is not set there and 'float64' here"]),
+    (("--temperature", 1, "-n", 2), ["num_return_sequences is not set there and 2 here"]),
+    (("--sampler", "credit"), ["temperature is 1.0 there and not set here", "sampler is not set there"]),
+    (("--temperature", 1, "--stop", "fig"), ["stop_strings is not set there and ['fig'] here"]),
+]
+
+
+def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, given(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
+    assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
+    settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # of a prompt that failed
+    assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": {"temperature": 1.0, "seed": 3}}
+    out.write_bytes(out.read_bytes()[:-30])
+    before = out.read_bytes()
+    for flags, named in OTHER:
+        message = refused("generate", "--in", source, "--out", out, "--resume", *flags)
+        assert "was made with other settings (line 1)" in message and all(part in message for part in named), flags
+        assert out.read_bytes() == before
+
+
+def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
+    flags = ("generate", "--in", source, "--out", out)
+    ok(*flags, "--sampler", "credit", "--set", "threshold=0.8", "--cache", "dual")
+    again = ("--resume", "--sampler", "credit", "--cache", "dual")
+    assert "sampler.threshold is 0.8 there and 0.9 here. Give" in refused(*flags, *again)
+    assert " cache is {'cache': 'dual', " in refused(*flags, "--resume", "--sampler", "credit")
+    text = out.read_text()
+    saved = json.loads(text)["settings"]["request"]
+    (tmp_path / "preset.json").write_text(json.dumps(saved))  # what a line says is a preset
+    ok(*flags, "--resume", "--preset", tmp_path / "preset.json")
+    out.write_text(text.replace(f'"paradec": "{paradec.__version__}"', '"paradec": "0.0.1"'))
+    result = run(*flags, *again, "--set", "threshold=0.8")
+    assert result.exit_code == 0 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("warning: ") and "has answers of paradec '0.0.1'" in result.stderr
+    entry = json.loads(text)
+    for settings in (None, 3, {}, {"request": 3}):
+        out.write_text(json.dumps(entry | {"settings": settings}) + "\n")
+        assert "does not say the settings of line 1" in refused(*flags, *again)
+
+
+def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
+    """A part of a line is cut away; a text of somebody else's is not, nor a whole line that cannot be read."""
+    source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
+    for text in (b"my notes", b'{"line": 1, \n', b"\xc3\n", b'{"line": 1}\n', b'{"line": ' + b"[" * 5000 + b"\n"):
+        out.write_bytes(text)
+        assert "holds no answers at line 1" in refused("generate", "--in", source, "--out", out, "--resume")
+        assert out.read_bytes() == text
+    out.write_bytes(b'{"line": ' + b"[" * 5000)
+    ok("generate", "--in", source, "--out", out, "--resume")
+    assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
+    out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes().replace(b"\n", b"\r\n"))  # as an editor leaves it
+    ok("generate", "--in", source, "--out", out, "--resume")
+    assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
+
+
+def test_lines_end_at_one_character_alone(tmp_path: Path) -> None:
+    """A prompt may hold what `str.splitlines` splits at, and a file a mark of the byte order."""
+    texts = ["Sort:\x0cpear fig\x85apple", "Copy:\u2028fig fox", "Copy:\rfig", "Copy: fox"]
+    for name, source in (("a.txt", "\r\n".join(texts)), ("b.jsonl", "\n".join(map(json.dumps, texts)) + "\r\n")):
+        file, out = tmp_path / name, tmp_path / f"{name}.out"
+        file.write_bytes(b"\xef\xbb\xbf" + source.encode())
+        ok("generate", "--in", file, "--out", out)
+        assert [entry["prompt"] for entry in lines(out)] == texts
+    expected = paradec.generate(paradec.load(), texts).text
+    for given_ in (("\n".join(texts), None), ("-", b"\xef\xbb\xbf" + "\r\n".join(texts).encode())):
+        data = json.loads(ok("generate", given_[0], "--lines", "--json", stdin=given_[1]))
+        assert data["text"] == expected
+
+
+def test_a_prompt_that_is_no_unicode_fails_alone(tmp_path: Path) -> None:
+    entries = [{"prompt": "Sort: \ud800", "id": "\udfff"}, *given([{"role": "user", "content": "\ud800"}], GOOD[0])]
+    source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
+    for resume in ((), ("--resume",)):
+        assert run("generate", "--in", source, "--out", out, *resume).exit_code == 1
+        found = lines(out)
+        assert ["is no UTF-8 text" in entry.get("error", "") for entry in found] == [True, True, False]
+        assert (found[0]["prompt"], found[0]["id"], found[2]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
+
+
+def test_lists_without_end_are_an_error_of_their_line(tmp_path: Path) -> None:
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    nested = "[" * 500 + "]" * 500
+    source.write_text("\n".join(["[" * 100_000, f'{{"prompt": "a", "id": {nested}}}', json.dumps(GOOD[0])]))
+    assert run("generate", "--in", source, "--out", out).exit_code == 1
+    assert ["more than 100 deep" in entry.get("error", "") for entry in lines(out)] == [True, True, False]
+
+
 def test_files_that_cannot_be(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*GOOD)), tmp_path / "answers.jsonl"
+    missing = refused("generate", "--in", tmp_path / "missing.jsonl", "--out", out)
+    assert missing == f"error: --in {str(tmp_path / 'missing.jsonl')!r}: there is no such file\n"
+    assert "is a folder; give a file" in refused("generate", "--in", tmp_path, "--out", out)
     out.write_text(json.dumps({"line": 2, "prompt": "another", "text": ""}) + "\n")
     assert "holds something" in refused("generate", "--in", source, "--out", out)
     assert "the answer to another prompt" in refused("generate", "--in", source, "--out", out, "--resume")

@@ -379,7 +379,7 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("{", "line 2: not JSON"),
+        ("{", "line 2: no JSON"),
         ("[1]", "not an object"),
         ('{"prompt": "a"}', "either answer or regex"),
         ('{"prompt": "a", "answer": "b", "regex": "c"}', "either answer or regex"),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from image_models import tiny_diffusion, tiny_mar, tiny_masked_image
+from runs_by_hand import scripts
 from test_sjd import PROMPTS, close_model, wrapped
 from tiny_models import MASK, tiny
 
@@ -220,7 +226,7 @@ def test_files_come_back_whole(tmp_path: Path, llada64: Model) -> None:
     out.trace.settings = back.settings = {}  # JSON makes lists of tuples
     assert vars(back) == vars(out.trace) and Trace.from_json(out.trace.to_json()) == back
     later = json.loads(out.trace.to_json()) | {"of_a_later_version": 1}
-    later["steps"][0]["logprobs"] = [0.5]
+    later["steps"][0]["of_a_later_version"] = [0.5]
     assert Trace.from_dict(later) == back
     for copied in (copy.deepcopy(back), pickle.loads(pickle.dumps(back))):
         assert vars(copied) == vars(back)
@@ -272,6 +278,58 @@ def test_what_is_no_trace_says_so(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match="x.json"):
         Trace.load(file)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, Any]]:
+    """What files hold of runs of several kinds: every field is in one of them."""
+    request = {"blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8, "logprobs": 1, "trace": True}
+    text = paradec.generate(tiny(1), ROWS[:2], cache="dual", **request | {"blocks": None, "block_length": 4}).trace
+    open_ = paradec.generate(tiny(1), ROWS[:1], **request).trace
+    sampler = samplers.create("speculative", drafter=close_model())
+    drafts = paradec.generate(wrapped(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
+    picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
+    latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
+    found = [text, open_, drafts, picture, scripts(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""])]
+    data = [json.loads(trace.to_json()) for trace in found]
+    there = {name for run in data for each in (run, *run["steps"]) for name in each}
+    assert there == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}
+    return data
+
+
+NUMBERS = [-2, -1, 0, 1, 3, 10**400, -(2**70), 2**63 - 1, 0.5, math.nan, math.inf]
+JUNK = [None, True, *NUMBERS, "", "\ud800", [0], [-1, 1], [[]], [[0, 1]], [[[0, 9]], [[2, 1]]], {}, {"sampler": {}}]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.DataObject) -> None:
+    """A value somewhere in a file is another one, or gone, or there twice."""
+    trace = copy.deepcopy(data.draw(st.sampled_from(recorded)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at: Any = trace
+        while True:
+            places = list(at) if isinstance(at, dict) else range(len(at))
+            place = data.draw(st.sampled_from(places))
+            if not at[place] or not isinstance(at[place], (dict, list)) or data.draw(st.integers(0, 3)) == 0:
+                break
+            at = at[place]
+        change = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
+        if change == "other":
+            at[place] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
+        elif change == "gone":
+            del at[place]
+        elif isinstance(at, list):
+            at.insert(place, at[place])
+        if not at:
+            break
+    try:
+        found = Trace.from_json(json.dumps(trace))
+    except ValueError as error:
+        named = re.match(r"the text is no trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
+        assert named is not None and (named[1] or named[2] in vars(Trace([]))), str(error)
+        return
+    assert "<html" in found.to_html() and Trace.from_json(found.to_json()).to_json() == found.to_json()
 
 
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:

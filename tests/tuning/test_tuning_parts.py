@@ -90,7 +90,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("{", "line 1: not JSON"),
+        ("{", "line 1: no JSON"),
         ("[]", "not an object"),
         ('{"text": "x"}', "unknown field: 'text'"),
         ('{"answer": "x"}', "either prompt or input_ids"),

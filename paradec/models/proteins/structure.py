@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.checks import shown
+from paradec.text_files import lines_of
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
 """The residues in the order of ProteinMPNN's ids; X is an unknown one."""
@@ -123,7 +124,7 @@ def read_pdb(source: str | os.PathLike[str], chains: Iterable[str] | None = None
     path = Path(source)
     residues: dict[tuple[str, str], dict[str, list[float]]] = {}
     letters: dict[tuple[str, str], str] = {}
-    for line_number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for line_number, line in lines_of(path.read_bytes().decode("utf-8-sig", "replace")):
         record, chain = line[:6].strip(), line[21:22]
         if record == "ENDMDL":
             break

@@ -9,7 +9,6 @@ Here is the method: numbers in, a schedule out. `paradec.hooks.bac.calibrate` ta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paradec.checks import check_int, shown
+from paradec.text_files import parse_json, read_text, write_json
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BlockSchedule:
 
     def save(self, path: str | Path) -> None:
         """Write the schedule as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> BlockSchedule:
@@ -79,8 +79,8 @@ class BlockSchedule:
             ValueError: no such file, or not of this form.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            data = parse_json(read_text(path))
+        except (OSError, ValueError) as error:
             raise ValueError(f"schedule={str(path)!r} is no schedule file: {error}") from None
         return cls.from_dict(data)
 

@@ -6,7 +6,6 @@ of diffusers (`MagCacheConfig`). `paradec.hooks.magcache.calibrate` measures the
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from paradec.checks import check_int, check_number, shown
 from paradec.samplers.forecast.probes import Probe, ProbeState
+from paradec.text_files import parse_json, read_text, write_json
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MagRatios:
 
     def save(self, path: str | Path) -> None:
         """Write the ratios as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict(), indent=None)
 
     @classmethod
     def load(cls, path: str | Path) -> MagRatios:
@@ -65,8 +65,8 @@ class MagRatios:
             ValueError: no such file, or not of this form.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            data = parse_json(read_text(path))
+        except (OSError, ValueError) as error:
             raise ValueError(f"mag_ratios={str(path)!r} is no file of ratios: {error}") from None
         return cls.of(data)
 

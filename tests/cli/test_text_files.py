@@ -1,0 +1,161 @@
+"""Files of lines and of JSON, and every reader of them: where lines end, what is no JSON, and how files are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from terminals import refused
+
+from paradec import text_files
+from paradec.cli.files import read_lines as read_file_of_prompts
+from paradec.evaluation import read_questions
+from paradec.evaluation.compare import Comparison
+from paradec.models.proteins.structure import read_pdb
+from paradec.request import Request
+from paradec.samplers.forecast.bac import BlockSchedule
+from paradec.samplers.forecast.magcache import MagRatios
+from paradec.trace import Trace
+from paradec.training.learn2pd import read_prompts as read_for_learn2pd
+from paradec.tuning.prompts import read_prompts as read_for_tuning
+
+BOM = b"\xef\xbb\xbf"
+DEEP = "[" * 100_000
+JSON_LINES: dict[str, Callable[[Path], list[Any]]] = {
+    "generate": lambda file: [line.prompt for line in read_file_of_prompts(file)],
+    "compare": lambda file: [question.prompt for question in read_questions(file)],
+    "tune": lambda file: [asked.prompt for asked in read_for_tuning(file)],
+    "learn2pd": read_for_learn2pd,
+}
+ends = st.sampled_from(["\n", "\r\n"])
+letters = st.characters(exclude_categories=["Cs"], exclude_characters="\n") | st.sampled_from("\r\x0c\x1c\x85\u2028")
+texts = st.text(letters)
+words = st.lists(texts.map(lambda text: f"x{text}x"), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", JSON_LINES)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompts=words, end=ends, mark=st.sampled_from([b"", BOM]))
+@example(prompts=["a\x0cb\x85c\u2028d", "e\rf"], end="\r\n", mark=BOM)
+def test_a_line_of_json_ends_at_one_character(
+    name: str, prompts: list[str], end: str, mark: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": prompt, "answer": "y"}, ensure_ascii=False) for prompt in prompts]
+    file.write_bytes(mark + (end + end).join(lines).encode())
+    assert JSON_LINES[name](file) == prompts
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompts=words, end=ends)
+@example(prompts=["a\x0cb\x85c\u2028d", "e\rf"], end="\r\n")
+def test_a_line_of_text_ends_at_one_character(prompts: list[str], end: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(BOM + (end + end).join(prompts).encode())
+    assert read_for_learn2pd(file) == [line.prompt for line in read_file_of_prompts(file)] == prompts
+    numbers = [line.number for line in read_file_of_prompts(file)]
+    assert numbers == list(range(1, 2 * len(prompts), 2))  # blank lines count
+
+
+@pytest.mark.parametrize("name", [name for name in JSON_LINES if name != "generate"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (DEEP, "line 2: no JSON that can be used: lists and objects are more than 100 deep"),
+        ('{"prompt": ' + "[" * 101 + "]" * 101 + "}", "line 2: .* more than 100 deep"),
+        ("{", "line 2: no JSON: Expecting"),
+        ('{"prompt": ' + "1" * 5000 + "}", "line 2: no JSON: Exceeds the limit"),
+        ('{"prompt": "\\ud800", "answer": ""}', r"line 2: prompt='\\ud800' is no UTF-8 text"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(name: str, line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"prompts.jsonl', {message}"):
+        JSON_LINES[name](file)
+    file.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="prompts.jsonl' is no UTF-8 text: invalid start byte at byte 12"):
+        JSON_LINES[name](file)
+
+
+@pytest.mark.parametrize("load", [Request.load, Trace.load, Comparison.from_json, BlockSchedule.load, MagRatios.load])
+def test_files_of_json_may_be_of_any_editor_but_not_of_any_depth(load: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(DEEP)
+    with pytest.raises(ValueError, match=r"mine.json.*more than 100 deep"):
+        load(file)
+    Request(temperature=0.5, stop_strings="\u2028\x85").save(file)
+    file.write_bytes(BOM + file.read_bytes())
+    assert Request.load(file) == Request(temperature=0.5, stop_strings="\u2028\x85")
+    Trace([[1]]).save(file)
+    file.write_bytes(BOM + file.read_bytes())
+    assert Trace.load(file) == Trace([[1]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.recursive(st.text(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner)))
+def test_data_comes_back_as_one_line(data: Any) -> None:
+    line = text_files.json_bytes(data)
+    assert line.count(b"\n") == 1 and line.endswith(b"\n") and text_files.parse_json(line.decode()) == data
+
+
+def test_lone_surrogates_and_depths_come_back() -> None:
+    assert text_files.json_bytes({"é": "\ud800"}) == '{"é": "\\ud800"}\n'.encode()
+    text = "[" * 100 + "]" * 100
+    assert text_files.json_bytes(text_files.parse_json(text)).decode() == text + "\n"
+    with pytest.raises(ValueError, match="more than 100 deep"):
+        text_files.parse_json(f'{{"a": {text}}}')
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file, link = tmp_path / "a.json", tmp_path / "link.json"
+    Request(temperature=0.5).save(file)
+    before = file.read_bytes()
+    with pytest.raises(TypeError):
+        text_files.write_json(file, {"a": object()})
+    assert file.read_bytes() == before
+    (tmp_path / "a.json.part").mkdir()  # the draft cannot be written
+    with pytest.raises(OSError):
+        text_files.write_json(file, {"a": 1})
+    assert file.read_bytes() == before
+    (tmp_path / "a.json.part").rmdir()
+    link.symlink_to(file)
+    text_files.write_json(link, {"a": 1})
+    assert link.is_symlink() and json.loads(file.read_text()) == {"a": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "link.json"]
+
+
+def test_a_mark_before_a_structure_s_first_line(tmp_path: Path) -> None:
+    line = "ATOM      1  {:<3} ALA A   1    {:8.3f}{:8.3f}{:8.3f}  1.00\r\n"
+    atoms = "".join(line.format(name, x, 0, 0) for x, name in enumerate(("N", "CA", "C", "O")))
+    file = tmp_path / "made.pdb"
+    file.write_bytes(BOM + atoms.encode())
+    assert read_pdb(file).complete.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("compare", "--prompts"), "--prompts"),
+        (("tune", "--prompts"), "--prompts"),
+        (("learn2pd", "train", "--out", "x.safetensors", "--prompts"), "--prompts"),
+        (("generate", "Sort: fig", "--preset"), "--preset"),
+        (("chat", "--preset"), "--preset"),
+        (("serve", "--api-key-file"), "--api-key-file"),
+        (("image", "--class", "1", "--out", "x.png", "--preset"), "--preset"),
+        (("eval",), "the recipe"),
+        (("trace",), "FILE"),
+        (("generate", "--out", "x.jsonl", "--in"), "--in"),
+    ],
+)
+def test_a_file_that_is_missing_is_named_with_its_option(
+    arguments: tuple[str, ...], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(*arguments, "gone.json") == f"error: {option} 'gone.json': there is no such file\n"
+    assert refused(*arguments, str(tmp_path)).startswith(f"error: {option} {str(tmp_path)!r} is a folder")
