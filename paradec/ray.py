@@ -99,13 +99,15 @@ def answer(
         arguments: as for `Predictor`; `num_gpus` and `num_cpus` are what Ray gives each worker.
 
     Raises:
-        ImportError: ray[data] is not installed. ValueError: an argument out of its range.
+        ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not each
+            there once, before anything is decoded.
     """
     check_installed()
     import ray.data
 
     check_int("workers", workers, low=1)
     check_int("rows_per_part", rows_per_part, low=1)
+    check_ids(dataset, id)
     resources = {name: arguments.pop(name) for name in ("num_gpus", "num_cpus") if name in arguments}
     Path(folder).mkdir(parents=True, exist_ok=True)
     left = unanswered(dataset, folder, id=id)
@@ -118,6 +120,20 @@ def answer(
         fn_constructor_kwargs={"id": id, **arguments},
         **resources,
     ).write_parquet(str(folder))
+
+
+def check_ids(dataset: Any, id: str = "id") -> None:
+    """Read the ids of a Ray dataset.
+
+    Raises:
+        ValueError: no such column, an id that is neither a text nor an int, or one that stands twice.
+    """
+    columns = dataset.columns()
+    if not columns:
+        return  # Ray knows none where there are no rows
+    if id not in columns:
+        raise ValueError(f"the dataset has no column {id!r}; it has {sorted(columns)}")
+    _once((_plain(row[id]) for row in dataset.select_columns([id]).iter_rows()), set(), "the dataset")
 
 
 def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
@@ -157,9 +173,11 @@ def check_installed() -> None:
         )
 
 
-def _once(ids: Iterable[Any], before: set[Any], part: Path) -> set[Any]:
+def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
     new: set[Any] = set()
     for name in ids:
+        if isinstance(name, bool) or not isinstance(name, (str, int)):
+            raise ValueError(f"id {shown(name)} in {part} is neither a text nor an int")
         if name in new or name in before:
             raise ValueError(f"id {shown(name)} stands twice, the second time in {part}; each must be there once")
         new.add(name)

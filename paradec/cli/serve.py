@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -104,6 +104,7 @@ def serve(
         import paradec.serving.app as app
         from paradec.serving.engine import Engine
 
+        check_served(work.model, max_memory, sampler=work.method, **request)
         engine = Engine(work.model, batch_size=batch, max_memory=max_memory, sampler=work.method, **request)
     called = name or ("packaged" if model is None else model)
     try:
@@ -124,6 +125,18 @@ def serve(
             app.serve(built, listening)
     finally:
         engine.close()
+
+
+def check_served(model: Any, max_memory: int | None, **request: Any) -> None:
+    """Raise the ValueError or TypeError with which prompts would end that say nothing themselves, if there is one."""
+    from paradec.batching import Batch
+
+    with Batch(model, batch_size=1, max_memory=max_memory, **request) as batch:
+        ticket = batch.add([0 if model.facts.hole_id != 0 else 1])
+        batch.step()
+    error = None if ticket.output is None else ticket.output.error
+    if isinstance(error, (ValueError, TypeError)):
+        raise error
 
 
 def read_key(file: Path | None) -> str | None:

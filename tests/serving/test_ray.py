@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,45 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_functions_that_refer_to_the_package_can_be_sent() -> None:
     assert pickle.loads(pickle.dumps(paradec)) is paradec
+
+
+class Rows:
+    """What `check_ids` asks of a Ray dataset."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self.rows = rows
+
+    def columns(self) -> list[str] | None:
+        return list(self.rows[0]) if self.rows else None
+
+    def select_columns(self, names: list[str]) -> Rows:
+        return Rows([{name: row[name] for name in names} for row in self.rows])
+
+    def iter_rows(self) -> Any:
+        return iter(self.rows)
+
+
+def test_ids_are_checked_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def rows(*ids: Any) -> Any:
+        return Rows([{"id": name, "prompt": "Sort: fig"} for name in ids])
+
+    for fine in (rows(), rows(1), rows("a", "1", 1, np.int64(2), np.str_("b"))):
+        jobs.check_ids(fine)
+    ray = types.ModuleType("ray")
+    ray.data = types.ModuleType("ray.data")  # type: ignore[attr-defined]
+    monkeypatch.setattr(jobs, "check_installed", lambda: None)
+    for name, module in (("ray", ray), ("ray.data", ray.data)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for wrong, message in (
+        (rows("a", "b", "a"), "id 'a' stands twice, the second time in the dataset"),
+        (rows(3, np.int64(3)), "id 3 stands twice"),
+        (rows(1.5), "id 1.5 in the dataset is neither a text nor an int"),
+        (rows([1]), "neither a text nor an int"),
+        (Rows([{"name": 1}]), r"no column 'id'; it has \['name'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jobs.answer(wrong, tmp_path / "answers")
+    assert not any(tmp_path.iterdir())
 
 
 def test_parts_are_read_once_each(tmp_path: Path) -> None:
