@@ -64,6 +64,7 @@ def test_wrong_options_are_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paradec.serving.app.serve", None)  # they are said before
     done = CliRunner().invoke(app, ["serve", *arguments])
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
