@@ -136,8 +136,10 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     student = tiny_var_student(teacher)
     count = len(teacher.module.scales)
     given: dict[str, Any] = {"class_labels": [3, 1], "temperature": 0, "seed": 0, "output_type": "pt"}
+    states: list[Any] = []
     for scale, branches in ((1.0, 1), (2.5, 2)):
-        sampler, states = Distilled(t_list=(0, count), teacher=teacher), []
+        sampler = Distilled(t_list=(0, count), teacher=teacher)
+        states.clear()
         out = paradec.generate_images(
             student, sampler=sampler, guidance_scale=scale, callback=lambda state, _: states.append(state), **given
         )
