@@ -148,19 +148,21 @@ def plain_stage(model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Ten
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize(("scale", "law"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
-def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float) -> None:
+def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float, law: dict[str, Any]) -> None:
     """At guidance 1 the reference has no such path; the loop evaluates the teacher's whole sequence for every token."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)
-    state = sampler.start(student, [3, 9], temperature=0, guidance_scale=scale, seed=0)
+    state = sampler.start(student, [3, 9], guidance_scale=scale, seed=0, **{"temperature": 0} | law)
     decode(sampler, student, state)
     calls = 6 - start + 1 + (start > 0)
     assert state.nfe.tolist() == [calls] * 2 and state.teacher_nfe == 6 - start
     branches = 1 if scale == 1 else 2
     assert state.row_forwards.tolist() == [calls + (branches - 1) * (6 - start)] * 2
+    # a student evaluates all, its teacher everything once: the class and what comes before the last token
+    assert state.forwarded_tokens.tolist() == [16 * (1 + (start > 0)) + 6 * branches] * 2
     codes, network = student.codes(), teacher.module
     for row, label in enumerate([3, 9]):
         x = noise = state.noise[row]
@@ -168,14 +170,18 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float)
             x = plain_stage(student, label, x, noise, 0, split)
             x = codes[torch.cdist(x, codes).argmin(-1)]
         ids = torch.cdist(x[:start], codes).argmin(-1).tolist()
-        for _ in range(start, 6):
+        for position in range(start, 6):
             said = []
             for condition in (label, 10):
                 first = network.cls_embedding.embedding_table(torch.tensor([[condition]]))
                 hidden = torch.cat((first, network.tok_embeddings(torch.tensor([ids], dtype=torch.int64))), 1)
                 out = network.backbone(hidden, torch.arange(-1, len(ids)).unsqueeze(0))
                 said.append(network.head(out)[0, -1])
-            ids.append(int((said[1] + scale * (said[0] - said[1])).argmax()))
+            guided = said[1] + scale * (said[0] - said[1])
+            likely = guided.topk(law.get("top_k", 1)).indices.sort().values
+            sums = (guided[likely] / law.get("temperature", 1)).softmax(-1).cumsum(-1)
+            u = rng.uniform(state.keys[[row]], torch.tensor([0]), torch.tensor([[position]]), 1, rng.TOKEN_STREAM)
+            ids.append(int(likely[(sums <= u.item() * sums[-1]).sum()]))
         x = torch.cat((codes[ids], x[6:]))
         expected = plain_stage(student, label, x, noise, 6, split)
         torch.testing.assert_close(state.tokens[row], expected, atol=1e-10, rtol=0)
@@ -250,16 +256,25 @@ def test_stages_follow_the_request() -> None:
 def test_a_drawn_picture_is_the_teacher_s() -> None:
     """Where the teacher draws everything, what is left of the student is the codebook."""
     student, teacher = tiny_student(), tiny_llamagen()
-    sampler = Distilled(t_list=(0, 16), teacher=teacher)
+    sampler, states = Distilled(t_list=(0, 16), teacher=teacher), []
+
+    def note(state: Any, commit: Any) -> None:
+        states.append((state, state.teaching.store.nbytes, state.teacher_nfe, state.progress))
+
     out = paradec.generate_images(
-        student, class_labels=[3, 9], sampler=sampler, temperature=0, guidance_scale=2.0, seed=0, output_type="latent"
-    )
+        student, class_labels=[3, 9], sampler=sampler, temperature=0, guidance_scale=2.0, seed=0, output_type="latent",
+        callback=note,
+    )  # fmt: skip
     plain = paradec.samplers.create("sjd", window=1)
     expected = paradec.generate_images(
         teacher, class_labels=[3, 9], sampler=plain, temperature=0, guidance_scale=2.0, seed=0, output_type="latent"
     )
     assert torch.equal(out.tokens, student.codes()[expected.tokens])
     assert out.row_nfe == [16, 16]
+    config = teacher.module.config
+    held = 2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)  # the class, a picture, and a slot for padding
+    assert [entry[1:] for entry in states] == [(held, step, (2 * step, 32)) for step in range(1, 17)]
+    assert states[0][0].teaching.store.nbytes == 0  # it is given back
 
 
 def test_pictures_traces_and_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,8 +421,10 @@ def test_narrow_types_and_broken_numbers() -> None:
     assert torch.cdist(out.tokens[0, :5].double(), student.codes()).amin(-1).max() < 1e-6
     student = tiny_student()
     student.module.output.weight.data[0] = torch.nan
-    sampler = Distilled()
-    state = sampler.start(student, [1], seed=0)
-    with pytest.raises(FloatingPointError, match="the student returned NaN"):
-        sampler.commit(state, sampler.step(student, state))
-    assert state.index == 0
+    teacher = tiny_llamagen()
+    teacher.module.output.weight.data[0] = torch.nan
+    for who, sampler in (("student", Distilled()), ("teacher", Distilled(teacher=teacher))):
+        state = sampler.start(student, [1], seed=0)
+        with pytest.raises(FloatingPointError, match=f"the {who} returned NaN"):
+            sampler.commit(state, sampler.step(student, state))
+        assert state.index == 0

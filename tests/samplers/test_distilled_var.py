@@ -141,12 +141,19 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     student = tiny_var_student(teacher)
     count = len(teacher.module.scales)
     given: dict[str, Any] = {"class_labels": [3, 1], "temperature": 0, "seed": 0, "output_type": "pt"}
-    for scale, rows in ((1.0, count), (2.5, 2 * count)):
+    states: list[Any] = []
+    for scale, branches in ((1.0, 1), (2.5, 2)):
         sampler = Distilled(t_list=(0, count), teacher=teacher)
-        out = paradec.generate_images(student, sampler=sampler, guidance_scale=scale, **given)
+        states.clear()
+        out = paradec.generate_images(
+            student, sampler=sampler, guidance_scale=scale, callback=lambda state, _: states.append(state), **given
+        )
         expected = paradec.generate_images(teacher, guidance_scale=scale, **given)
         torch.testing.assert_close(out.images, expected.images)
-        assert out.row_nfe == [count] * 2 and out.row_forwards == 2 * rows
+        assert out.row_nfe == [count] * 2 and out.row_forwards == 2 * branches * count
+        # every scale is read once, and what was read of all but the last one is given back
+        assert out.forwarded_tokens == 2 * branches * teacher.module.ends[-1] and len(states) == count
+        assert states[0].teaching.store.data is None
 
 
 @torch.no_grad()

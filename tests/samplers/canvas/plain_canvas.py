@@ -63,9 +63,10 @@ def row(
     stability: int | None = 1,
     confidence: float = 0.005,
     ends: tuple[int, ...] = (),
+    cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> tuple[list[int], list[int]]:
     """What stands behind and in the holes (-1) of a prompt, prompt included, up to `new` tokens behind it; and the
-    steps of each canvas."""
+    steps of each canvas. `cut` excludes words from tempered logits [C, V]."""
     size, vocab = module.config.canvas_length, module.config.text_config.vocab_size
     keys = torch.as_tensor(rng.row_keys([seed], [prompt]))
     end = len(prompt) + new
@@ -100,7 +101,7 @@ def row(
             ).logits[0]
             fed.remove()
             heat = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
-            tempered = out / heat
+            tempered = cut(out / heat)
             law = tempered.double().softmax(-1)
             best = torch.where(pinned, fixed, tempered.argmax(-1))
             kept = keep(law, ~pinned, step)

@@ -17,6 +17,7 @@ from tiny_models import tiny
 
 import paradec
 from paradec import samplers
+from paradec.caches.canvas_store import canvas_store_bytes
 from paradec.protocol import decode
 from paradec.samplers.canvas import base, rules
 from paradec.samplers.canvas.noise import BLOCK, draw
@@ -100,9 +101,11 @@ def test_steps_and_commits_keep_the_contracts(name: str) -> None:
     own, method = model(), sampler(name)
     state = method.start(own, HOLED, seed=3, max_new_tokens=20, trace=True)
     given, before = state.given.clone(), state.canvas.clone()
-    steps = np.zeros(state.batch, int)
+    steps, column = np.zeros(state.batch, int), torch.arange(state.canvas.shape[1])
+    total = int((~given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
     while not state.done:
         start, final = state.block_start.copy(), ~state.undecided
+        assert state.progress[0] < state.progress[1] == total
         was = snapshot(state)
         proposal = method.step(own, state)
         again = method.step(own, state)
@@ -126,6 +129,7 @@ def test_steps_and_commits_keep_the_contracts(name: str) -> None:
         with pytest.raises(ValueError, match="made from an earlier state"):
             method.commit(state, proposal)
         before = state.canvas.clone()
+    assert state.progress[0] == state.progress[1]  # of rows that ended early too
     replayed = state.trace.replay()
     for row in range(state.batch):
         end = int(state.end[row])
@@ -207,15 +211,20 @@ def test_waiting_for_others_changes_counts_alone(wait: int) -> None:
 
 def test_waiting_makes_fewer_calls() -> None:
     own, rows = model(ends=()), ROWS * 2
-    calls = []
+    calls, longest = [], []
     for wait in (0, 2, 50):
         method, encodings = sampler("entropy_threshold", max_denoising_steps=24, encode_wait=wait), 0
-        state = method.start(own, rows, seed=7, max_new_tokens=48)
+        state, waited = method.start(own, rows, seed=7, max_new_tokens=48), [np.zeros(8, int)]
         while not state.done:
-            encodings += method.query(state)[0].kind == "encode"
+            queries = method.query(state)
+            encodings += queries[0].kind == "encode"
+            absent = state.running & ~np.isin(np.arange(8), queries[-1].rows)
+            waited.append((waited[-1] + 1) * absent)
             method.commit(state, method.step(own, state))
         calls.append(encodings)
+        longest.append(np.max(waited))
     assert calls[0] > calls[1] >= calls[2] == 3
+    assert longest[:2] == [0, 2] and longest[2] > 2
 
 
 def test_calls_are_counted_from_the_queries() -> None:
@@ -236,6 +245,7 @@ def test_calls_are_counted_from_the_queries() -> None:
         assert state.nfe[row] == len(of_row) == state.encoder_calls[row] + state.denoising_calls[row]
         assert state.encoder_calls[row] == sum(kind == "encode" for kind, _ in of_row)
         assert state.forwarded_tokens[row] == sum(size for _, size in of_row)
+        assert {size for kind, size in of_row if kind == "canvas"} == {CANVAS}
         encoded = sum(size for kind, size in of_row if kind == "encode")
         assert encoded == len(ROWS[row]) + CANVAS * (state.encoder_calls[row] - 1)
     assert state.stopped.any() and len({*state.encoder_calls}) > 1
@@ -292,11 +302,12 @@ def test_pinned_positions_are_conditioned_on_nothing() -> None:
 
 
 def test_infill_keeps_what_was_given() -> None:
-    out = paradec.infill(model(), input_ids=HOLED, sampler=sampler("diffusion_gemma"), seed=0)
+    ends = range(1, VOCAB, 2)  # of two words one
+    out = paradec.infill(model(ends=tuple(ends)), input_ids=HOLED, sampler=sampler("diffusion_gemma"), seed=0)
     for row, prompt in enumerate(HOLED):
         got = out.sequences[row, -len(prompt) :].tolist()
         assert [a for a, b in zip(got, prompt, strict=True) if b >= 0] == [b for b in prompt if b >= 0]
-        assert not {*ENDS} & {a for a, b in zip(got, prompt, strict=True) if b < 0}  # holes end nothing
+        assert not {*ends} & {a for a, b in zip(got, prompt, strict=True) if b < 0}  # holes end nothing
     assert out.tokens == [3, 1]
 
 
@@ -316,12 +327,35 @@ def test_a_prefix_is_exact() -> None:
     own, method = model(), sampler("diffusion_gemma")
     first = paradec.generate(own, ROWS, sampler=method, seed=2, max_new_tokens=40, keep_prefix=True)
     assert first.prefix.exact
+    for row, prompt in enumerate(ROWS):  # all but the last canvas, which nothing reads
+        kept = [*prompt, *first.new_tokens[row].tolist()][: len(prompt) + CANVAS * (first.encoder_calls[row] - 1)]
+        assert first.prefix.tokens[row] == kept
+    assert max(first.encoder_calls) == 3
     turn = [[*row, *answer[:20].tolist(), 30, 31] for row, answer in zip(ROWS, first.new_tokens, strict=True)]
     request = {"sampler": method, "seed": 8, "max_new_tokens": 20}
     plain, reusing = paradec.generate(own, turn, **request), paradec.generate(own, turn, prefix=first.prefix, **request)
     assert torch.equal(plain.new_tokens, reusing.new_tokens)
     assert any(reusing.cost.reused_tokens)
     assert plain.forwarded_tokens - reusing.forwarded_tokens == sum(reusing.cost.reused_tokens)
+    with pytest.raises(ValueError, match="was kept with another model"):
+        paradec.generate(paradec.wrap(tiny_module(1)), turn, prefix=first.prefix, **request)
+
+
+@pytest.mark.parametrize("pad", [0, None])
+def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have ended go on there, and what they decode is encoded; no answer has it."""
+    module, method = tiny_module(dtype=torch.float64), sampler("diffusion_gemma")
+    monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
+    own = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
+    request = {"sampler": method, "seed": 2, "max_new_tokens": 40}
+    first = paradec.generate(own, ROWS, rng="reference", keep_prefix=True, **request)
+    ends = [[*prompt, *new[:count]] for prompt, new, count in zip(ROWS, first.new_tokens.tolist(), first.tokens)]
+    assert first.encoder_calls == [2] * 4 and len({min(count, CANVAS) for count in first.tokens}) > 2
+    assert first.prefix.tokens == [row[: len(prompt) + CANVAS] for row, prompt in zip(ends, ROWS)]
+    turn = [[*row, 30, 31] for row in ends]
+    plain, reusing = paradec.generate(own, turn, **request), paradec.generate(own, turn, prefix=first.prefix, **request)
+    assert torch.equal(plain.new_tokens, reusing.new_tokens)
+    assert reusing.cost.reused_tokens == [*map(len, first.prefix.tokens)]
 
 
 def test_stop_strings_end_a_row() -> None:
@@ -333,8 +367,13 @@ def test_stop_strings_end_a_row() -> None:
     text = tokenizer.decode(ids[20:22])
     stop = next(n for n in range(1, 61) if text in tokenizer.decode(ids[:n]))
     for new in (60, stop, stop - 1):  # the last canvas is decoded whole: what is cut off may complete the text
-        out = paradec.generate(own, ROWS[0], stop_strings=text, **request | {"max_new_tokens": new})
+        ends: list[int] = []
+        out = paradec.generate(
+            own, ROWS[0], stop_strings=text, callback=lambda state, _, ends=ends: ends.append(int(state.end[0])),
+            **request | {"max_new_tokens": new},
+        )  # fmt: skip
         assert out.tokens == [min(stop, new)] and out.finished == [stop <= new]
+        assert ends[-1] == len(ROWS[0]) + min(stop, new)
         assert out.new_tokens[0, : out.tokens[0]].tolist() == ids[: out.tokens[0]]
 
 
@@ -374,18 +413,27 @@ def test_copies_and_races() -> None:
 
 
 def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
-    own = model(ends=())
-    out = paradec.generate(
-        own, ROWS[0], sampler=sampler("diffusion_gemma"), seed=0, max_new_tokens=20, callback=lambda *_: True
-    )
+    own, states = model(ends=()), []
+
+    def stop(state: Any, commit: Any) -> bool:
+        states.append((state, state.store.nbytes))
+        return True
+
+    request = {"sampler": sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 20}
+    out = paradec.generate(own, ROWS[0], callback=stop, **request)
+    ((state, held),) = states
+    length = len(ROWS[0]) + 2 * CANVAS
+    assert held == canvas_store_bytes(own.module.config.text_config, 1, length, torch.float64)
+    assert state.store.nbytes == 0  # it is given back
     assert out.denoising_calls == [1] and out.tokens == [0] and out.text is None
     assert (out.new_tokens[0, :CANVAS] != own.facts.fill_token_id).any()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_logits_that_are_not_finite_change_nothing(seed: int) -> None:
+@pytest.mark.parametrize("rng", ["counter", "reference"])
+def test_steps_that_fail_change_nothing(rng: str) -> None:
+    """Logits that are not finite; and an error when the best tokens are there and noise was drawn."""
     own, method = model(), sampler("diffusion_gemma")
-    state = method.start(own, ROWS, seed=seed, max_new_tokens=20)
+    state = method.start(own, ROWS, seed=0, rng=rng, max_new_tokens=20)
     method.commit(state, method.step(own, state))
     before = snapshot(state)
     proposal = method.step(own, state)
@@ -395,6 +443,11 @@ def test_logits_that_are_not_finite_change_nothing(seed: int) -> None:
     with pytest.raises(FloatingPointError, match=r"NaN or infinite logits for row 2 at its step 1"):
         method.commit(state, method.propose(state, outputs, queries))
     assert same(snapshot(state), before)
+    soften, proposal.soften = proposal.soften, None
+    with pytest.raises(TypeError):
+        method.commit(state, proposal)
+    assert same(snapshot(state), before)
+    proposal.soften = soften
     method.commit(state, proposal)
 
 
@@ -518,6 +571,7 @@ def test_traces_show_drafts_and_what_became_final() -> None:
     )
     again = Trace.from_json(out.trace.to_json())
     assert again.steps == out.trace.steps and again.family == "canvas"
+    assert [len(row) for row in again.canvas] == [len(prompt) + 2 * CANVAS for prompt in ROWS[:2]]
     for row, prompt in enumerate(ROWS[:2]):
         answer = out.new_tokens[row, : out.tokens[row]].tolist()
         assert again.replay()[row][: len(prompt) + len(answer)] == prompt + answer

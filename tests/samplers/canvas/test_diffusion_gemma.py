@@ -115,7 +115,7 @@ KEEPERS = {
         plain_canvas.entropy_bound(0.5),
     ),
     "threshold": (
-        samplers.create("canvas", rule=samplers.create("threshold", threshold=0.6), **SHORT),
+        samplers.create("canvas", rule=samplers.create("threshold", threshold=0.6), stability_threshold=2, **SHORT),
         plain_canvas.threshold(0.6),
     ),
     "low_confidence": (samplers.create("canvas", rule="low_confidence", **SHORT), plain_canvas.surest(12)),
@@ -131,7 +131,7 @@ def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
     model = paradec.wrap(module, eos_token_id=ENDS)
     ids = prompts("one", 3, length=40)[0][0].tolist()
     prompt = [token if i not in (5, 6, 9, 10, 11, 30) else -1 for i, token in enumerate(ids)] if holes else ids[:9]
-    plain = {"steps": 12, "confidence": 0.35, "ends": tuple(ENDS)}
+    plain = {"steps": 12, "confidence": 0.35, "ends": tuple(ENDS), "stability": sampler.stability_threshold or 1}
     settled = 0
     for seed in range(3):
         request = {"max_new_tokens": 3 if holes else 40, "sampler": sampler, "seed": seed}
@@ -142,6 +142,29 @@ def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
         assert out.row_nfe == [sum(counts) + len(counts)]
         settled += any(count < 12 for count in counts)
     assert settled or name != "threshold"
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 3}, {"top_p": 0.7}, {"top_n_sigma": 1.0}], ids=str)
+def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) -> None:
+    """Words are excluded from what is drawn, from entropies, and from what the next step is conditioned on."""
+
+    def cut(logits: Tensor) -> Tensor:
+        order = logits.argsort(-1, descending=True)
+        before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
+        rank = order.argsort(-1)
+        kept = rank < asked.get("top_k", VOCAB)
+        kept &= (before < asked.get("top_p", 1.0)).gather(-1, rank)
+        if "top_n_sigma" in asked:
+            kept &= logits >= logits.amax(-1, keepdim=True) - logits.std(-1, correction=0, keepdim=True)
+        return logits.masked_fill(~kept, -torch.inf)
+
+    module = tiny_module(dtype=torch.float64)
+    sampler, keep = KEEPERS["diffusion_gemma"]
+    prompt = prompts("one", 3)[0][0].tolist()
+    request = {"max_new_tokens": 20, "sampler": sampler, "seed": 0, **asked}
+    out = paradec.generate(paradec.wrap(module, eos_token_id=()), prompt, **request)
+    tokens, counts = plain_canvas.row(module, prompt, 20, keep, seed=0, steps=12, confidence=0.35, cut=cut)
+    assert out.sequences[0].tolist() == tokens and out.denoising_calls == [sum(counts)]
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -169,6 +192,8 @@ def test_what_is_unset_follows_the_model() -> None:
     assert samplers.create("diffusion_gemma", early_stop=False).start(model, [9, 10], seed=0).settled is None
     state = own.start(model, [9, 10], seed=0, max_new_tokens=2 * CANVAS, steps=10)
     assert state.steps == 5
+    state = own.start(model, [[9, 10], [9, -1, *range(10, 30)]], seed=0, max_new_tokens=CANVAS, steps=5)
+    assert [len(row) for row in state.starts] == [1, 2] and state.steps == 3  # shared out over the most canvases
 
 
 @pytest.mark.parametrize(
