@@ -105,6 +105,9 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     assert whole == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
     assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
     assert lm.spent.answers == 3
+    before, lm.spent.seconds = lm.spent.forwards, 1000.0  # of a task that took long
+    assert lm.generate_until(asked((prompt, {"until": []}))) == [whole]
+    assert lm.spent.answers == 4 and lm.spent.seconds > 1000 and lm.spent.forwards > before
     unstopped = ParadecLM(packaged64, until=False)
     assert unstopped.generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
     own = ParadecLM(packaged64, max_new_tokens=1)  # what the model says wins over the task
@@ -285,6 +288,9 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
         ((value, _),) = lm.loglikelihood(asked(("kiwi goat fox pear fig", " apple kiwi")))
     pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
     assert value == pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
+    with pytest.warns(UserWarning, match="cut on the left to 4"):
+        answers = lm.generate_until(asked(("kiwi goat fox pear fig", {"max_gen_toks": 2, "until": []})))
+    assert answers == [paradec.generate(packaged64, "goat fox pear fig", chat=False, max_new_tokens=2).text]
     with pytest.raises(ValueError, match="leaves no room"):
         lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6})))
 

@@ -169,6 +169,8 @@ def test_what_is_unset_follows_the_model() -> None:
     assert samplers.create("diffusion_gemma", early_stop=False).start(model, [9, 10], seed=0).settled is None
     state = own.start(model, [9, 10], seed=0, max_new_tokens=2 * CANVAS, steps=10)
     assert state.steps == 5
+    state = own.start(model, [[9, -1, *range(20, 40), -1, 3], [9, -1, 3]], seed=0, steps=5)  # two canvases, and one
+    assert state.steps == 3
 
 
 @pytest.mark.parametrize(
