@@ -282,10 +282,8 @@ class Batch:
             self._admit()
             for group in list(self._groups):
                 self._advance(group)
+            self._close_empty()
             with held_back():
-                for group in [group for group in self._groups if not group.occupied]:
-                    group.close()
-                    self._groups.remove(group)
                 if self._closed:
                     self._end_all()
                 elif not self._waiting:
@@ -417,10 +415,11 @@ class Batch:
     def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
         """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
         key = _key(method, ticket, state, self._on_device(method, ticket.request, state))
+        self._close_empty()  # a new one is no wider than the row
         group = next((group for group in self._groups if group.key == key), None)
         width = state.extent(np.zeros(1, np.int64))
         if group is not None:
-            width = max(width, group.width)
+            width = group.columns(width)
         row = bytes_of_row(self.model, method, state, width)
         others = sum(g.nbytes for g in self._groups if g is not group)
         most = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
@@ -468,6 +467,13 @@ class Batch:
         if key[-1]:
             return DeviceGroup(key, method, state, row_bytes, model, self.model, capture=self.capture)
         return Group(key, method, state, row_bytes, model, self.model)
+
+    def _close_empty(self) -> None:
+        """Let go of the groups whose rows have all ended."""
+        with held_back():
+            for group in [group for group in self._groups if not group.occupied]:
+                group.close()
+                self._groups.remove(group)
 
     def _leave_queue(self, ticket: Ticket) -> None:
         with self._changed:

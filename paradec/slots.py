@@ -86,6 +86,10 @@ class Group:
         """Columns of the canvas."""
         return int(self.state.canvas.shape[1])
 
+    def columns(self, width: int) -> int:
+        """Columns of the canvas once it has a row of `width`."""
+        return self.width if width <= self.width else -(-width // WIDTHS) * WIDTHS
+
     @property
     def nbytes(self) -> int:
         """Bytes that its rows take, about."""
@@ -111,15 +115,13 @@ class Group:
 
     def make_room(self, most: int, waiting: int, width: int) -> None:
         """Have a free slot of so many columns; of no more than `most` slots, as many as will soon be asked for."""
-        slots, columns = len(self.tickets), self.width
+        slots, columns = len(self.tickets), self.columns(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         wanted = slots
         if len(occupied) == slots:
             wanted = self._more(slots, most, waiting)
         elif slots > most:
             wanted = most
-        if width > columns:
-            columns = -(-width // WIDTHS) * WIDTHS
         if (wanted, columns) != (slots, self.width):
             self._arrange(occupied, wanted, columns)
 

@@ -174,11 +174,13 @@ def test_one_row_streamers_refuse_a_batch(packaged: Model) -> None:
     assert len(calls) == 2
 
 
-def test_an_infill_streams_given_text_in_its_place(llada: Model) -> None:
-    mask = llada.facts.mask_token_id
+@pytest.mark.parametrize("rows", [[[1, 2, -1, 3, 4, -1, -1, 5]], [[1, 2, -1, 3, 4, -1, -1, 5], [6, 7, 8, 9, -1, 1]]])
+def test_an_infill_streams_given_text_in_its_place(llada: Model, rows: list[list[int]]) -> None:
+    """Of two rows up to the first hole of either."""
+    rows = [[llada.facts.mask_token_id if token < 0 else token for token in row] for row in rows]
     streamer = Recorder()
-    out = paradec.infill(llada, [1, 2, mask, 3, 4, mask, mask, 5], sampler="low_confidence", streamer=streamer)
-    assert streamer.puts[0].tolist() == [[1, 2]]
+    out = paradec.infill(llada, rows, sampler="low_confidence", streamer=streamer)
+    assert torch.equal(streamer.puts[0], out.sequences[:, :2]) and streamer.puts[0][0].tolist() == [1, 2]
     assert torch.equal(torch.cat(streamer.puts, 1), out.sequences)
 
 
@@ -211,8 +213,9 @@ def test_the_streamer_is_ended_whatever_happens(llada: Model, error: BaseExcepti
 
 def test_an_early_end_by_callback(llada: Model) -> None:
     streamer = Recorder()
-    paradec.generate(llada, [1, 2], streamer=streamer, callback=lambda state, commit: True, **STEPWISE)
-    assert streamer.ends == 1 and (torch.cat(streamer.puts, 1) != llada.facts.mask_token_id).all()
+    out = paradec.generate(llada, [1, 2], streamer=streamer, callback=lambda state, commit: True, **STEPWISE)
+    assert out.row_nfe == [1] and streamer.ends == 1
+    assert (torch.cat(streamer.puts, 1) != llada.facts.mask_token_id).all()
 
 
 def test_what_is_sent_does_not_change_later(llada: Model) -> None:

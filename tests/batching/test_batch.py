@@ -213,12 +213,14 @@ def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, cau
 
 
 def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
+    """But for those that are to draw as if they were alone, which no other one counts."""
     rows = [ROWS[0], ROWS[1], ROWS[0], ROWS[0], ROWS[1]]
     whole = paradec.generate(model, rows, **REQUEST)
     with Batch(model, batch_size=1, **REQUEST) as batch:
-        found = [batch.add(row) for row in rows]
+        found, alone = zip(*[(batch.add(row), batch.add(row, alone=True)) for row in rows])
         drained(batch)
     assert [tokens(ticket) for ticket in found] == whole.new_tokens.tolist()
+    assert [tokens(ticket) for ticket in alone] == [tokens(found[n]) for n in (0, 1, 0, 0, 1)]
     assert tokens(found[0]) != tokens(found[2]) != tokens(found[3])
 
 
@@ -286,6 +288,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             batch.step()
             if not later:
                 later = [batch.add([9, 9])]
+                assert [ticket.number for ticket in batch._waiting] == list(range(6))  # as they came
         drained(batch)
         assert batch.occupied == batch.waiting == 0
     for row, ticket in zip(rows, tickets):
@@ -300,12 +303,16 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
     assert streamed == tokens(tickets[2])[: len(streamed)] and recorder.ends == 1  # nothing was streamed twice
 
 
-def test_an_error_that_comes_once_loses_nothing(model: Model) -> None:
-    whole = paradec.generate(model, ROWS[:4], **REQUEST)
-    with Batch(Failing(model, calls=2, error=RuntimeError("once")), batch_size=4, **REQUEST) as batch:
-        tickets = [batch.add(row) for row in ROWS[:4]]
-        drained(batch)
-    assert [tokens(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+@pytest.mark.parametrize("error", [RuntimeError("once"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) -> None:
+    """Of one kind, and of two, the last of which has one row."""
+    for rows, calls in ((ROWS[:4], 2), (ROWS[:3], 1)):
+        kinds = [{"top_k": 3} if len(rows) == 3 and n == 1 else {} for n in range(len(rows))]
+        with Batch(Failing(model, calls=calls, error=error), batch_size=4, calls_per_step=1, **REQUEST) as batch:
+            tickets = [batch.add(row, **kind) for row, kind in zip(rows, kinds)]
+            drained(batch)
+        for row, kind, ticket in zip(rows, kinds, tickets):
+            assert tokens(ticket) == paradec.generate(model, row, **REQUEST, **kind).new_tokens[0].tolist()
 
 
 def test_any_error_while_a_prompt_is_let_in_is_its_own(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,6 +551,23 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
         ticket = batch.add([1] * 8)
         drained(batch)
     assert "more than max_memory" in str(ticket.output.error)
+
+
+@pytest.mark.parametrize("lengths", [(8, 27, 8, 8, 27, 8), (8, 8, 8, 27, 27, 8)])
+def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ...]) -> None:
+    """Free slots grow with those that are taken, and more than the row needs; a row whose neighbours have all gone has
+    a canvas of its own width."""
+    request = {**REQUEST, "cache": "dual", "temperature": 0.0, "eos_early_stop": False}
+    row = model.store_bytes(1, max(lengths) + 6) + 32 * (max(lengths) + 6)
+    for rows_that_fit in (1, 2, 3):
+        with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
+            tickets = [batch.add([n + 1] * size, max_new_tokens=6 if n else 12) for n, size in enumerate(lengths)]
+            while not all(ticket.done for ticket in tickets):
+                batch.step()
+                assert sum(group.state.store.nbytes for group in batch._groups) <= batch.max_memory
+                if rows_that_fit == 1 and not tickets[0].done:
+                    batch.cancel(tickets[0])
+        assert all(ticket.output.error is None for ticket in tickets if not ticket.cancelled)
 
 
 def test_memory_stays_as_it_is_however_many_prompts_come(causal: Model, model: Model) -> None:

@@ -142,7 +142,7 @@ def test_a_prompt_may_say_more(llamagen: LlamaGenModel) -> None:
     own = Request(temperature=0.5, guidance_scale=2.0)
     prompts = [{"prompt": 3, "seed": 9, "id": "a"}, (1, own), {"prompt": 2, "sampler": "jacobi"}, torch.tensor(7), 3]
     changes = [{"seed": 9}, own.changes(), {"sampler": "jacobi"}, {}, {}]
-    request = {"sampler": "sjd", "seed": 1, "output_type": "latent"}
+    request = {"sampler": "sjd", "seed": 1, "top_k": 6, "output_type": "latent"}
     outs = list(generate_many(llamagen, prompts, batch_size=2, order="completed", **request))
     outs.sort(key=lambda out: out.index)
     assert outs[0].id == "a"

@@ -247,6 +247,14 @@ def test_requests_that_are_taken_back_leave_nothing() -> None:
     assert len(algorithm._hosted) == 2
 
 
+def test_of_many_requests_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paradec.engines.sglang.MOST_BETWEEN", 2)
+    algorithm = made("ParadecSaber")
+    for name in ("a", "b", "a", "c"):
+        algorithm.run(lambda _: logits_of([9] * 4), batch_of([[1, MASK, MASK, MASK]], [name], [4]), [None])
+    assert [*algorithm._between] == ["a", "c"]
+
+
 def test_the_file_needs_no_sglang_and_the_entry_point_is_it() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     module, _, name = stated["sglang.srt.plugins"]["paradec"].partition(":")

@@ -85,6 +85,9 @@ def test_settings_are_those_of_the_request_over_the_servers(monkeypatch: pytest.
     again, other = (settings_of(params(), defaults, name).fields["seed"] for name in ("a", "b"))
     assert seed == again != other
     assert found.stop_ids == (END,) and found.max_new_tokens == 16
+    defaults, extra = {"top_p": 0.5, "top_k": 3}, {"extra_args": {"paradec": {"top_p": 0.7}}}
+    for own, top_p in (({"top_p": 0.9}, 0.9), ({}, 0.5), ({"top_p": 0.9, **extra}, 0.7)):
+        assert settings_of(params(**own), defaults).fields == {"top_p": top_p, "top_k": 3}
 
 
 @pytest.mark.parametrize(
@@ -286,3 +289,14 @@ def test_answers_end_where_vllm_ends_them() -> None:
     ):
         state = served.opened([1, 2], settings_of(said)).state(0)
         assert state.ends.tolist() == ends and state.request.eos_early_stop is early
+
+
+def test_a_request_that_was_taken_out_goes_on_with_its_template() -> None:
+    """And ends where it would have ended."""
+    served = Served(tiny(2, "block_causal").facts, {})
+    said = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
+    whole = served.opened([1, 2], said).state(0).canvas[0].tolist()
+    assert whole[:5] == [1, 2, 5, MASK, 6] and whole[5:11] == [MASK] * 6
+    for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
+        state = served.opened([1, 2], said, written).state(0)
+        assert state.canvas[0].tolist() == [1, 2, *written, *whole[2 + len(written) :]] and state.asked == [11]

@@ -22,6 +22,7 @@ from paradec.evaluation import Comparison, Configuration
 from paradec.evaluation.compare import COMBINATIONS, Result
 from paradec.evaluation.metrics import aup, bootstrap, wilson
 from paradec.models.adapter import Model
+from paradec.prompts import encode
 from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler
 from paradec.samplers.masked.threshold import Threshold
@@ -164,6 +165,27 @@ def test_steps_are_a_share_of_the_positions() -> None:
     # a multiple of the blocks, as requests must have it
     assert quarter.request(60, blocks=4) == {"steps": 16}
     assert Configuration("low_confidence", {"steps": 5}).request(64) == {"steps": 5}
+
+
+def test_steps_are_a_share_for_the_row_with_most_blocks(packaged: Model) -> None:
+    """Where blocks count from position 0 a prompt may end within one; here the first prompt of a batch does not."""
+    facts = packaged.facts
+    model = paradec.wrap(
+        packaged.unwrap(),
+        tokenizer=packaged.tokenizer,
+        prediction="same",
+        topology="block_causal",
+        block_length=4,
+        mask_token_id=facts.mask_token_id,
+        eos_token_id=facts.eos_token_ids,
+    )
+    questions = evaluation.packaged_questions("copy", limit=3)
+    prompts = [question.prompt for question in questions]
+    assert [len(row) % 4 for row in encode(model, prompts).rows] == [0, 1, 2]
+    half = Configuration("low_confidence", {"steps": 1 / 2})
+    found = evaluation.compare(model, questions=questions, names=[half], batch=3, max_new_tokens=12).results[1]
+    plain = paradec.generate(model, prompts, sampler="low_confidence", steps=8, max_new_tokens=12, seed=0)
+    assert found.forwards == sum(plain.row_nfe)  # 2 steps in each of 4 blocks
 
 
 @dataclass(frozen=True)

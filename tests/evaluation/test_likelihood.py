@@ -193,6 +193,8 @@ def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
     other = row[5:8] + [(row[8] + 1) % MASK]
     pairs = [(CONTEXT, row[5:]), (CONTEXT, other), (CONTEXT[:3], row[5:6])]
     assert greedily_decoded(model, pairs)[:2] == [True, False]
+    ending = tiny(2, prediction=prediction, ends=(row[5],))
+    assert greedily_decoded(ending, pairs)[:2] == [True, False]  # an end token ends nothing
 
 
 @pytest.mark.parametrize(

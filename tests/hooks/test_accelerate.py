@@ -644,21 +644,23 @@ class TabledTransformer(nn.Module):
 
 
 @pytest.mark.parametrize("metric", bac.METRICS)
-@pytest.mark.parametrize("samples", [65536, 40, 9])
-def test_bac_is_the_best_of_all_schedules(metric: str, samples: int) -> None:
+@pytest.mark.parametrize(("samples", "runs"), [(65536, 1), (40, 1), (9, 1), (40, 3)])
+def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) -> None:
     """Against all choices of 3 steps of 7, each judged by what it serves instead of the steps' own features, or of as
-    many of their entries as are compared, evenly strided."""
-    tables = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(1)
-    module = TabledTransformer(*tables)
+    many of their entries as are compared, evenly strided; over all runs, which differ."""
+    tables = torch.randn(runs, 2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(2)
+    module, coming = TabledTransformer(*tables[0]), iter(tables)
 
     def run() -> None:
+        for branch, table in zip(module.transformer_blocks[0].values(), next(coming), strict=True):
+            branch.table = table
         for step in range(7):
             module(torch.zeros(1, 40), timestep=torch.tensor(6 - step))
 
-    found = bac.calibrate(module, run, 3, metric=metric, samples=samples, bubbling=0)
-    for (name, steps), table in zip(found.modules, tables.tolist(), strict=True):
+    found = bac.calibrate(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
+    for index, (name, steps) in enumerate(found.modules):
         stride = next(stride for stride in range(1, 41) if len(range(0, 40, stride)) <= samples)
-        seen = [[row[at] for at in range(0, 40, stride)] for row in table]
+        seen = [[[row[at] for at in range(0, 40, stride)] for row in table] for table in tables[:, index].tolist()]
 
         def loss(a: list[float], b: list[float]) -> float:
             if metric == "cosine":
@@ -667,9 +669,10 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int) -> None:
             apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
             return sum(x if metric == "l1" else x * x for x in apart) / len(apart)
 
-        def served(chosen: tuple[int, ...], seen: list[list[float]] = seen) -> float:
-            """The loss of a run, where every step reads the latest of the chosen ones."""
-            return sum(loss(seen[max(a for a in chosen if a <= step)], seen[step]) for step in range(7))
+        def served(chosen: tuple[int, ...], seen: list[list[list[float]]] = seen) -> float:
+            """The loss of the runs, where every step reads the latest of the chosen ones."""
+            read = [max(a for a in chosen if a <= step) for step in range(7)]
+            return sum(loss(table[read[step]], table[step]) for table in seen for step in range(7))
 
         best = min(((0, a, b) for a in range(1, 7) for b in range(a + 1, 7)), key=served)
         assert (name.split(".")[-1], steps) == (("attn", "ff")[name.endswith("ff")], best)

@@ -591,12 +591,15 @@ def test_recap_session_evaluates_the_targets_cells(amused: AmusedPipeline) -> No
 
 
 def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipeline) -> None:
-    """As many cells of 2 x 2 as hold a target, of the image with most of them."""
+    """As many cells of 2 x 2 as hold a target, of the image with most of them; in both branches of guidance its own."""
     amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    expected, uneven = [16], 0
+    expected, uneven, cells = [16], 0, []
 
     def note(step: int, timestep: Tensor, found: Tensor) -> None:
-        nonlocal uneven
+        nonlocal uneven, cells
+        if session.local is not None:
+            evaluated = [{divmod(cell, 4) for cell in row} for row in session.local.tolist()]
+            assert len(evaluated) == 4 and all(cells[row % 2] <= own for row, own in enumerate(evaluated))
         targets = session.scheduler.targets()  # of the call that comes next
         if targets is None:
             expected.append(16)

@@ -146,8 +146,10 @@ def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
     runs = Reader(one.to_html(beside=two, names=["a", "b"])).runs()
     assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [8, len(two.steps)]
     assert [run["name"] for run in Reader(one.to_html(beside=[two, two])).runs()] == [*names, "maskgit"]
-    one.to_gif(tmp_path / "both.gif", beside=two)
-    assert Image.open(tmp_path / "both.gif").n_frames == max(8, len(two.steps)) + 1
+    short = paradec.generate(model, [1, 2], sampler="low_confidence", steps=4, **request).trace
+    for first, second in ((one, short), (short, one)):
+        first.to_gif(tmp_path / "both.gif", beside=second)
+        assert Image.open(tmp_path / "both.gif").n_frames == 8 + 1
     with pytest.raises(ValueError, match="names has 1 entries for 2 traces"):
         one.to_html(beside=two, names=["a"])
     with pytest.raises(ValueError, match="5 traces: from 1 to 4"):

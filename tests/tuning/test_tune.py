@@ -25,6 +25,7 @@ from paradec.tuning import Tuning
 from paradec.tuning.halving import goes_on, rungs
 from paradec.tuning.measuring import Half
 from paradec.tuning.prompts import halves, prompts_of
+from paradec.tuning.study import Study
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
@@ -171,6 +172,7 @@ def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     two = {**SMALL, "samplers": ["low_confidence", "threshold"]}
     found = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
     assert found.trials["refused"] >= 2 and {point.candidate.sampler for point in found.points} == {"threshold"}
+    assert found.trials["measured"] == 3 + 5  # set by hand, and proposed: what is refused uses up no trial
     found = paradec.tune(model, PROMPTS, **two)
     assert found.setup["score"] == "agreement"
     for point in found.points:
@@ -281,13 +283,23 @@ class Counted:
     """How often prompts were decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.prompts, own = 0, Half.decode
+        self.prompts, self.choosing, own = 0, 0, Half.decode
 
         def decode(half: Half, request: Any, first: int, stop: int) -> Any:
             self.prompts += stop - first
+            self.choosing += (stop - first) * (half.name == "choosing")
             return own(half, request, first, stop)
 
         monkeypatch.setattr(Half, "decode", decode)
+
+
+def test_equal_points_are_measured_once(
+    model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler whose one setting has five values, and more trials than that, on ten prompts."""
+    counted = Counted(monkeypatch)
+    found = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "samplers": ["saber"]})
+    assert found.complete and found.trials["measured"] > 5 and counted.choosing <= 5 * 10
 
 
 @pytest.mark.parametrize(
@@ -367,6 +379,14 @@ def test_what_a_dead_process_left_is_gone_on_with(
     attributes.set_user_attr("owner", f"{host} {dead.pid} 0")
     again = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
     assert timeless(again) == timeless(tuned)
+
+
+def test_a_run_that_ended_in_this_process_is_at_work_no_more() -> None:
+    """Its trial was not released, as where the study's file could not be written."""
+    with Study(None, {"schema": 1}, ["maximize", "minimize"], 0) as study:
+        trial, _ = study.next_trial([{}])
+        assert not study.left_behind(study.trials()[0])
+    assert study.left_behind(study.trials()[0]) and study.next_trial([{}])[0].number == trial.number
 
 
 @pytest.mark.full

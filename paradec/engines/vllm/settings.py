@@ -61,17 +61,15 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
     for name in LOGPROBS:
         if getattr(params, name, None) is not None:
             raise ValueError(f"{name}={shown(getattr(params, name))} is not served here: leave it out")
-    said = dict(defaults or {}) | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
+    plain: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
+    plain |= {"top_k": params.top_k} if params.top_k > 0 else {}
+    said = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
     template = _template(said.pop("template", ()))
     longest = params.max_tokens
     if longest is not None and len(template) > longest:
         raise ValueError(f"template holds {len(template)} tokens, more than max_tokens={longest}")
     sampler = said.pop("sampler", "threshold")
     method: Any = samplers.registry.from_dict(sampler) if isinstance(sampler, Mapping) else samplers.create(sampler)
-    if 0 < params.top_p < 1:
-        said.setdefault("top_p", params.top_p)
-    if params.top_k > 0:
-        said.setdefault("top_k", params.top_k)
     if params.ignore_eos:
         said["eos_early_stop"] = bool(params.stop_token_ids)
     fields = Request(sampler=method, **said)  # checks them

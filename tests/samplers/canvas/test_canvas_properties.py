@@ -311,6 +311,17 @@ def test_infill_keeps_what_was_given() -> None:
     assert out.tokens == [3, 1]
 
 
+def test_no_end_is_proposed_in_a_hole_and_any_behind_it() -> None:
+    own, method = model(), sampler("diffusion_gemma", early_stop=False, max_denoising_steps=2)
+    state = method.start(own, HOLED, seed=0, max_new_tokens=20, holes_eos_inf=True)
+    while not state.done:
+        proposal = method.step(own, state)
+        answer = torch.tensor([len(HOLED[row]) for row in proposal.rows])
+        barred = (proposal.logits[..., list(ENDS)] == -torch.inf).all(-1)
+        assert torch.equal(barred, proposal.positions < answer.unsqueeze(1))
+        method.commit(state, proposal)
+
+
 def test_holes_in_text() -> None:
     tokenizer = byte_level_tokenizer()
     own = paradec.wrap(tiny_module(vocab=len(tokenizer)), tokenizer=tokenizer)

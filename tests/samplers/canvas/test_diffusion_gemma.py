@@ -194,6 +194,8 @@ def test_what_is_unset_follows_the_model() -> None:
     assert state.steps == 5
     state = own.start(model, [[9, 10], [9, -1, *range(10, 30)]], seed=0, max_new_tokens=CANVAS, steps=5)
     assert [len(row) for row in state.starts] == [1, 2] and state.steps == 3  # shared out over the most canvases
+    state = own.start(model, [[9, -1, *range(20, 40), -1, 3], [9, -1, 3]], seed=0, steps=5)  # two canvases, and one
+    assert state.steps == 3
 
 
 @pytest.mark.parametrize(
