@@ -112,9 +112,10 @@ class FileJob:
                     "Give the same ones, or another file"
                 )
             known.append(entry["settings"])
+            other = shown(entry["settings"].get("paradec"))
             warnings.warn(
-                f"--out {str(self.out)!r} has answers of paradec {shown(entry['settings'].get('paradec'))}, and this "
-                f"is {paradec.__version__}: they may differ",
+                f"--out {str(self.out)!r} has answers of paradec {other}, and this is {paradec.__version__}: they may "
+                "differ",
                 stacklevel=2,
             )
         seed: int | None = request.get("seed")
