@@ -42,9 +42,9 @@ def _positions(drawn: Any, axes: Any, trace: Trace) -> None:
         steps = np.full(len(trace.cells[0]), np.nan)
         place = {position: cell for cell, position in enumerate(trace.cells[0])}
         for index, step in enumerate(trace.steps, start=1):
-            for row, position, *_ in step.commits:
+            for row, position, token, _ in step.commits:
                 if row == 0 and position in place:
-                    steps[place[position]] = index
+                    steps[place[position]] = np.nan if token == trace.mask_id else index
         image = axes.imshow(steps.reshape(trace.grid), cmap="viridis", vmin=1, vmax=max(1, len(trace.steps)))
         axes.set_xticks([])
         axes.set_yticks([])

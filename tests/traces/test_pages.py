@@ -202,6 +202,14 @@ def test_tokens_that_were_put_back_wait_again(grid: tuple[int, int] | None, tmp_
             below = np.asarray(drawn.convert("RGB")).astype(int)[100:]  # the heading and the bar
             waiting.append(int((np.abs(below - (226, 226, 234)).max(-1) <= 4).sum()))
     assert [round(2 * count / waiting[0]) for count in waiting] == [2, 1, 1, 2, 0]
+    pytest.importorskip("matplotlib")
+    for steps, found in ((2, [None, 2]), (3, [None, None]), (4, [4, 4])):  # which step made a cell final
+        short = Trace([[1, 0, 0]], steps=trace.steps[:steps], family="masked", mask_id=0, grid=grid, cells=trace.cells)
+        (above, *_) = short.plot().axes
+        if grid is not None:
+            assert above.images[0].get_array().tolist() == [found]
+        else:
+            assert above.get_legend() is not None and len(above.collections[0].get_offsets()) == (2 if steps < 4 else 4)
 
 
 def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
