@@ -117,6 +117,9 @@ def test_aup_of_a_comparison_by_hand() -> None:
     assert [line[-1] for line in comparison.table()] == ["68", "", f"{expected['factor']:.0f}", "", "523", ""]
     versus = comparison.to_dict()["results"][2]["versus_baseline"]
     assert versus == {"accuracy": pytest.approx(0.28), "tokens_per_forward": 4.0, "tokens_per_second": 4.0}
+    # a sampler with more settings than most has no area
+    results += [result("margin", 40, 1), result("margin", 40, 2, steps=1), result("margin", 40, 3, steps=2)]
+    assert comparison.aup() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("points", [[], [(0, 50)], [(1, 101)], [(1, -1)], [(math.nan, 50)], [(1, math.inf)]])
@@ -254,11 +257,44 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def test_two_runs_agree_apart_from_the_times(packaged: Model, small: Comparison) -> None:
+def test_two_runs_agree_apart_from_the_times(
+    packaged: Model, small: Comparison, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+
+    def timed(*given: Any, **request: Any) -> Any:
+        output = paradec.generate(*given, **request)
+        spent.append(output.seconds)
+        return output
+
+    monkeypatch.setattr(sys.modules["paradec.evaluation.compare"], "generate", timed)
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     again = evaluation.compare(packaged, questions=questions, batch=3, **SMALL)
+    assert len(spent) == 3 * len(again.results)
+    assert [r.seconds for r in again.results] == [pytest.approx(sum(spent[k : k + 3])) for k in range(0, len(spent), 3)]
     again.machine["batch"] = 8
     assert without_times(again.to_dict()) == without_times(small.to_dict())
+
+
+def test_seeds_and_blocks_are_those_of_generate(packaged: Model) -> None:
+    """Draws; and rows with unequal numbers of blocks, whose steps are shared out over the most."""
+    facts = packaged.facts
+    model = paradec.wrap(
+        packaged.module, tokenizer=packaged.tokenizer, mask_token_id=facts.mask_token_id, prediction="same",
+        eos_token_id=facts.eos_token_ids, topology="block_causal", block_length=4,
+    )  # fmt: skip
+    questions = evaluation.packaged_questions("copy", limit=6)
+    prompts = [question.prompt for question in questions]
+    assert len({len(row) % 4 for row in encode(model, prompts).rows}) > 1
+    warm, few = Configuration("factor", {"temperature": 2.0}), Configuration("low_confidence", {"steps": 1 / 4})
+    request = {"max_new_tokens": 12, "seed": 5}
+    found = evaluation.compare(model, questions=questions, names=[warm, few], batch=6, **request)
+    drawn = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request)
+    spread = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
+    for result, output in zip(found.results[1:], (drawn, spread), strict=True):
+        assert (result.forwards, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
+    other = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 0})
+    assert (sum(other.row_nfe), sum(other.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
 
 
 def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
@@ -389,6 +425,9 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
     file.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n")
     questions = evaluation.read_questions(file)
     assert [question.task for question in questions] == ["prompts", "prompts", "wrong", "regex", "regex"]
+    assert [question.many for question in questions] == [None, True, None, None, None]
+    some = evaluation.read_questions(file, tasks=["regex", "wrong"])  # in the file's order
+    assert [question.prompt for question in some] == [question.prompt for question in questions[2:]]
     found = evaluation.compare(packaged, questions=questions, names="threshold", batch=5, max_new_tokens=12)
     assert found.baseline.tasks == {"prompts": (2, 2), "wrong": (0, 1), "regex": (1, 2)}
     assert "one answer %" not in found.columns()
@@ -396,6 +435,11 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
     assert [question.prompt for question in evaluation.read_questions(file, tasks="wrong")] == ["Copy: kiwi fig owl"]
     with pytest.raises(ValueError, match="no-such-task"):
         evaluation.read_questions(file, tasks=["no-such-task"])
+    file.write_text("\n".join(json.dumps({"prompt": str(k), "answer": f"{k}\n\nfig owl"}) for k in range(7)))
+    few = evaluation.read_questions(file, limit=3)  # at even distances
+    assert [question.prompt for question in few] == ["0", "2", "4"]
+    said = {"\n2\n\nfig  owl\n": True, "2 \n\nfig owl": True, "2\nfig owl": False, "2 fig owl": False}
+    assert {text: few[1].right(text) for text in said} == said, "lines count, and spaces around words do not"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import statistics
@@ -142,6 +143,16 @@ def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
     parts = [one(model, CONTEXT, row[5:8], samples=7), one(model, row[:8], row[8:], samples=1)]
     found = one(model, samples=7)
     assert found.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and found.forwards == 8
+    assert found.samples == one(model, row[:3], row[3:7], samples=7).samples == 7  # of the larger part, wherever it is
+
+
+def test_pairs_are_planned_and_forgotten_one_after_the_other() -> None:
+    """Of a pair there may be thousands of rows."""
+    found = log_likelihoods(tiny(1), [(CONTEXT, [k, *CONTINUATION]) for k in range(8)], samples=32, batch_size=31)
+    for _ in range(7):
+        next(found)
+    gc.collect()
+    assert sum(isinstance(entry, maskings.Masking) for entry in gc.get_objects()) <= 2 * 31
 
 
 def test_causal_models_are_exact() -> None:

@@ -16,7 +16,7 @@ from paradec import cli, samplers
 from paradec.evaluation import parallel as benches
 from paradec.evaluation.metrics import aup
 from paradec.evaluation.parallel import SWEEPS, parallel, parallel_questions, sweep
-from paradec.evaluation.questions import Question
+from paradec.evaluation.questions import Question, packaged_questions
 from paradec.evaluation.waiting_line import NAMES, waiting_line_questions
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -79,7 +79,10 @@ def test_lines_are_judged_as_parallelbench_does(task: str) -> None:
 def test_what_stands_around_a_list() -> None:
     lenient, strict = (waiting_line_questions("copy", 1, strict=strict)[0] for strict in (False, True))
     line = json.dumps(asked(lenient)[0])
-    for text, right in ((line, (True, True)), (f"Answer: {line}.", (True, False)), (line[:-1], (True, False))):
+    for text, right in (
+        (line, (True, True)), (f"Answer: {line}.", (True, False)), (line[:-1], (True, False)),
+        (f'The "new" line is {line}, "I think"', (True, False)),
+    ):  # fmt: skip
         assert (lenient.right(text), strict.right(text)) == right, text
     for text in ("", "[]", "[[[", line.replace('"', ""), json.dumps([*asked(lenient)[0], ""])):
         assert not lenient.right(text) and not strict.right(text)
@@ -93,6 +96,7 @@ def test_squares() -> None:
     assert question.right(text) and strict.right(text)
     around = f"Here it is:\n{text}\nDone, I hope"
     assert question.right(around) and not strict.right(around)
+    assert question.right(f"{text}\n{d},{c},{b},{a}"), "the first square counts"
     assert not question.right(text.replace(f"{a},{b}", f"{b},{a}", 1))
     assert not question.right("\n".join(text.splitlines()[:3]))
 
@@ -169,8 +173,14 @@ def test_areas_lie_under_equal_numbers_of_points() -> None:
 
 def test_what_the_model_does_not_serve_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benches, "compare", lambda *_, **__: pytest.fail("decoded"))
+    model = paradec.load()
     with pytest.raises(ValueError, match="prompt of"):
-        parallel(paradec.load(), max_new_tokens=5000, tasks="copy", form="packaged")
+        parallel(model, max_new_tokens=5000, tasks="copy", form="packaged")
+    monkeypatch.setattr(benches, "compare", lambda *_, **request: request["max_new_tokens"])
+    monkeypatch.setattr(benches, "parallel_questions", lambda *_: packaged_questions("copy", 1))
+    for form, asked_for, new in (("names", None, 64), ("names", 9, 9), ("packaged", None, None)):
+        short = {"names": ["threshold"], "tasks": "copy", "limit": 1, "max_new_tokens": asked_for}
+        assert parallel(model, form=form, **short) == new
 
 
 def test_the_command(tmp_path: Path) -> None:

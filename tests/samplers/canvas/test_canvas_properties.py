@@ -259,6 +259,8 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
     out = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=new)
     assert torch.equal(out.new_tokens, whole[:, :new])
     assert out.tokens == [new] * 4 and out.finished == [False] * 4
+    on = paradec.generate(model(), ROWS, sampler=method, seed=4, max_new_tokens=new, eos_early_stop=False)
+    assert torch.equal(on.new_tokens, out.new_tokens)
 
 
 def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,6 +590,7 @@ def test_traces_show_drafts_and_what_became_final() -> None:
         assert again.replay()[row][: len(prompt) + len(answer)] == prompt + answer
         assert again.to_fill(row)[0][0] == len(prompt)
     assert sum(len(step.rejected) for step in again.steps) > 0
+    assert [step.blocks for step in again.steps][:1] == [[(9, 9 + CANVAS), (1, 1 + CANVAS)]]
     assert all(len(step.logprobs or []) == len(step.commits) for step in again.steps)
     assert [step.nfe for step in again.steps][0] == [2, 2]
     assert "<script" in out.trace.to_html()
