@@ -26,7 +26,6 @@ LONG = (
     "tests/test_docs.py",
     "tests/schedulers/test_schedulers.py",
     "tests/samplers/canvas/test_canvas_properties.py",
-    "tests/models/test_compiled.py",
     "tests/samplers/masked/test_device_step.py",
     "tests/test_runs.py",
     "tests/test_house.py",

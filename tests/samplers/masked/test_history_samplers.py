@@ -578,7 +578,7 @@ def test_memory_can_be_forked(name: str, llada64: Model) -> None:
 
 BAD = [
     ("credit", {"decay": 1.1}, r"decay=1.1 must be a number in \[0, 1\]"),
-    ("credit", {"fusion": -1}, r"fusion=-1 must be a number in \[0, inf\]"),
+    ("credit", {"fusion": -1}, r"fusion=-1 must be a number in \[0, 1e\+06\]"),
     ("credit", {"storage": "sparse"}, "unknown storage: 'sparse'.*allowed: dense, slots"),
     ("credit", {"slots": 0}, "slots=0 must be an integer from 1 to 1024"),
     ("klass", {"kl_threshold": 0}, r"kl_threshold=0 must be a number in \(0, inf\]"),
