@@ -2,10 +2,11 @@
 
     python tests/mutations/run.py [--jobs 2] [--only TEXT] [--floor 0.9] [--out FILE]
 
-The bugs are data: every `*.toml` beside this file holds `[[mutation]]` tables with `name`, `file`, `before` (a text
-that stands exactly once in the file), `after`, `tests` (arguments of pytest), `why` (what a user would see), and, where
-no test can tell the difference, `equivalent` with the reason. A mutation is killed when its tests fail with it; they
-must pass without. Each runs in a process of its own, forked after the heavy imports, over a copy of the package.
+The bugs are data: every `*.toml` beside this file holds `[[mutation]]` tables with `name`, `at` (the qualified name of
+a definition, in whatever file it is), `before` (code that is in it exactly once, however it is written), `after`,
+`tests` (arguments of pytest), `why` (what a user would see), and, where no test can tell the difference, `equivalent`
+with the reason. A mutation is killed when its tests fail with it; they must pass without. Each runs in a process of its
+own, forked after the heavy imports, over a copy of the package.
 
 Exit status: 0, or 1 if fewer than the floor are killed, or tests fail without any mutation.
 """
@@ -13,6 +14,7 @@ Exit status: 0, or 1 if fewer than the floor are killed, or tests fail without a
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -21,11 +23,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 600
@@ -37,14 +42,16 @@ class Mutation:
     """One planted bug."""
 
     name: str
-    file: str
+    at: str
+    """The definition that it is planted in: a qualified name ("Batch.step"), after the end of a module's name where
+    several modules have such a definition ("credit:Credit.select"), or the path of a file that is not Python."""
     before: str
     after: str
     tests: list[str]
     why: str
     equivalent: str = ""
     room: str = field(default="", compare=False)
-    """The data file that it stands in."""
+    """The data file that has it."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +90,99 @@ def load(folder: Path = Path(__file__).parent) -> list[Mutation]:
     return found
 
 
-def mutated(mutation: Mutation, root: Path = ROOT) -> str:
-    """The file's text with the bug in it.
+def find(at: str, root: Path = ROOT) -> tuple[Path, ast.AST]:
+    """The file of the definition `at`, and its node.
 
     Raises:
-        ValueError: `before` does not stand exactly once in the file.
+        ValueError: no such definition, or several.
     """
-    text = (root / mutation.file).read_text(encoding="utf-8")
-    count = text.count(mutation.before)
-    if count != 1:
-        raise ValueError(f"{mutation.name}: its text stands {count} times in {mutation.file}, not once")
-    return text.replace(mutation.before, mutation.after)
+    module, _, name = at.rpartition(":")
+    end = tuple(module.split(".")) if module else ()
+    found = [
+        (path, node)
+        for path, node in definitions(root).get(name, [])
+        if not end or path.with_suffix("").parts[-len(end) :] == end
+    ]
+    if len(found) != 1:
+        raise ValueError(f"{at}: {len(found)} definitions are called so: {[str(path) for path, _ in found]}")
+    return found[0]
+
+
+@lru_cache
+def definitions(root: Path) -> dict[str, list[tuple[Path, ast.AST]]]:
+    """Functions, classes and constants of the package and of the scripts beside it, by their qualified names."""
+    found: dict[str, list[tuple[Path, ast.AST]]] = {}
+
+    def enter(owner: Any, path: Path, prefix: str) -> None:
+        for node in owner.body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.setdefault(prefix + node.name, []).append((path, node))
+                enter(node, path, f"{prefix}{node.name}.")
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(owner, (ast.Module, ast.ClassDef)):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        found.setdefault(prefix + target.id, []).append((path, node))
+            elif isinstance(node, (ast.If, ast.Try, ast.With)):  # definitions under a condition
+                enter(node, path, prefix)
+
+    for folder in ("paradec", "benchmarks", "examples"):
+        for path in sorted((root / folder).rglob("*.py")):
+            enter(ast.parse(path.read_text(encoding="utf-8")), path, "")
+    return found
+
+
+def is_expression(code: str) -> bool:
+    """Whether code has a value, and can so be anywhere in a statement."""
+    statements = ast.parse(textwrap.dedent(code)).body
+    return len(statements) == 1 and isinstance(statements[0], ast.Expr)
+
+
+def places(within: ast.AST, wanted: str, expression: bool) -> list[list[ast.AST]]:
+    """Where the code `wanted` is in a definition, however it is written: an expression, or a run of statements."""
+    code = ast.parse(textwrap.dedent(wanted)).body
+    if expression:
+        text = ast.dump(code[0].value)  # type: ignore[attr-defined]
+        return [[node] for node in ast.walk(within) if isinstance(node, ast.expr) and ast.dump(node) == text]
+    texts = [ast.dump(statement) for statement in code]
+    found: list[list[ast.AST]] = []
+    for node in [ast.Module([within], []), *ast.walk(within)]:
+        for _, body in ast.iter_fields(node):
+            if isinstance(body, list) and all(isinstance(statement, ast.stmt) for statement in body):
+                dumps = [ast.dump(statement) for statement in body]
+                found += [body[i : i + len(code)] for i in range(len(body)) if dumps[i : i + len(code)] == texts]
+    return found
+
+
+def mutated(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
+    """A file of the package, and its text with the bug in it.
+
+    Raises:
+        ValueError: no such definition, or `before` is not in it exactly once.
+    """
+    if "/" in mutation.at:  # a page's script
+        path = root / mutation.at
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutation.before) != 1:
+            raise ValueError(f"{mutation.name}: its text is {text.count(mutation.before)} times in {path}, not once")
+        return path, text.replace(mutation.before, mutation.after)
+    path, within = find(mutation.at, root)
+    expression = is_expression(mutation.before) and is_expression(mutation.after)
+    found = places(within, mutation.before, expression)
+    if len(found) != 1:
+        raise ValueError(f"{mutation.name}: its code is {len(found)} times in {mutation.at} ({path}), not once")
+    first, last = found[0][0], found[0][-1]
+    lines = path.read_text(encoding="utf-8").encode().splitlines(keepends=True)  # offsets are bytes
+    head = b"".join(lines[: first.lineno - 1]) + lines[first.lineno - 1][: first.col_offset]
+    tail = lines[last.end_lineno - 1][last.end_col_offset :] + b"".join(lines[last.end_lineno :])
+    after = textwrap.dedent(mutation.after).strip() or "pass"
+    if not expression:
+        alone = not lines[first.lineno - 1][: first.col_offset].strip()  # else after "if ...:"
+        lead = " " * first.col_offset
+        after = textwrap.indent(after, lead).lstrip() if alone else "; ".join(after.splitlines())
+    else:
+        after = f"({after})"
+    return path, (head + after.encode() + tail).decode()
 
 
 def run_tests(folder: Path, tests: list[str]) -> tuple[int | None, str]:
@@ -142,7 +231,8 @@ def run(mutation: Mutation) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_code(folder)
-        (folder / mutation.file).write_text(mutated(mutation), encoding="utf-8")
+        path, text = mutated(mutation)
+        (folder / path.relative_to(ROOT)).write_text(text, encoding="utf-8")
         status, output = run_tests(folder, mutation.tests)
     seconds = time.monotonic() - begin
     if status is None:
@@ -172,7 +262,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--skip-unchanged", action="store_true", help="do not run the tests without mutation first")
     options = parser.parse_args()
-    mutations = [m for m in load() if options.only in f"{m.room} {m.name} {m.file}"]
+    mutations = [m for m in load() if options.only in f"{m.room} {m.name} {m.at}"]
     for mutation in mutations:
         mutated(mutation)  # raises before any work is done
 
@@ -202,13 +292,13 @@ def main() -> int:
     broken = [result for result in results if result.outcome == "broken"]
     if options.out:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        found = [asdict(r) | {"mutation": r.mutation.name, "file": r.mutation.file} for r in results]
+        found = [asdict(r) | {"mutation": r.mutation.name, "at": r.mutation.at} for r in results]
         options.out.write_text(json.dumps({"commit": commit, "results": found}, indent=1) + "\n")
     share = len(killed) / len(judged) if judged else 1.0
     print(f"{len(killed)} of {len(judged)} mutations killed ({share:.1%}); {len(results) - len(judged)} equivalent")
     for result in judged:
         if result not in killed:
-            print(f"{result.outcome}: {result.mutation.name} ({result.mutation.file}): {result.mutation.why}")
+            print(f"{result.outcome}: {result.mutation.name} ({result.mutation.at}): {result.mutation.why}")
     return 0 if share >= options.floor and not broken else 1
 
 
