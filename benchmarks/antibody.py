@@ -46,13 +46,13 @@ import torch
 from torch import Tensor
 
 import paradec
-from paradec.evaluation import Configuration, configurations
-from paradec.evaluation.compare import COMBINATIONS
-from paradec.evaluation.metrics import aup, bootstrap
+from paradec.core.protocol import Query, plain
 from paradec.models.adapter import Model
-from paradec.protocol import Query, plain
-from paradec.tuning import Asked
-from paradec.tuning.run import weights_of
+from paradec.tools.evaluation import Configuration, configurations
+from paradec.tools.evaluation.compare import COMBINATIONS
+from paradec.tools.evaluation.metrics import aup, bootstrap
+from paradec.tools.tuning import Asked
+from paradec.tools.tuning.run import weights_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "antibodies.fasta"
@@ -260,7 +260,7 @@ class Benchmark:
 
     def aup(self) -> dict[str, float]:
         """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as most
-        (`paradec.evaluation.Comparison.aup` says why)."""
+        (`paradec.tools.evaluation.Comparison.aup` says why)."""
         curves: dict[str, list[tuple[float, float]]] = {}
         for configuration, line in self.lines():
             curves.setdefault(configuration.sampler, []).append((line["tokens_per_forward"], line["recovery"]))
@@ -334,7 +334,7 @@ class Benchmark:
             console.print("incomplete")
 
     def plot(self, file: Path) -> None:
-        from paradec.evaluation.plot import Panel, draw
+        from paradec.tools.evaluation.plot import Panel, draw
 
         panels = []
         for kind, title in (("VH", "heavy chains"), ("VL", "light chains")):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
 from paradec.models.wrapping import wrap

@@ -36,8 +36,8 @@ from provenance import write_result
 import paradec
 from paradec.caches.cost import CacheCost
 from paradec.caches.table import REFUSED, verdict
-from paradec.evaluation.tasks import TASKS, load_prompts
 from paradec.models.adapter import Model
+from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES = (

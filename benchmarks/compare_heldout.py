@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from provenance import write_result
 
-from paradec import evaluation
-from paradec.evaluation.compare import COMBINATIONS, Comparison
+from paradec.tools import evaluation
+from paradec.tools.evaluation.compare import COMBINATIONS, Comparison
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FEWER = 4

@@ -12,8 +12,8 @@ import argparse
 import hashlib
 from pathlib import Path
 
-from paradec.conformance import KIT_VERSION
-from paradec.conformance.archive import pack
+from paradec.tools.conformance import KIT_VERSION
+from paradec.tools.conformance.archive import pack
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = """Data of paradec's conformance kit.

@@ -256,11 +256,11 @@ def canvases() -> None:
 
 
 def rows() -> None:
-    from paradec.conformance.archive import Data, members
-    from paradec.conformance.cases import Case
-    from paradec.conformance.compare import difference
-    from paradec.conformance.targets import Ours, checked, request
-    from paradec.conformance.traces import recorded
+    from paradec.tools.conformance.archive import Data, members
+    from paradec.tools.conformance.cases import Case
+    from paradec.tools.conformance.compare import difference
+    from paradec.tools.conformance.targets import Ours, checked, request
+    from paradec.tools.conformance.traces import recorded
 
     data, ours = Data(GOLDEN, members(GOLDEN), ""), Ours()
     batches: dict[str, list[int]] = {}

@@ -18,7 +18,7 @@ import torch
 from provenance import write_result
 from torch import Tensor
 
-from paradec import rng
+from paradec.core import rng
 from paradec.samplers.statistics import _filter_by_rank, argmax, ascending, filter_logits, guided
 
 ROWS = 32

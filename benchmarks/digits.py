@@ -31,8 +31,8 @@ from tables import digits_table
 from torch import Tensor
 
 import paradec
-from paradec.evaluation.metrics import wilson
-from paradec.images import contact_sheet, step_pictures
+from paradec.api.images import contact_sheet, step_pictures
+from paradec.tools.evaluation.metrics import wilson
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits.json"

@@ -35,7 +35,7 @@ from torch import Tensor
 
 import paradec
 from paradec import TaylorSeer
-from paradec.images import contact_sheet, to_pil
+from paradec.api.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
 

@@ -31,7 +31,7 @@ from provenance import write_result
 from tables import digits_scales_table
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "digits_scales.json"

@@ -32,11 +32,11 @@ import torch
 from provenance import write_result
 
 import paradec
-from paradec.estimation.devices import PUBLISHED
-from paradec.estimation.probe import Prober
-from paradec.estimation.shapes import BUILT_IN, Shape
 from paradec.models.adapter import Model
 from paradec.models.layout import lay_columns_first
+from paradec.tools.estimation.devices import PUBLISHED
+from paradec.tools.estimation.probe import Prober
+from paradec.tools.estimation.shapes import BUILT_IN, Shape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES: tuple[dict[str, int], ...] = (

@@ -27,10 +27,10 @@ from torch import Tensor
 
 import paradec
 from paradec.caches.store import KeyValueStore
-from paradec.models.facts import ModelFacts
+from paradec.core.facts import ModelFacts
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Commit, Proposal, Query, decode
 from paradec.models.images.grid import Grid
-from paradec.prompts import Prompts
-from paradec.protocol import Commit, Proposal, Query, decode
 from paradec.request import Request
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.state import CausalState

@@ -43,10 +43,10 @@ from timing import Section, markdown, milliseconds
 from torch import Tensor
 
 import paradec
-from paradec.batching import Batch
+from paradec.batching.batch import Batch
+from paradec.core.protocol import Query, decode
 from paradec.kernels.token_stats import IN_ONE_READ, Draws, interpreting, reference_stats, token_stats
-from paradec.protocol import Query, decode
-from paradec.samplers.masked import device_step as engine
+from paradec.samplers.masked.device import step as engine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"

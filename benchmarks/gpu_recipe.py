@@ -20,8 +20,8 @@ import torch
 from timing import Section
 
 import paradec
-from paradec.evaluation.parallel import parallel_questions
-from paradec.evaluation.recipe import Recipe
+from paradec.tools.evaluation.parallel import parallel_questions
+from paradec.tools.evaluation.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = ROOT / "recipes" / "fast-dllm-gsm8k-256-prefix-parallel.yaml"
@@ -109,7 +109,7 @@ def lines(section: Section, model: Any, recipe: Recipe, scale: Scale) -> list[di
 
 def harness(model: Any, recipe: Recipe, scale: Scale) -> list[dict[str, Any]]:
     """A few prompts of the recipe's own tasks."""
-    from paradec.evaluation.evaluate import evaluate
+    from paradec.tools.evaluation.evaluate import evaluate
 
     os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     few = recipe.but(limit=scale.limit, batch=scale.batch, unsafe_code=False)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from paradec import caches, samplers
-from paradec.blocks import POLICIES
-from paradec.serving.asked import FIELDS
-from paradec.suffix import DENSITIES
+from paradec.caches.suffix import DENSITIES
+from paradec.core.blocks import POLICIES
+from paradec.integrations.server.asked import FIELDS
 
 HUGE = (2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 10**400, 1e308, -1e308)
 VALUES: tuple[Any, ...] = (

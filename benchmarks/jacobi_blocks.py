@@ -19,7 +19,7 @@ from digit_quality import load_classifier
 from torch import Tensor
 
 import paradec
-from paradec.protocol import Commit, Proposal
+from paradec.core.protocol import Commit, Proposal
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import Verified
 from paradec.samplers.causal.window import Jacobi

@@ -22,8 +22,8 @@ import torch
 from provenance import write_result
 
 import paradec
+from paradec.core.protocol import decode
 from paradec.models.adapter import Model
-from paradec.protocol import decode
 
 ROOT = Path(__file__).resolve().parent.parent
 NEW = 32

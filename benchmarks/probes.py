@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import TaylorSeer
-from paradec.hooks.magcache import calibrate
+from paradec.integrations.diffusers.hooks.magcache import calibrate
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache
 from paradec.samplers.forecast.step_masks import step_mask

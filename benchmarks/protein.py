@@ -43,12 +43,12 @@ from provenance import write_result
 from torch import Tensor
 
 import paradec
-from paradec.evaluation import Configuration, configurations
-from paradec.evaluation.compare import COMBINATIONS
-from paradec.evaluation.metrics import bootstrap
+from paradec.core.protocol import Query, plain
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
-from paradec.protocol import Query, plain
+from paradec.tools.evaluation import Configuration, configurations
+from paradec.tools.evaluation.compare import COMBINATIONS
+from paradec.tools.evaluation.metrics import bootstrap
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"

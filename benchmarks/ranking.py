@@ -36,13 +36,14 @@ import torch
 from provenance import COMMIT, write_result
 
 import paradec
-from paradec import FixedBlocks, PipelinedBlocks, evaluation
-from paradec.evaluation import Configuration
-from paradec.tuning.halving import fronts
-from paradec.tuning.measuring import Failed, Half, Measured
-from paradec.tuning.prompts import Asked, halves, prompts_of
-from paradec.tuning.result import grouped_bootstrap
-from paradec.tuning.scoring import Scorer
+from paradec import FixedBlocks, PipelinedBlocks
+from paradec.tools import evaluation
+from paradec.tools.evaluation import Configuration
+from paradec.tools.tuning.halving import fronts
+from paradec.tools.tuning.measuring import Failed, Half, Measured
+from paradec.tools.tuning.prompts import Asked, halves, prompts_of
+from paradec.tools.tuning.result import grouped_bootstrap
+from paradec.tools.tuning.scoring import Scorer
 
 FILE = Path(__file__).resolve().parent / "results" / "ranking_text.json"
 COSTS = ("forwards", "positions", "cpu")

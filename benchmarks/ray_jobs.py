@@ -23,8 +23,8 @@ from typing import Any
 from provenance import write_result
 
 import paradec
-import paradec.ray
-from paradec.packaged import WORDS
+import paradec.integrations.ray
+from paradec.core.packaged import WORDS
 
 TASKS = ("Sort", "Reverse", "Copy")
 REQUEST: dict[str, Any] = {"temperature": 0.3, "seed": 5, "batch_size": 8, "max_new_tokens": 16}
@@ -58,7 +58,7 @@ def job(answers: str, workers: str, count: int) -> None:
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     dataset = ray.data.from_items(rows_of(count))
-    paradec.ray.answer(
+    paradec.integrations.ray.answer(
         dataset, answers, workers=2, rows_per_part=ROWS_PER_PART, model=functools.partial(noted, workers), **REQUEST
     )
 
@@ -110,7 +110,7 @@ def main() -> None:
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
         wait("the end of the workers", lambda: not running(workers), 60)
-        half = len(paradec.ray.answered_ids(answers))
+        half = len(paradec.integrations.ray.answered_ids(answers))
         print(f"a worker killed, then the job: {half} of {args.rows} answered", flush=True)
         subprocess.run(command, check=True)
         found = collect(answers)
@@ -152,7 +152,7 @@ def single(count: int) -> dict[int, str]:
     request = {name: value for name, value in REQUEST.items() if name not in ("seed", "batch_size")}
     for first in range(0, count, 16):
         share = rows[first : first + 16]
-        seeds = [paradec.ray.seed_of(REQUEST["seed"], row["id"]) for row in share]
+        seeds = [paradec.integrations.ray.seed_of(REQUEST["seed"], row["id"]) for row in share]
         texts = paradec.generate(model, [row["prompt"] for row in share], seed=seeds, **request).text
         found |= {row["id"]: text for row, text in zip(share, texts, strict=True)}
     return found

@@ -22,8 +22,8 @@ import torch
 from provenance import write_result
 
 from paradec import samplers
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Sampler
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Sampler
 from paradec.samplers.masked.base import MaskedSampler
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,9 +20,9 @@ import torch
 from provenance import write_result
 
 import paradec
+from paradec.core.protocol import decode
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig
 from paradec.models.images.var import VAR, VARModel
-from paradec.protocol import decode
 
 RESULTS = Path(__file__).resolve().parent / "results" / "scales.json"
 PUBLISHED = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}

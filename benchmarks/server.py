@@ -33,7 +33,7 @@ from openai import AsyncOpenAI
 from provenance import write_result
 
 import paradec
-from paradec.packaged import WORDS
+from paradec.core.packaged import WORDS
 
 KEY = "key-of-the-benchmark"
 MODEL = "packaged"

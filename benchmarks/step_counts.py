@@ -36,7 +36,7 @@ def counts(tree: Path) -> list[list[float]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     import paradec
-    from paradec.protocol import decode
+    from paradec.core.protocol import decode
 
     assert Path(paradec.__file__).resolve().is_relative_to(tree), paradec.__file__
     torch.set_num_threads(1)

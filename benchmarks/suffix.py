@@ -25,8 +25,8 @@ import torch
 from provenance import write_result
 
 import paradec
-from paradec.evaluation.tasks import TASKS, load_prompts
 from paradec.models.adapter import Model
+from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PROMPT, BLOCK, STEPS = 128, 32, 4

@@ -41,14 +41,14 @@ import torch
 from provenance import write_result
 
 import paradec
-from paradec import evaluation
-from paradec.evaluation import Configuration, configurations
-from paradec.evaluation.questions import Question
-from paradec.tuning import Asked, Tuning
-from paradec.tuning.measuring import Half
-from paradec.tuning.prompts import halves, prompts_of
-from paradec.tuning.result import grouped_bootstrap
-from paradec.tuning.scoring import Scorer
+from paradec.tools import evaluation
+from paradec.tools.evaluation import Configuration, configurations
+from paradec.tools.evaluation.questions import Question
+from paradec.tools.tuning import Asked, Tuning
+from paradec.tools.tuning.measuring import Half
+from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.result import grouped_bootstrap
+from paradec.tools.tuning.scoring import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

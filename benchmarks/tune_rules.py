@@ -14,7 +14,7 @@ Rules, on the half that chooses:
     best       the fewest forwards at most a point below the best score of all rows
     by hand    the same of the rows made by hand alone: what the others are compared with
     by mean    by hand, or what takes fewer forwards and scores no less
-    interval   by mean, and the paired interval ends at most a point below: `paradec.tuning.result.choose`
+    interval   by mean, and the paired interval ends at most a point below: `paradec.tools.tuning.result.choose`
 
 Reported of each on the other half: score and forwards, and how often it is at most a point below the row taken by hand
 there in no more forwards. No model is run. Writes benchmarks/results/tune_rules.json.
@@ -32,12 +32,12 @@ import numpy as np
 from antibody import read_chains
 from provenance import write_result
 
-from paradec.evaluation import Configuration
-from paradec.evaluation.compare import BASELINE
 from paradec.request import Request
-from paradec.tuning.measuring import Measured
-from paradec.tuning.result import Point, choose, paired
-from paradec.tuning.space import Candidate
+from paradec.tools.evaluation import Configuration
+from paradec.tools.evaluation.compare import BASELINE
+from paradec.tools.tuning.measuring import Measured
+from paradec.tools.tuning.result import Point, choose, paired
+from paradec.tools.tuning.space import Candidate
 
 RESULTS = Path(__file__).resolve().parent / "results"
 POINT = 0.01

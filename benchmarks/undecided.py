@@ -32,9 +32,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
+from paradec.core.protocol import decode
 from paradec.kernels.token_stats import portable
 from paradec.models.adapter import Model
-from paradec.protocol import decode
 from paradec.samplers.masked import queries
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import paradec
-from paradec.ray import seed_of
+from paradec.integrations.ray import seed_of
 
 try:
     from accelerate import PartialState

@@ -17,7 +17,7 @@ import torch
 from diffusers import AmusedPipeline, AmusedScheduler, UVit2DModel, VQModel
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 from paradec.schedulers import HaltonScheduler, MaskGITScheduler
 
 

@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 
 
 def main() -> None:

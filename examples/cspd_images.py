@@ -15,7 +15,7 @@ import argparse
 import torch
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import VQConfig

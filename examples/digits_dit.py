@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import paradec
-from paradec.evaluation.plot import check_plot
-from paradec.images import contact_sheet, to_pil
+from paradec.api.images import contact_sheet, to_pil
 from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.tools.evaluation.plot import check_plot
 
 
 def main() -> None:

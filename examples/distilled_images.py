@@ -18,7 +18,7 @@ import argparse
 import torch
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 from paradec.models.images.distilled_llamagen import (
     DistilledLlamaGen,
     DistilledLlamaGenConfig,

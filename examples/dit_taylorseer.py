@@ -17,8 +17,8 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
 import paradec
-from paradec.evaluation.plot import check_plot
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
+from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> DiTPipeline:

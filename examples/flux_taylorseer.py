@@ -18,8 +18,8 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 import paradec
-from paradec.evaluation.plot import check_plot
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
+from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> tuple[FluxPipeline, dict[str, Any]]:

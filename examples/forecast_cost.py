@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.evaluation.plot import check_plot
-from paradec.hooks.session import accelerate
+from paradec.integrations.diffusers.hooks.session import accelerate
 from paradec.samplers.forecast.taylorseer import TaylorSeer
+from paradec.tools.evaluation.plot import check_plot
 
 CURVES: dict[str, dict[str, Any]] = {
     "taylor 1": {"order": 1},

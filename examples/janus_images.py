@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import paradec
-import paradec.images
+import paradec.api.images
 
 
 def tiny() -> tuple[Any, dict[str, Any]]:
@@ -66,7 +66,7 @@ def main() -> None:
         print(f"{label}: {out.nfe} forwards, {out.tokens_per_forward:.2f} tokens per forward, {out.seconds:.1f} s")
         pictures += out.images
     if args.out is not None:
-        paradec.images.contact_sheet(pictures, columns=len(pictures) // 2).save(args.out)
+        paradec.api.images.contact_sheet(pictures, columns=len(pictures) // 2).save(args.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 
 import paradec
 from paradec import schedulers
-from paradec.evaluation.tasks import Example, get_task
+from paradec.tools.evaluation.tasks import Example, get_task
 
 
 def tiny_pipeline(device: str | None) -> tuple[LLaDA2Pipeline, str, dict[str, Any]]:

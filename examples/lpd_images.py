@@ -16,8 +16,8 @@ import argparse
 import torch
 
 import paradec
-from paradec import orders
-from paradec.images import contact_sheet, step_pictures
+from paradec.api.images import contact_sheet, step_pictures
+from paradec.core import orders
 from paradec.models.images.lpd import LPD, LPDConfig, LPDModel
 from paradec.models.images.vq import VQConfig, VQModel
 

@@ -14,7 +14,7 @@ import argparse
 import torch
 
 import paradec
-from paradec.images import contact_sheet, step_pictures
+from paradec.api.images import contact_sheet, step_pictures
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import VQConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 
 
 def main() -> None:

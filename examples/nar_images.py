@@ -16,7 +16,7 @@ import argparse
 import torch
 
 import paradec
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
 from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.vq import VQConfig, VQModel
 

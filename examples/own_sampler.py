@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import paradec
-from paradec import evaluation
-from paradec.checks import check_number
+from paradec.core.checks import check_number
 from paradec.samplers.masked import MaskedSampler, View
+from paradec.tools import evaluation
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 
-import paradec.ray
+import paradec.integrations.ray
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--sampler", default="threshold")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    paradec.ray.check_installed()
+    paradec.integrations.ray.check_installed()
 
     import ray
 
@@ -40,14 +40,16 @@ def main() -> None:
             asked = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee"]
             rows = [{"id": number, "prompt": text} for number, text in enumerate(asked)]
             for count in (2, 4):  # the second time two of them are there
-                paradec.ray.answer(ray.data.from_items(rows[:count]), folder, rows_per_part=1, **job)
+                paradec.integrations.ray.answer(ray.data.from_items(rows[:count]), folder, rows_per_part=1, **job)
             for row in ray.data.read_parquet(folder).sort("id").take_all():
                 print(row["id"], row["prompt"], "->", row["text"])
     elif args.prompts is None or args.folder is None:
         parser.error("give the file of prompts and the folder of answers, or --tiny")
     else:
-        paradec.ray.answer(ray.data.read_json(args.prompts, lines=True), args.folder, source=args.model, **job)
-        print(len(paradec.ray.answered_ids(args.folder)), "prompts are answered")
+        paradec.integrations.ray.answer(
+            ray.data.read_json(args.prompts, lines=True), args.folder, source=args.model, **job
+        )
+        print(len(paradec.integrations.ray.answered_ids(args.folder)), "prompts are answered")
 
 
 if __name__ == "__main__":

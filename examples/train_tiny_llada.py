@@ -3,7 +3,7 @@
     python examples/train_tiny_llada.py --out runs/tiny --minutes 90      # Ctrl-C at any time ...
     python examples/train_tiny_llada.py --out runs/tiny --minutes 90 --resume     # ... and go on
 
-The model (under 2M parameters) learns the list tasks of ``paradec.evaluation.tasks`` as a masked
+The model (under 2M parameters) learns the list tasks of ``paradec.tools.evaluation.tasks`` as a masked
 diffusion model (LLaDA, arXiv 2502.09992): the prompt is visible, some positions of the answer are
 replaced by the mask token, and the model, which attends in both directions, predicts them all at
 once. The parts of the file, in order: tokenizer, batches, model and loss, evaluation, export,
@@ -38,7 +38,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from paradec.evaluation.tasks import SYMBOLS, TASKS, WORDS, Example, load_prompts
+from paradec.tools.evaluation.tasks import SYMBOLS, TASKS, WORDS, Example, load_prompts
 
 # Tokenizer ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 import paradec
-from paradec.images import contact_sheet, to_pil
+from paradec.api.images import contact_sheet, to_pil
 
 
 def main() -> None:

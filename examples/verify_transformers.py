@@ -41,9 +41,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    from paradec.conformance import archive, report
-    from paradec.conformance.cases import cases
-    from paradec.conformance.run import DRAWS, TOLERANCE, Run, run
+    from paradec.tools.conformance import archive, report
+    from paradec.tools.conformance.cases import cases
+    from paradec.tools.conformance.run import DRAWS, TOLERANCE, Run, run
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the archive of the cases; a checkout of paradec has them")

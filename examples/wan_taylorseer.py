@@ -18,9 +18,9 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
 import paradec
-from paradec.evaluation.plot import check_plot
-from paradec.hooks import bac
-from paradec.images import contact_sheet
+from paradec.api.images import contact_sheet
+from paradec.integrations.diffusers.hooks import bac
+from paradec.tools.evaluation.plot import check_plot
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:

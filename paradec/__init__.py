@@ -16,30 +16,31 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import paradec.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
-from paradec import attention, caches, samplers, traces  # noqa: F401 - which register what they have
-from paradec.version import __version__  # noqa: F401
+import paradec.core.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
+from paradec import attention, caches, samplers  # noqa: F401 - which register what they have
+from paradec.core.version import __version__  # noqa: F401
+from paradec.tools import traces  # noqa: F401 - which register what they have
 
 if TYPE_CHECKING:
+    from paradec.api.generate import Output, generate, infill
+    from paradec.api.images import generate_images
     from paradec.attention.sparsed import SparseD
-    from paradec.blocks import AdaptiveBlocks, FixedBlocks, PipelinedBlocks
-    from paradec.estimation.estimate import estimate
-    from paradec.generate import Output, generate, infill
-    from paradec.hf import hf_generate
-    from paradec.hooks.session import accelerate
-    from paradec.images import generate_images
-    from paradec.many import generate_many
+    from paradec.batching.many import generate_many
+    from paradec.caches.suffix import Suffix
+    from paradec.core.blocks import AdaptiveBlocks, FixedBlocks, PipelinedBlocks
+    from paradec.core.protocol import Interrupted, decode
+    from paradec.integrations.diffusers.hooks.session import accelerate
+    from paradec.integrations.transformers import hf_generate
     from paradec.models.checkpoint import CheckpointError
     from paradec.models.eagle import load_drafter
     from paradec.models.loading import load
     from paradec.models.proteins.mpnn import load_protein_mpnn
     from paradec.models.wrapping import wrap
-    from paradec.protocol import Interrupted, decode
     from paradec.request import Request
     from paradec.samplers.forecast.taylorseer import TaylorSeer
-    from paradec.samplers.masked.prophet import Prophet
-    from paradec.suffix import Suffix
-    from paradec.tuning.run import tune
+    from paradec.samplers.masked.rules.prophet import Prophet
+    from paradec.tools.estimation.estimate import estimate
+    from paradec.tools.tuning.run import tune
 
 # what the logger "paradec" says is for those who ask for it
 logging.getLogger("paradec").addHandler(logging.NullHandler())
@@ -76,29 +77,29 @@ __all__ = [
 
 
 LATER = {
-    "AdaptiveBlocks": "paradec.blocks",
+    "AdaptiveBlocks": "paradec.core.blocks",
     "CheckpointError": "paradec.models.checkpoint",
-    "FixedBlocks": "paradec.blocks",
-    "Interrupted": "paradec.protocol",
-    "Output": "paradec.generate",
-    "PipelinedBlocks": "paradec.blocks",
-    "Prophet": "paradec.samplers.masked.prophet",
+    "FixedBlocks": "paradec.core.blocks",
+    "Interrupted": "paradec.core.protocol",
+    "Output": "paradec.api.generate",
+    "PipelinedBlocks": "paradec.core.blocks",
+    "Prophet": "paradec.samplers.masked.rules.prophet",
     "Request": "paradec.request",
     "SparseD": "paradec.attention.sparsed",
-    "Suffix": "paradec.suffix",
+    "Suffix": "paradec.caches.suffix",
     "TaylorSeer": "paradec.samplers.forecast.taylorseer",
-    "accelerate": "paradec.hooks.session",
-    "decode": "paradec.protocol",
-    "estimate": "paradec.estimation.estimate",
-    "generate": "paradec.generate",
-    "generate_images": "paradec.images",
-    "generate_many": "paradec.many",
-    "hf_generate": "paradec.hf",
-    "infill": "paradec.generate",
+    "accelerate": "paradec.integrations.diffusers.hooks.session",
+    "decode": "paradec.core.protocol",
+    "estimate": "paradec.tools.estimation.estimate",
+    "generate": "paradec.api.generate",
+    "generate_images": "paradec.api.images",
+    "generate_many": "paradec.batching.many",
+    "hf_generate": "paradec.integrations.transformers",
+    "infill": "paradec.api.generate",
     "load": "paradec.models.loading",
     "load_drafter": "paradec.models.eagle",
     "load_protein_mpnn": "paradec.models.proteins.mpnn",
-    "tune": "paradec.tuning.run",
+    "tune": "paradec.tools.tuning.run",
     "wrap": "paradec.models.wrapping",
 }
 """Imported when they are first asked for: all of them import torch, some of them parts of transformers."""
@@ -107,7 +108,7 @@ LATER = {
 def __getattr__(name: str) -> Any:
     if name in LATER:
         return getattr(importlib.import_module(LATER[name]), name)
-    # a module, as if it had been imported by its name: `paradec.images.contact_sheet`
+    # a module, as if it had been imported by its name: `paradec.api.images.contact_sheet`
     if not name.startswith("_"):
         try:
             return importlib.import_module(f"paradec.{name}")
@@ -122,16 +123,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This module. `paradec.generate` is the function, also once the module of that name has been imported, which
-    Python would put in its place."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "generate" and isinstance(value, ModuleType):
-            value = value.generate
-        super().__setattr__(name, value)
+    """This module, which can be pickled: functions of a script are pickled with what they refer to."""
 
     def __reduce__(self) -> Any:
-        return importlib.import_module, (self.__name__,)  # functions of a script are pickled with what they refer to
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -22,14 +22,14 @@ from torch import Tensor
 from paradec import attention as attentions
 from paradec import caches
 from paradec.attention.sparsed import SparseD
-from paradec.blocks import LONGEST_BLOCK, POLICIES, BlockPolicy
 from paradec.caches.base import Cache
 from paradec.caches.kept import KeptPrefix
-from paradec.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
-from paradec.protocol import Commit, Sampler, State, plain
-from paradec.registry import Registry, unknown
-from paradec.suffix import Suffix
-from paradec.text_files import read_json, write_json
+from paradec.caches.suffix import Suffix
+from paradec.core.blocks import LONGEST_BLOCK, POLICIES, BlockPolicy
+from paradec.core.checks import check_bool, check_choice, check_int, check_number, check_temperature, shown
+from paradec.core.protocol import Commit, Sampler, State, plain
+from paradec.core.registry import Registry, unknown
+from paradec.core.text_files import read_json, write_json
 
 MOST_STEPS = 1_000_000
 LARGEST_GUIDANCE = 1e6
@@ -114,15 +114,16 @@ class Request:
             that ends first, the lowest of several (First Finish Search, arXiv 2505.18149). `row_forwards` and
             `forwarded_tokens` count all copies, and `cost` and `trace` have them all.
         chat: whether text becomes a user turn of the chat template; None does so when the tokenizer has one.
-        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.streaming`.
+        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that): see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
         compile: on CUDA, take whole steps on the device and replay them as CUDA graphs
-            (`paradec.samplers.masked.device_step`): the same tokens without the launches. The model keeps the graphs
+            (`paradec.samplers.masked.device.step`): the same tokens without the launches. The model keeps the graphs
             for requests of the same kind, until `clear_graphs(model)` of that module. A request that cannot be served
             so is decoded as usual, with one warning. Refused for models that are not on CUDA.
         logprobs: keep each final token's log-probability, and those of so many likeliest tokens (0 for none), as the
-            step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution: `paradec.logprobs`.
+            step that wrote it had them: `Output.logprobs`, and the trace. Of which distribution:
+                `paradec.core.logprobs`.
         progress: show tqdm's bar on standard error: tokens that are final, and forwards.
 
     Raises:

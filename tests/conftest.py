@@ -48,7 +48,7 @@ def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch
 
     from paradec import caches
-    from paradec.samplers.masked.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
+    from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
 
     folder = tmp_path_factory.mktemp("filters")
     for model, vocab_size in FILTERED:

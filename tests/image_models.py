@@ -14,6 +14,7 @@ from transformers import (
     JanusForConditionalGeneration,
 )
 
+from paradec.core.protocol import Query
 from paradec.models.images.adapter import ImageRequest
 from paradec.models.images.chameleon import ChameleonLayout, ChameleonModel
 from paradec.models.images.diffusion import DiffusionModel
@@ -36,7 +37,6 @@ from paradec.models.images.nar import NAR, NARConfig, NARModel
 from paradec.models.images.uvit import UViT, UViTModel
 from paradec.models.images.var import VAR, VARModel
 from paradec.models.images.vq import VQConfig, VQModel
-from paradec.protocol import Query
 
 CODES = 32
 TEXT = {

@@ -31,8 +31,8 @@ from paradec import samplers
 from paradec.caches.base import spans
 from paradec.caches.dual import DualCache
 from paradec.caches.prefix import PrefixCache
+from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.protocol import Sampler
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.state import MaskedState
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import samplers
-from paradec.blocks import WholeCanvas
 from paradec.caches.base import RangeCache
+from paradec.core.blocks import WholeCanvas
+from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.protocol import Sampler
 from paradec.samplers.masked import MaskedSampler
 
 MASKED = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked"]
@@ -382,7 +382,9 @@ def test_unknown_names(llada: Counted) -> None:
     refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", near)
     refused(llada, lambda: paradec.samplers.create(""), "unknown sampler: ''", listed("samplers"))
     refused(llada, lambda: paradec.caches.create("kv"), "unknown cache: 'kv'", ": dkv_pd, ", listed("caches"))
-    refused(llada, lambda: paradec.orders.create("rastr"), "unknown order: 'rastr'", ": raster, ", listed("orders"))
+    refused(
+        llada, lambda: paradec.core.orders.create("rastr"), "unknown order: 'rastr'", ": raster, ", listed("orders")
+    )
     refused(llada, lambda: paradec.attention.create("sparse"), "unknown attention: 'sparse'", "allowed: sparsed")
     refused(llada, lambda: paradec.caches.create("none", size=3), "unknown setting of cache 'none': 'size'")
     refused(llada, lambda: Sampler.from_dict({"threshold": 0.9}), "no key 'sampler'", "threshold")

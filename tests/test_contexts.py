@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paradec
 from paradec import samplers
-from paradec.protocol import decode
+from paradec.core.protocol import decode
 
 # ---- modes of torch -------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def test_a_state_is_at_home_in_and_out_of_inference_mode(kind: str, inside: str)
 def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
     model, sampler = shared("llada"), samplers.create(name)
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3}
-    prompts = paradec.prompts.encode(model, ROWS[:2], None, None)
+    prompts = paradec.core.prompts.encode(model, ROWS[:2], None, None)
     whole = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
     with torch.inference_mode():
         state = sampler.start(model, prompts, **request)

@@ -19,10 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.prompts import encode
+from paradec.core.protocol import decode
 from paradec.models.adapter import Model
-from paradec.prompts import encode
-from paradec.protocol import decode
-from paradec.samplers.masked import device_step as engine
+from paradec.samplers.masked.device import step as engine
 
 
 def pickled(value: Any) -> Any:
@@ -177,7 +177,7 @@ VALUES: dict[str, Any] = {
     **{f"sampler {name}": lambda name=name: samplers.create(name) for name in samplers.names()},
     **{f"cache {name}": lambda name=name: caches.create(name) for name in caches.names()},
     "fixed blocks": lambda: paradec.FixedBlocks(4),
-    "whole canvas": lambda: paradec.blocks.WholeCanvas(),
+    "whole canvas": lambda: paradec.core.blocks.WholeCanvas(),
     "adaptive blocks": lambda: paradec.AdaptiveBlocks(length=8),
     "sparsed": lambda: paradec.SparseD(select=0.5),
     "prophet": lambda: paradec.Prophet(),

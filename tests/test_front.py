@@ -100,13 +100,13 @@ def test_dir_has_every_public_name() -> None:
 
 def test_generate_is_the_function_whatever_was_imported() -> None:
     code = """
-import paradec.generate
+import paradec.api.generate, paradec.api.images
 import paradec
 print(paradec.generate.__name__, callable(paradec.generate))
 import importlib
-module = importlib.import_module("paradec.generate")
+module = importlib.import_module("paradec.api.generate")
 from paradec import generate
-print(generate is paradec.generate is module.generate, paradec.images.contact_sheet.__name__)
+print(generate is paradec.generate is module.generate, paradec.api.images.contact_sheet.__name__)
 paradec.generate = 3  # what tests and users may do
 print(paradec.generate)
 """

@@ -15,9 +15,9 @@ from scripts import load_script
 from typer.testing import CliRunner
 
 import paradec
-from paradec import pictures
+from paradec.api import pictures
+from paradec.api.images import ImageOutput, contact_sheet, step_pictures
 from paradec.cli import app
-from paradec.images import ImageOutput, contact_sheet, step_pictures
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.samplers.causal.sjd import SJD
 

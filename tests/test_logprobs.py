@@ -17,9 +17,9 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.core.trace import Trace
 from paradec.models.adapter import Model
-from paradec.samplers.masked import device_step
-from paradec.trace import Trace
+from paradec.samplers.masked.device import step as device_step
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 MASKED = [

@@ -16,10 +16,10 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import State
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
-from paradec.protocol import State
-from paradec.samplers.masked import device_step as engine
+from paradec.samplers.masked.device import step as engine
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 PAD, NEW = 7, 6

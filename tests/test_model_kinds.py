@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import paradec
 import paradec.models
 from paradec import samplers
-from paradec.checks import MODELS
+from paradec.core.checks import MODELS
+from paradec.core.protocol import Query
 from paradec.models.adapter import Encoder, Model, Opaque
 from paradec.models.drafter import FeatureDrafter
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.text_to_image import TextToImageModel
-from paradec.protocol import Query
 
 NAMES = samplers.names()
 CAUSAL = [name for name in NAMES if samplers.get(name).family == "draft_verify"]

@@ -15,8 +15,9 @@ from image_models import tiny_masked_image
 from next_image import case, cases
 
 import paradec
-from paradec import orders, rng, samplers
-from paradec.orders import PUBLISHED, Groups, group_sizes, halton_order, keyed, lpd_order, scaled
+from paradec import samplers
+from paradec.core import orders, rng
+from paradec.core.orders import PUBLISHED, Groups, group_sizes, halton_order, keyed, lpd_order, scaled
 
 KEYS = rng.row_keys([1, 1, 2], [[5], [6], [5]])
 GRIDS = [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)]

@@ -74,9 +74,9 @@ except ImportError as error:
     first, second, third, fourth = done.stdout.splitlines()
     assert first == (
         "sampler 'threshold' of others (others:Everything) is left out: the name is taken by "
-        "'paradec.samplers.masked.threshold:Threshold'"
+        "'paradec.samplers.masked.rules.threshold:Threshold'"
     )
-    assert second == "paradec.samplers.masked.threshold True"
+    assert second == "paradec.samplers.masked.rules.threshold True"
     assert third == "True"
     assert fourth == "sampler 'broken' of another package cannot be imported: No module named 'nowhere'"
 

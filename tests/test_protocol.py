@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradec import FixedBlocks, caches, samplers
-from paradec.blocks import WholeCanvas
 from paradec.caches.base import buckets
-from paradec.protocol import Memory, MemorySpec, Sampler
-from paradec.registry import Registry
-from paradec.samplers.masked.schedules import linear, time_grid
-from paradec.trace import Trace, TraceStep
+from paradec.core.blocks import WholeCanvas
+from paradec.core.protocol import Memory, MemorySpec, Sampler
+from paradec.core.registry import Registry
+from paradec.core.trace import Trace, TraceStep
+from paradec.samplers.masked.rules.schedules import linear, time_grid
 
 
 def make_memory(batch: int = 3) -> Memory:

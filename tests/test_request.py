@@ -14,7 +14,7 @@ from tiny_models import tiny
 
 import paradec
 from paradec import caches, samplers
-from paradec.blocks import AdaptiveBlocks, FixedBlocks
+from paradec.core.blocks import AdaptiveBlocks, FixedBlocks
 from paradec.models.adapter import Model
 from paradec.request import DEFAULTS, ELSEWHERE, FIELDS, LIVE, Arguments, Request
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 import paradec
-from paradec import rng
+from paradec.core import rng
 from paradec.models.adapter import Model
 
 

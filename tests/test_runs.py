@@ -612,7 +612,7 @@ def test_a_pipeline_without_callbacks() -> None:
 
 
 def test_calibration_measures_the_runs_calls_alone() -> None:
-    from paradec.hooks import bac
+    from paradec.integrations.diffusers.hooks import bac
 
     pipe, inputs = loop_pipeline("PixArt")
     beside = LoopPipeline(pipe.transformer, FlowMatchEulerDiscreteScheduler())

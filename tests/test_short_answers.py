@@ -20,9 +20,9 @@ from torch import Tensor
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.protocol import Sampler, decode
 from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
-from paradec.protocol import Sampler, decode
 from paradec.request import Request
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.trees import DynamicTree

@@ -22,14 +22,14 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers, schedulers
-from paradec.models.facts import ModelFacts
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query, decode
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.mar import MAR, MARModel
-from paradec.protocol import Query, decode
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import draw, token_distribution
-from paradec.samplers.masked.learn2pd_filter import BlockFilter, FilterFacts, save_filter
+from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]

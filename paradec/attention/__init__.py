@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paradec.registry import Registry
+from paradec.core.registry import Registry
 
 registry = Registry("attention", {"sparsed": "paradec.attention.sparsed:SparseD"})
 

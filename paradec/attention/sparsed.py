@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.canvas import CanvasState
-from paradec.checks import check_choice, check_int, check_number
+from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.contract import CanvasState
 
 DENSE, ESTIMATE, SPARSE = range(3)
 """What a call does for a row: attend to everything; that, and find its lists; attend to what they hold."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paradec.registry import Registry
+from paradec.core.registry import Registry
 
 if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.caches.block import BlockCache as BlockCache

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from paradec import rows as of_rows
-from paradec.canvas import CanvasState
-from paradec.checks import LARGEST_INT64, check_choice, check_int
-from paradec.registry import check_declared
+from paradec.core import rows as of_rows
+from paradec.core.checks import LARGEST_INT64, check_choice, check_int
+from paradec.core.contract import CanvasState
+from paradec.core.registry import check_declared
 
 STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -74,7 +74,7 @@ class Cache:
 
     Class attributes, from which `paradec.caches.table` derives what a cache can be combined with:
         uses_store: whether keys and values are kept.
-        topologies, predictions: the models that it is for (see `paradec.models.facts`).
+        topologies, predictions: the models that it is for (see `paradec.core.facts`).
         exact_on: topologies on which every step's logits equal those without a cache, whatever the settings.
         exact_when: when they do elsewhere, in words.
         evaluates: what a step inside a block is sure to evaluate: "block" (all of it), "undecided" (what is undecided
@@ -129,7 +129,7 @@ class Cache:
 
     def begin(self, state: CanvasState) -> Any:
         """What the cache keeps per request, in `state.cache_state`; `plan` reads it and `committed` changes it. Batches
-        that are refilled take an array or tensor of B rows, or what is `paradec.rows.Rows`."""
+        that are refilled take an array or tensor of B rows, or what is `paradec.core.rows.Rows`."""
         return None
 
     def heard(self, state: CanvasState, confidence: np.ndarray, available: np.ndarray) -> None:

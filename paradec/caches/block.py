@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from paradec.caches.base import RangeCache, outward
-from paradec.canvas import CanvasState
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

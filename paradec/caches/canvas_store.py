@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.store import KeyValueStore
-from paradec.protocol import Query
+from paradec.core.protocol import Query
 
 
 class CanvasStore(KeyValueStore):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paradec.caches.base import Cache
-from paradec.canvas import TextState
+from paradec.core.contract import TextState
 
 WORTHWHILE = 0.9
 """Share of the positions above which a cache is not worth its bookkeeping."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from paradec import rows as of_rows
 from paradec.caches.base import ChangeLog, SubsetCache
-from paradec.canvas import CanvasState
-from paradec.checks import check_int, check_number
+from paradec.core import rows as of_rows
+from paradec.core.checks import check_int, check_number
+from paradec.core.contract import CanvasState
 
 UNREAD = 1.0
 """Stands for the confidence of masks that no step has read: density alone ranks them."""

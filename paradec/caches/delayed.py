@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.base import RangeCache, outward
-from paradec.canvas import CanvasState
-from paradec.checks import check_choice, check_int
+from paradec.core.checks import check_choice, check_int
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.dkv_decode import DkvDecode
-from paradec.canvas import CanvasState
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

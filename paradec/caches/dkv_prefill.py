@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.base import RangeCache, outward
-from paradec.canvas import CanvasState
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from paradec.caches.base import outward
 from paradec.caches.prefix import PrefixCache
-from paradec.canvas import CanvasState
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from paradec.caches.base import Cache, StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
-from paradec.canvas import CanvasState
-from paradec.checks import check_bool, shown
-from paradec.protocol import Query
+from paradec.core.checks import check_bool, shown
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Query
 
 
 class KeptPrefix:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.base import Cache, Part, whole_rows
-from paradec.canvas import CanvasState
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

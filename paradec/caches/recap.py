@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paradec.caches.base import Part, StoredCache, subsets, whole_rows
-from paradec.canvas import CanvasState
-from paradec.checks import check_bool
+from paradec.core.checks import check_bool
+from paradec.core.contract import CanvasState
 
 
 @dataclass(frozen=True)

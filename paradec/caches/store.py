@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from paradec import rows as of_rows
 from paradec.caches.kept import KeptPrefix, SharedPrefix
-from paradec.protocol import Query
+from paradec.core import rows as of_rows
+from paradec.core.protocol import Query
 
 
 class KeyValueStore(Cache):

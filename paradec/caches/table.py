@@ -1,7 +1,7 @@
 """Which sampler works with which cache on which model, and whether the result is that of no cache.
 
 Nothing here lists pairs: a verdict follows from what samplers (`announces`, `rereads`, `drafts`, `shadows`), caches
-(see `paradec.caches.base.Cache`) and models (`paradec.models.facts.ModelFacts`) declare, so it covers those that are
+(see `paradec.caches.base.Cache`) and models (`paradec.core.facts.ModelFacts`) declare, so it covers those that are
 registered later.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.registry import Registry
+from paradec.core.registry import Registry
 
 EXACT, APPROXIMATE, REFUSED = "exact", "approximate", "refused"
 MODELS = (

@@ -34,7 +34,7 @@ from paradec.cli.tasks import tasks
 from paradec.cli.trace import trace
 from paradec.cli.tune import tune
 from paradec.cli.verify import verify
-from paradec.interrupts import EXIT_CODE, debugging
+from paradec.core.interrupts import EXIT_CODE, debugging
 
 # What paradec, and the libraries that it calls, raise for input that they cannot use.
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from paradec.generate import Output
-from paradec.prompts import Prompts
-from paradec.protocol import Interrupted
+from paradec.api.generate import Output
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Interrupted
 
 MOST_ROWS = 256
 """Rows decoded together at most: results are printed batch by batch, and larger ones gain little."""

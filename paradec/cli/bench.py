@@ -1,4 +1,4 @@
-"""`paradec bench parallel`: what parallel decoding costs, sampler by sampler (`paradec.evaluation.parallel`)."""
+"""`paradec bench parallel`: what parallel decoding costs, sampler by sampler (`paradec.tools.evaluation.parallel`)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def parallel(
     """Sweep samplers over ParallelBench's waiting lines and Latin squares: score over tokens per forward, and AUP."""
     check_files(out, plot, resume)
 
-    from paradec import evaluation
-    from paradec.evaluation import parallel as benches
+    from paradec.tools import evaluation
+    from paradec.tools.evaluation import parallel as benches
 
     names = options.names(samplers)
     for name in benches.SWEEPS if names is None else names:

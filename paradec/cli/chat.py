@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.checks import check_text
 from paradec.cli import options, show
 from paradec.cli.work import Work, prepare
-from paradec.interrupts import EXIT_CODE, raise_again
+from paradec.core.checks import check_text
+from paradec.core.interrupts import EXIT_CODE, raise_again
 
 System = Annotated[str | None, typer.Option(help="What stands before the first turn, in the system's name.")]
 Cache = Annotated[
@@ -254,7 +254,7 @@ class Talk:
 
     def _sampler(self, name: str) -> None:
         if name:
-            from paradec.generate import sampler_on
+            from paradec.api.generate import sampler_on
 
             method = paradec.samplers.create(name)
             if method.family not in ("masked", "draft_verify", "canvas"):

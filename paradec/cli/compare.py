@@ -1,4 +1,4 @@
-"""`paradec compare`: right answers beside forwards, sampler by sampler (`paradec.evaluation.compare`)."""
+"""`paradec compare`: right answers beside forwards, sampler by sampler (`paradec.tools.evaluation.compare`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.checks import check_int
 from paradec.cli import options, show, tables
-from paradec.interrupts import EXIT_CODE, raise_again
+from paradec.core.checks import check_int
+from paradec.core.interrupts import EXIT_CODE, raise_again
 
 Prompts = Annotated[
     Path | None,
@@ -65,7 +65,7 @@ def compare(
     check_files(out, plot, resume)
     options.check_readable("--prompts", prompts)
 
-    from paradec import evaluation
+    from paradec.tools import evaluation
 
     # Everything is checked before the model is loaded, which may take minutes.
     names = options.names(samplers)
@@ -98,7 +98,7 @@ def check_files(out: Path | None, plot: Path | None, resume: bool) -> None:
     if resume and out is None:
         raise ValueError("--resume goes on with the results in --out FILE.json; give it")
     if plot is not None:
-        from paradec.evaluation.plot import check_plot
+        from paradec.tools.evaluation.plot import check_plot
 
         check_plot(plot)
 
@@ -108,7 +108,7 @@ def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bo
     if out is not None and found.results:
         found.to_json(out)
     if plot is not None and found.results:
-        from paradec.evaluation.plot import frontier
+        from paradec.tools.evaluation.plot import frontier
 
         frontier(found, plot)
     if as_json:
@@ -120,8 +120,8 @@ def tell(found: Any, code: int, out: Path | None, plot: Path | None, as_json: bo
 
 
 def measure(model: Any, out: Path | None, **request: Any) -> tuple[Any, int]:
-    """Run `paradec.evaluation.compare` as `measured` does."""
-    from paradec import evaluation
+    """Run `paradec.tools.evaluation.compare` as `measured` does."""
+    from paradec.tools import evaluation
 
     return measured(evaluation.compare, model, out, **request)
 

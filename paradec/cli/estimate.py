@@ -1,4 +1,4 @@
-"""`paradec estimate`: time, memory and cost of decoding on a device, by arithmetic (`paradec.estimation`)."""
+"""`paradec estimate`: time, memory and cost of decoding on a device, by arithmetic (`paradec.tools.estimation`)."""
 
 from __future__ import annotations
 

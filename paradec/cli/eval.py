@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options, show, tables
-from paradec.interrupts import EXIT_CODE, raise_again
-from paradec.text_files import write_bytes
+from paradec.core.interrupts import EXIT_CODE, raise_again
+from paradec.core.text_files import write_bytes
 
 RecipeFile = Annotated[
     Path | None,
@@ -111,7 +111,7 @@ def evaluate(
     values = {name: context.params[name] for name in given}
     wanted, changed = recipe_of(recipe, values)
 
-    from paradec.evaluation import evaluate as running
+    from paradec.tools.evaluation import evaluate as running
 
     if dry_run:
         said = running.plan(wanted, estimate_on)
@@ -158,7 +158,7 @@ def recipe_of(file: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]
     Raises:
         ValueError: neither a file nor tasks; and as `Recipe`.
     """
-    from paradec.evaluation.recipe import Recipe
+    from paradec.tools.evaluation.recipe import Recipe
 
     changes = {name: given[name] for name in OF_RECIPE if name in given}
     for name in ("include", "preset"):

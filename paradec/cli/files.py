@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 import typer
 
 import paradec
-from paradec.checks import check_text, shown
 from paradec.cli import options, ranks, show
 from paradec.cli.work import Work
-from paradec.interrupts import EXIT_CODE, held_back, raise_again
-from paradec.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
+from paradec.core.checks import check_text, shown
+from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
+from paradec.core.text_files import decoded, json_bytes, lines_of, parse_json, read_text, write_bytes
 
 if TYPE_CHECKING:
-    from paradec.generate import Output
-    from paradec.prompts import Prompts
+    from paradec.api.generate import Output
+    from paradec.core.prompts import Prompts
 
 SOME_FAILED = 1
 """The exit code where prompts failed; 2 is for wrong arguments."""
@@ -168,7 +168,7 @@ class FileJob:
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
         """By line: its rows, numbered among those of all lines, so that a run that goes on draws as a whole one."""
-        from paradec.prompts import Prompts
+        from paradec.core.prompts import Prompts
 
         rows: list[list[int]] = []
         kept: list[Line] = []
@@ -273,7 +273,7 @@ def _answer(output: Output, row: int) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[Prompts]) -> Prompts:
-    from paradec.prompts import Prompts
+    from paradec.core.prompts import Prompts
 
     rows = [row for part in parts for row in part.rows]
     before = [number for part in parts for number in part.before or ()]

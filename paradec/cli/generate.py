@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paradec.checks import check_int
 from paradec.cli import options, ranks, show
 from paradec.cli.files import FileJob
 from paradec.cli.work import one_prompt, prepare
-from paradec.interrupts import EXIT_CODE, held_back, raise_again
-from paradec.text_files import lines_of
+from paradec.core.checks import check_int
+from paradec.core.interrupts import EXIT_CODE, held_back, raise_again
+from paradec.core.text_files import lines_of
 
 if TYPE_CHECKING:
-    from paradec.generate import Output
-    from paradec.prompts import Prompts
+    from paradec.api.generate import Output
+    from paradec.core.prompts import Prompts
 
 Prompt = Annotated[
     list[str] | None,
@@ -157,7 +157,7 @@ def pipelined(blocks: str | None, length: int | None, add: float | None, full: f
         return blocks, length
     if blocks != "pipelined" or length is None:
         raise ValueError(f"--block-{next(iter(settings))} goes with --blocks pipelined --block-length N")
-    from paradec.blocks import PipelinedBlocks
+    from paradec.core.blocks import PipelinedBlocks
 
     # which blocks must make progress makes a difference of `full`
     forced = "first" if full is None else "active"
@@ -206,7 +206,7 @@ def decode(
     """
     options.check_writable("--trace", trace)
     if trace is not None:
-        from paradec.traces.files import check_suffix
+        from paradec.tools.traces.files import check_suffix
 
         check_suffix(trace, "--trace")
     work = prepare(function, prompt, **common)

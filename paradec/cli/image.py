@@ -16,10 +16,10 @@ import typer
 
 import paradec
 from paradec import caches
-from paradec.checks import MODELS, check_int, check_number, check_temperature, check_text, shown
 from paradec.cli import options, show
 from paradec.cli.sheets import ImageJob
-from paradec.interrupts import EXIT_CODE, raise_again
+from paradec.core.checks import MODELS, check_int, check_number, check_temperature, check_text, shown
+from paradec.core.interrupts import EXIT_CODE, raise_again
 
 NEED_A_DRAFTER = {
     "speculative": "a smaller model of the family, or an EAGLE or DFlash drafter",
@@ -167,7 +167,7 @@ def of_preset(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: no file that `Request.save` wrote, or one with a field that pictures do not have.
     """
-    from paradec.images import SERVED
+    from paradec.api.images import SERVED
     from paradec.request import Request
 
     options.check_readable("--preset", path)
@@ -241,7 +241,7 @@ def check_options(request: dict[str, Any]) -> None:
     Raises:
         ValueError: an option out of its range; the message names it.
     """
-    from paradec.pictures import MOST_IMAGES
+    from paradec.api.pictures import MOST_IMAGES
     from paradec.request import LARGEST_GUIDANCE
 
     check_int("--num-images", request["num_images"], low=1, high=MOST_IMAGES)
@@ -301,7 +301,7 @@ def sampler_for(source: str, sampler: Any, settings: dict[str, Any]) -> Any:
             f"--model {source!r} has model_type={model_type!r}, which makes no pictures; those that do: "
             + ", ".join(FAMILIES)
         )
-    from paradec.images import picture_sampler
+    from paradec.api.images import picture_sampler
 
     return picture_sampler(image_adapter(model_type), sampler, repr(source), **settings)
 

@@ -1,4 +1,4 @@
-"""`paradec learn2pd train`: a filter for the sampler learn2pd (`paradec.training.learn2pd`)."""
+"""`paradec learn2pd train`: a filter for the sampler learn2pd (`paradec.tools.training.learn2pd`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.checks import check_int
 from paradec.cli import options, show
-from paradec.interrupts import EXIT_CODE, raise_again
+from paradec.core.checks import check_int
+from paradec.core.interrupts import EXIT_CODE, raise_again
 
 Out = Annotated[Path, typer.Option(metavar="FILE.safetensors", help="Where the filter goes.")]
 Prompts = Annotated[
@@ -72,8 +72,8 @@ def train(
 
     from safetensors import SafetensorError
 
-    from paradec.samplers.masked.learn2pd_filter import save_filter
-    from paradec.training import learn2pd as training
+    from paradec.samplers.masked.rules.learn2pd_filter import save_filter
+    from paradec.tools.training import learn2pd as training
 
     # Everything is checked before the model is loaded, and before the hours of collecting.
     training.check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
@@ -102,7 +102,7 @@ def train(
 def collect_and_train(
     model: Any, texts: Any, records: Path | None, decoding: dict[str, Any], fitting: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Run `collect` and `train` of `paradec.training.learn2pd`, with a progress bar.
+    """Run `collect` and `train` of `paradec.tools.training.learn2pd`, with a progress bar.
 
     Args:
         records: where what is collected is kept. decoding: arguments of `collect`. fitting: arguments of `train`.
@@ -113,7 +113,7 @@ def collect_and_train(
     Raises:
         typer.Exit: Ctrl-C; what was collected is kept.
     """
-    from paradec.training import learn2pd as training
+    from paradec.tools.training import learn2pd as training
 
     def save(collected: Any) -> None:
         if records is not None and collected.done:

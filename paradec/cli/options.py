@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.checks import check_choice, check_text
 from paradec.cli import ranks
-from paradec.text_files import decoded
+from paradec.core.checks import check_choice, check_text
+from paradec.core.text_files import decoded
 
 # Declarations ----------------------------------------------------------------------------------------------------
 

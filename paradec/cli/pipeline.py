@@ -18,13 +18,13 @@ from PIL.Image import Image
 import paradec
 import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
 from paradec import samplers
-from paradec.checks import check_choice
 from paradec.cli import show
 from paradec.cli.sheets import ImageJob, Made
+from paradec.core.checks import check_choice
+from paradec.core.thumbnails import of_steps
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.pixel_dit import PixelDiTPipeline
-from paradec.thumbnails import of_steps
 
 AMUSED = ("maskgit", "halton", "lpd", "recap")
 """Samplers of pipelines of codes, as schedulers; the first is the default."""

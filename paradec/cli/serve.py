@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paradec.checks import LARGEST_INT64, check_int, check_number
 from paradec.cli import options, show
-from paradec.text_files import read_text
+from paradec.core.checks import LARGEST_INT64, check_int, check_number
+from paradec.core.text_files import read_text
 
 Host = Annotated[str, typer.Option(help="Where to listen; by default this machine alone.")]
 Port = Annotated[int, typer.Option(help="0 takes a free one.")]
@@ -69,14 +69,14 @@ def serve(
     check_int("--max-requests", max_requests, low=1)
     check_number("--timeout", timeout, low=0, open_low=True)
     key = read_key(api_key_file)
-    from paradec.serving import check_installed, listen
+    from paradec.integrations.server import check_installed, listen
 
     check_installed()
     if key is None and host not in LOCAL:
         print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
     listening = listen(host, port)  # before the model is loaded, which may take minutes
     from paradec.cli.work import prepare
-    from paradec.serving.asked import read_presets
+    from paradec.integrations.server.asked import read_presets
 
     offered = read_presets(presets)
     work = prepare(
@@ -101,8 +101,8 @@ def serve(
     )
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
-        import paradec.serving.app as app
-        from paradec.serving.engine import Engine
+        import paradec.integrations.server.app as app
+        from paradec.integrations.server.engine import Engine
 
         check_served(work.model, max_memory, sampler=work.method, **request)
         engine = Engine(work.model, batch_size=batch, max_memory=max_memory, sampler=work.method, **request)
@@ -129,7 +129,7 @@ def serve(
 
 def check_served(model: Any, max_memory: int | None, **request: Any) -> None:
     """Raise the ValueError or TypeError with which prompts would end that say nothing themselves, if there is one."""
-    from paradec.batching import Batch
+    from paradec.batching.batch import Batch
 
     with Batch(model, batch_size=1, max_memory=max_memory, **request) as batch:
         ticket = batch.add([0 if model.facts.hole_id != 0 else 1])

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.checks import check_int, check_text
+from paradec.core.checks import check_int, check_text
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-    from paradec.trace import Trace
+    from paradec.core.trace import Trace
 
 MOST_CLASSES = 100_000
 """Longest range of classes that is written out."""
 SHEETS = (".png", ".jpg", ".jpeg", ".webp")
 RECORDS = (".html", ".htm", ".gif", ".json")
-"""Suffixes of `--trace` that are a `paradec.trace.Trace`."""
+"""Suffixes of `--trace` that are a `paradec.core.trace.Trace`."""
 TRACE_SIDE = 160
 """Pixels along a picture of `--trace`, about."""
 SMALL = 128
@@ -76,7 +76,7 @@ class ImageJob:
             images: None after an interrupt: there are no pictures then.
             steps: [B, h, w] int64, which step made which token final, for `--trace`. record: of the run, for the same.
         """
-        from paradec.images import contact_sheet, step_pictures
+        from paradec.api.images import contact_sheet, step_pictures
 
         if images is not None:
             enlarge = seen_size(images[0].size) if self.enlarge is None else self.enlarge

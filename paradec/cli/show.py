@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.checks import count
+from paradec.core.checks import count
 
 if TYPE_CHECKING:
+    from paradec.api.generate import Output
+    from paradec.api.images import ImageOutput
     from paradec.attention.sparsed import AttentionCost
     from paradec.cli.sheets import Made
-    from paradec.generate import Output
-    from paradec.images import ImageOutput
-    from paradec.protocol import Commit, State
+    from paradec.core.protocol import Commit, State
 
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
 

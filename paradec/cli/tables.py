@@ -72,7 +72,7 @@ def _fits(console: Console, table: Any, whole: bool = False) -> bool:
 
 def entries(registry: Any, more: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """What a registry holds, as data: name, family, summary, paper, arXiv number, settings with their defaults."""
-    from paradec.protocol import plain
+    from paradec.core.protocol import plain
 
     found = []
     for name in registry.names():
@@ -148,7 +148,7 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, more: dict[str, Any]) -
     Args:
         kind: "sampler" or "cache". more: further lines, by name.
     """
-    from paradec.protocol import plain
+    from paradec.core.protocol import plain
 
     about, explained = explanations(cls)
     settings = {

@@ -7,8 +7,8 @@ import sys
 
 import typer
 
-from paradec import packaged
 from paradec.cli import options, tables
+from paradec.core import packaged
 
 
 def tasks(as_json: options.AsList = False) -> None:

@@ -23,10 +23,10 @@ def trace(
     files: Files, out: Out = None, name: Names = None, title: Title = "", as_json: options.AsJson = False
 ) -> None:
     """Draw recorded runs, side by side where there are several. Without --out, say what they took."""
-    from paradec.trace import Trace
-    from paradec.traces.files import PAGES, check_suffix, save
-    from paradec.traces.html import page
-    from paradec.traces.payload import check_runs
+    from paradec.core.trace import Trace
+    from paradec.tools.traces.files import PAGES, check_suffix, save
+    from paradec.tools.traces.html import page
+    from paradec.tools.traces.payload import check_runs
 
     options.check_writable("--out", out)
     if out is not None:

@@ -1,4 +1,4 @@
-"""`paradec tune`: settings for a model and its prompts, and a preset of them (`paradec.tuning`)."""
+"""`paradec tune`: settings for a model and its prompts, and a preset of them (`paradec.tools.tuning`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 import paradec
-from paradec.checks import check_int, check_temperature
 from paradec.cli import options, show
-from paradec.interrupts import EXIT_CODE, raise_again
+from paradec.core.checks import check_int, check_temperature
+from paradec.core.interrupts import EXIT_CODE, raise_again
 
 Prompts = Annotated[
     Path | None,
@@ -98,7 +98,7 @@ def tune(
 ) -> None:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts; half of them choose, the other
     half is reported."""
-    from paradec.tuning.study import check_installed
+    from paradec.tools.tuning.study import check_installed
 
     # Everything is checked before the model is loaded, which may take minutes.
     check_installed()
@@ -115,10 +115,10 @@ def tune(
         paradec.caches.create(name)
     lengths = None if blocks is None else [_length(text) for text in options.names(blocks) or ()]
     judge = None if checker is None else load_checker(checker)
-    from paradec import evaluation
-    from paradec.tuning.prompts import prompts_of, read_prompts
-    from paradec.tuning.run import check_search
-    from paradec.tuning.scoring import Scorer
+    from paradec.tools import evaluation
+    from paradec.tools.tuning.prompts import prompts_of, read_prompts
+    from paradec.tools.tuning.run import check_search
+    from paradec.tools.tuning.scoring import Scorer
 
     check_search(objective, trials, minutes, tolerance, batch, seed)
     asked = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)

@@ -1,4 +1,5 @@
-"""`paradec verify`: a decoder against recorded traces and exact laws (`paradec.conformance`, docs/conformance.md)."""
+"""`paradec verify`: a decoder against recorded traces and exact laws (`paradec.tools.conformance`,
+docs/conformance.md)."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paradec.checks import check_int, check_number
 from paradec.cli import options, show
-from paradec.interrupts import EXIT_CODE
-from paradec.text_files import write_json
+from paradec.core.checks import check_int, check_number
+from paradec.core.interrupts import EXIT_CODE
+from paradec.core.text_files import write_json
 
 Place = Annotated[
     str | None,
@@ -63,10 +64,10 @@ def verify(
     check_number("--timeout", timeout, low=0, open_low=True)
     options.check_writable("--json", json_file)
     with show.waiting("reading the cases"):
-        from paradec.conformance import archive, report
-        from paradec.conformance.cases import cases
-        from paradec.conformance.run import DRAWS, TOLERANCE, Run, run
-        from paradec.conformance.targets import Command, Ours, imported
+        from paradec.tools.conformance import archive, report
+        from paradec.tools.conformance.cases import cases
+        from paradec.tools.conformance.run import DRAWS, TOLERANCE, Run, run
+        from paradec.tools.conformance.targets import Command, Ours, imported
 
     narrowed: dict[str, Any] = {"quick": True} if quick else {}
     narrowed |= {"method": "+".join(method)} if method else {}

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from paradec.checks import count
+from paradec.core.checks import count
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from paradec.generate import Output
+    from paradec.api.generate import Output
 
 UNDECIDED = "\N{LIGHT SHADE}"
 """Stands for one token that is not final yet."""
@@ -86,7 +86,7 @@ class LiveView:
 
     def timed(self, decode: Callable[[], Output]) -> Output:
         """Decode, and take out of the output's seconds what was slept."""
-        from paradec.protocol import Interrupted
+        from paradec.core.protocol import Interrupted
 
         try:
             output = decode()

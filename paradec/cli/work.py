@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import paradec
-from paradec.checks import check_int, check_model, check_text
 from paradec.cli import options, ranks, show
+from paradec.core.checks import check_int, check_model, check_text
 
 if TYPE_CHECKING:
-    from paradec.generate import Output
-    from paradec.prompts import Prompts
+    from paradec.api.generate import Output
+    from paradec.core.prompts import Prompts
     from paradec.request import Request
 
 
@@ -59,7 +59,7 @@ class Work:
 
     def encode(self, prompt: Any) -> Prompts:
         """The rows of a prompt or of several, each as often as it is to be answered, numbered for their draws."""
-        from paradec.prompts import encode
+        from paradec.core.prompts import encode
 
         asked = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
         return asked.repeated(self.answers).numbered()
@@ -153,7 +153,7 @@ def prepare(
             request["seed"] = agree({name: value for name, value in said.items() if value is not None})
         show.quiet_loading()
         loaded = paradec.load(source, dtype=dtype, **ranks.plan(device))
-        from paradec.generate import MADE, own_defaults, sampler_on
+        from paradec.api.generate import MADE, own_defaults, sampler_on
         from paradec.request import seed_matters
 
         check_model(function, loaded, MADE)
@@ -227,8 +227,8 @@ def check_options(function: str, request: dict[str, Any], answers: int) -> Reque
     Raises:
         ValueError: an argument out of its range; the message names it.
     """
-    from paradec.blocks import LONGEST_BLOCK
-    from paradec.prompts import check_placeholder
+    from paradec.core.blocks import LONGEST_BLOCK
+    from paradec.core.prompts import check_placeholder
     from paradec.request import FIELDS, Request
 
     fields = {name: value for name, value in request.items() if name in FIELDS}

@@ -1,5 +1,5 @@
 """Models: checkpoint formats, and the adapter that answers queries. Nothing here knows a sampler."""
 
-from paradec.models.facts import ModelFacts
+from paradec.core.facts import ModelFacts
 
 __all__ = ["ModelFacts"]

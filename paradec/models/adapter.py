@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query
 from paradec.models.calls import Call, Calling, Wrap, take_columns
-from paradec.models.facts import ModelFacts
 from paradec.models.layers import answer_with_layers
 from paradec.models.saving import Published, save
 from paradec.models.tensor_parallel import Ranks, of_module, whole
-from paradec.protocol import Query
 
 PADDED_ENCODERS = frozenset(
     "albert bert camembert deberta deberta-v2 distilbert electra megatron-bert mobilebert modernbert mpnet nomic_bert "
@@ -111,7 +111,7 @@ class Model(Adapter):
     kind: ClassVar[str] = ""
     """"decoder", "encoder", "opaque" or "canvas"."""
     makes: ClassVar[str] = "text"
-    """What it is for, one of `paradec.checks.MODELS`."""
+    """What it is for, one of `paradec.core.checks.MODELS`."""
     default_sampler: ClassVar[str | None] = None
     """The sampler when a request names none; None is the request's default."""
     gathers: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.calls import note_attention
 from paradec.models.shared_prefix import attend
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paradec.protocol import Query
+from paradec.core.protocol import Query
 
 
 class _Thread(threading.local):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models import cpu_dtypes
 from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Model

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paradec.checks import is_finite, shown
+from paradec.core.checks import is_finite, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

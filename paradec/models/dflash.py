@@ -25,16 +25,16 @@ import transformers
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from paradec.blocks import LONGEST_BLOCK
 from paradec.caches.store import KeyValueStore
-from paradec.checks import check_number, shown
+from paradec.core.blocks import LONGEST_BLOCK
+from paradec.core.checks import check_number, shown
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError, Stored, check_foreign_dtypes, flag, positive, stored_weights
 from paradec.models.drafter import FeatureDrafter, angles_of, check_base, configured
 from paradec.models.layers import decoder_layers
 from paradec.models.layout import lay_columns_first
 from paradec.models.pretrained import read_module
-from paradec.protocol import Query
 
 IN_TREE = "muse_glimmer_assistant"
 """The `model_type` of transformers' format."""

@@ -11,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
-from paradec.checks import check_bool, check_choice, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_model, check_number, shown
+from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.facts import ModelFacts
 
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),

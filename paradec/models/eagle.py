@@ -27,7 +27,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore
-from paradec.checks import shown
+from paradec.core.checks import shown
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model, take_columns
 from paradec.models.checkpoint import CheckpointError, check_fit, fetch, positive, read_json
 from paradec.models.dflash import DFlashDrafter, is_dflash, load_dflash
@@ -35,7 +36,6 @@ from paradec.models.drafter import FeatureDrafter, angles_of, check_base, config
 from paradec.models.images.llamagen import LlamaGenModel, angles
 from paradec.models.layout import lay_columns_first
 from paradec.models.weights import read_weights
-from paradec.protocol import Query
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 UNUSED = "rotary_emb.inv_freq"

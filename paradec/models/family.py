@@ -19,7 +19,7 @@ class Family:
         block_name: the field of config.json that states the block.
         block_length: for block-causal families: (config.json, source) -> the block that the checkpoint was trained
             with, None where neither says; None for bidirectional families.
-        block_align: where blocks are counted from, as in `paradec.models.facts.ModelFacts`.
+        block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
         default_block_length: how requests of a bidirectional family are cut when they do not say; None leaves the
             answer whole.
         mask_token: the mask's name in the vocabulary, for checkpoints that state its id nowhere.

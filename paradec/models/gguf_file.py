@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError, fetch
 
 ENDING = ".gguf"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paradec.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, shown
 from paradec.models import causal, cpu_dtypes, lora
 from paradec.models import gguf_file as gguf
 from paradec.models.adapter import Decoder, Model

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError, Stored, fetch, listed, published_to_own, read_json
 from paradec.models.lora_config import CONFIG, AdapterConfig, read_config
 from paradec.models.weights import read_weights

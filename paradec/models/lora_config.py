@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from paradec.checks import is_finite, shown
+from paradec.core.checks import is_finite, shown
 from paradec.models.checkpoint import CheckpointError, fetch, read_json
 
 CONFIG = "adapter_config.json"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import LARGEST_INT64, check_int, shown
+from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.models.checkpoint import INDEX, Stored, check_weights
 from paradec.models.family import Family
 from paradec.models.stacked import Fetched, Part, parts_of

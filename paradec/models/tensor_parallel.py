@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import check_number, shown
+from paradec.core.checks import check_number, shown
 
 __all__ = ["Plan", "RankError", "Ranks", "asked", "of_module", "processes"]
 
@@ -199,7 +199,7 @@ class Ranks:
 
         Args:
             what: as in `meet`.
-            request: a `paradec.Request`. prompts: `paradec.prompts.Prompts`, or None where they come later.
+            request: a `paradec.Request`. prompts: `paradec.core.prompts.Prompts`, or None where they come later.
 
         Raises:
             as `meet`.

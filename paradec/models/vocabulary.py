@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from paradec.core.facts import ModelFacts
 from paradec.models.checkpoint import TURN_ENDS, CheckpointError, fetch, token_id
-from paradec.models.facts import ModelFacts
 from paradec.models.family import Family
 
 logger = logging.getLogger("paradec")

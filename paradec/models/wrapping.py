@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from paradec import attention
-from paradec.checks import shown
+from paradec.core.checks import shown
+from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Decoder, Encoder, Model, Opaque
-from paradec.models.facts import ModelFacts
 from paradec.models.text import diffusion_gemma
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paradec.checks import shown
-from paradec.registry import Registry
+from paradec.core.checks import shown
+from paradec.core.registry import Registry
 
 if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
-    from paradec.samplers.canvas.canvas import Canvas as Canvas
-    from paradec.samplers.canvas.diffusion_gemma import DiffusionGemma as DiffusionGemma
     from paradec.samplers.causal.gsd import GSD as GSD
     from paradec.samplers.causal.lantern import Lantern as Lantern
     from paradec.samplers.causal.lantern import LanternPlusPlus as LanternPlusPlus
@@ -18,43 +16,45 @@ if TYPE_CHECKING:  # the classes of the registry, for editors and type checkers
     from paradec.samplers.causal.speculative import Speculative as Speculative
     from paradec.samplers.causal.window import Jacobi as Jacobi
     from paradec.samplers.causal.zipar import ZipAR as ZipAR
+    from paradec.samplers.continuous.cspd import CSpD as CSpD
+    from paradec.samplers.continuous.mar import MAR as MAR
     from paradec.samplers.distilled.distilled import Distilled as Distilled
     from paradec.samplers.forecast.taylorseer import TaylorSeer as TaylorSeer
     from paradec.samplers.groups.groups import Groups as Groups
     from paradec.samplers.groups.nar import NAR as NAR
-    from paradec.samplers.masked.adablock import AdaBlock as AdaBlock
-    from paradec.samplers.masked.ccd import CCD as CCD
-    from paradec.samplers.masked.ccd_agree import CCDAgree as CCDAgree
-    from paradec.samplers.masked.combination import Intersection as Intersection
-    from paradec.samplers.masked.combination import Union as Union
-    from paradec.samplers.masked.credit import Credit as Credit
-    from paradec.samplers.masked.cspd import CSpD as CSpD
-    from paradec.samplers.masked.editing import Editing as Editing
-    from paradec.samplers.masked.entropy import Entropy as Entropy
-    from paradec.samplers.masked.entropy_bound import EntropyBound as EntropyBound
-    from paradec.samplers.masked.entropy_threshold import EntropyThreshold as EntropyThreshold
-    from paradec.samplers.masked.factor import Factor as Factor
-    from paradec.samplers.masked.freedave import FreeDave as FreeDave
-    from paradec.samplers.masked.halton import Halton as Halton
-    from paradec.samplers.masked.hierarchy import Hierarchy as Hierarchy
-    from paradec.samplers.masked.klass import KLASS as KLASS
-    from paradec.samplers.masked.learn2pd import Learn2PD as Learn2PD
-    from paradec.samplers.masked.localleap import LocalLeap as LocalLeap
-    from paradec.samplers.masked.lopa import LoPA as LoPA
-    from paradec.samplers.masked.low_confidence import LowConfidence as LowConfidence
-    from paradec.samplers.masked.lpd import LPD as LPD
-    from paradec.samplers.masked.mar import MAR as MAR
-    from paradec.samplers.masked.margin import Margin as Margin
-    from paradec.samplers.masked.maskgit import MaskGIT as MaskGIT
-    from paradec.samplers.masked.maskgit_plus import MaskGitPlus as MaskGitPlus
-    from paradec.samplers.masked.origin import Origin as Origin
-    from paradec.samplers.masked.persistence import Persistence as Persistence
-    from paradec.samplers.masked.random import Random as Random
-    from paradec.samplers.masked.recap import Recap as Recap
-    from paradec.samplers.masked.saber import Saber as Saber
-    from paradec.samplers.masked.threshold import Threshold as Threshold
-    from paradec.samplers.masked.topk_margin import TopKMargin as TopKMargin
-    from paradec.samplers.masked.wino import Wino as Wino
+    from paradec.samplers.masked.ahead.freedave import FreeDave as FreeDave
+    from paradec.samplers.masked.ahead.lopa import LoPA as LoPA
+    from paradec.samplers.masked.rules.adablock import AdaBlock as AdaBlock
+    from paradec.samplers.masked.rules.ccd import CCD as CCD
+    from paradec.samplers.masked.rules.ccd_agree import CCDAgree as CCDAgree
+    from paradec.samplers.masked.rules.combination import Intersection as Intersection
+    from paradec.samplers.masked.rules.combination import Union as Union
+    from paradec.samplers.masked.rules.credit import Credit as Credit
+    from paradec.samplers.masked.rules.editing import Editing as Editing
+    from paradec.samplers.masked.rules.entropy import Entropy as Entropy
+    from paradec.samplers.masked.rules.entropy_bound import EntropyBound as EntropyBound
+    from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold as EntropyThreshold
+    from paradec.samplers.masked.rules.factor import Factor as Factor
+    from paradec.samplers.masked.rules.halton import Halton as Halton
+    from paradec.samplers.masked.rules.hierarchy import Hierarchy as Hierarchy
+    from paradec.samplers.masked.rules.klass import KLASS as KLASS
+    from paradec.samplers.masked.rules.learn2pd import Learn2PD as Learn2PD
+    from paradec.samplers.masked.rules.localleap import LocalLeap as LocalLeap
+    from paradec.samplers.masked.rules.low_confidence import LowConfidence as LowConfidence
+    from paradec.samplers.masked.rules.lpd import LPD as LPD
+    from paradec.samplers.masked.rules.margin import Margin as Margin
+    from paradec.samplers.masked.rules.maskgit import MaskGIT as MaskGIT
+    from paradec.samplers.masked.rules.maskgit_plus import MaskGitPlus as MaskGitPlus
+    from paradec.samplers.masked.rules.origin import Origin as Origin
+    from paradec.samplers.masked.rules.persistence import Persistence as Persistence
+    from paradec.samplers.masked.rules.random import Random as Random
+    from paradec.samplers.masked.rules.recap import Recap as Recap
+    from paradec.samplers.masked.rules.saber import Saber as Saber
+    from paradec.samplers.masked.rules.threshold import Threshold as Threshold
+    from paradec.samplers.masked.rules.topk_margin import TopKMargin as TopKMargin
+    from paradec.samplers.masked.rules.wino import Wino as Wino
+    from paradec.samplers.renoising.canvas import Canvas as Canvas
+    from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma as DiffusionGemma
     from paradec.samplers.scales.code import CoDe as CoDe
     from paradec.samplers.scales.var import VAR as VAR
 
@@ -70,13 +70,13 @@ class SamplerRegistry(Registry):
 
         Several names make a combination, with settings in parentheses: "credit(threshold=0.95)+localleap" commits what
         one of them would, "threshold&klass" what both would, "credit>>factor" puts credit's logits stage before factor
-        (`paradec.samplers.masked.combination.parse`).
+        (`paradec.samplers.masked.rules.combination.parse`).
 
         Raises:
             ValueError: unknown name, preset or setting, a setting out of its range, or names that cannot be joined.
         """
         if isinstance(name, str) and name not in self and any(sign in name for sign in JOINING):
-            from paradec.samplers.masked.combination import parse
+            from paradec.samplers.masked.rules.combination import parse
 
             if preset is not None or settings:
                 first = "preset" if preset is not None else next(iter(settings))
@@ -97,39 +97,39 @@ class SamplerRegistry(Registry):
 registry = SamplerRegistry(
     "sampler",
     {
-        "low_confidence": "paradec.samplers.masked.low_confidence:LowConfidence",
-        "random": "paradec.samplers.masked.random:Random",
-        "origin": "paradec.samplers.masked.origin:Origin",
-        "maskgit_plus": "paradec.samplers.masked.maskgit_plus:MaskGitPlus",
-        "topk_margin": "paradec.samplers.masked.topk_margin:TopKMargin",
-        "entropy": "paradec.samplers.masked.entropy:Entropy",
-        "threshold": "paradec.samplers.masked.threshold:Threshold",
-        "factor": "paradec.samplers.masked.factor:Factor",
-        "margin": "paradec.samplers.masked.margin:Margin",
-        "hierarchy": "paradec.samplers.masked.hierarchy:Hierarchy",
-        "entropy_bound": "paradec.samplers.masked.entropy_bound:EntropyBound",
-        "entropy_threshold": "paradec.samplers.masked.entropy_threshold:EntropyThreshold",
-        "localleap": "paradec.samplers.masked.localleap:LocalLeap",
-        "adablock": "paradec.samplers.masked.adablock:AdaBlock",
-        "learn2pd": "paradec.samplers.masked.learn2pd:Learn2PD",
-        "wino": "paradec.samplers.masked.wino:Wino",
-        "editing": "paradec.samplers.masked.editing:Editing",
-        "saber": "paradec.samplers.masked.saber:Saber",
-        "freedave": "paradec.samplers.masked.freedave:FreeDave",
-        "lopa": "paradec.samplers.masked.lopa:LoPA",
-        "credit": "paradec.samplers.masked.credit:Credit",
-        "ccd": "paradec.samplers.masked.ccd:CCD",
-        "ccd_agree": "paradec.samplers.masked.ccd_agree:CCDAgree",
-        "klass": "paradec.samplers.masked.klass:KLASS",
-        "persistence": "paradec.samplers.masked.persistence:Persistence",
-        "union": "paradec.samplers.masked.combination:Union",
-        "intersection": "paradec.samplers.masked.combination:Intersection",
-        "maskgit": "paradec.samplers.masked.maskgit:MaskGIT",
-        "halton": "paradec.samplers.masked.halton:Halton",
-        "recap": "paradec.samplers.masked.recap:Recap",
-        "lpd": "paradec.samplers.masked.lpd:LPD",
-        "diffusion_gemma": "paradec.samplers.canvas.diffusion_gemma:DiffusionGemma",
-        "canvas": "paradec.samplers.canvas.canvas:Canvas",
+        "low_confidence": "paradec.samplers.masked.rules.low_confidence:LowConfidence",
+        "random": "paradec.samplers.masked.rules.random:Random",
+        "origin": "paradec.samplers.masked.rules.origin:Origin",
+        "maskgit_plus": "paradec.samplers.masked.rules.maskgit_plus:MaskGitPlus",
+        "topk_margin": "paradec.samplers.masked.rules.topk_margin:TopKMargin",
+        "entropy": "paradec.samplers.masked.rules.entropy:Entropy",
+        "threshold": "paradec.samplers.masked.rules.threshold:Threshold",
+        "factor": "paradec.samplers.masked.rules.factor:Factor",
+        "margin": "paradec.samplers.masked.rules.margin:Margin",
+        "hierarchy": "paradec.samplers.masked.rules.hierarchy:Hierarchy",
+        "entropy_bound": "paradec.samplers.masked.rules.entropy_bound:EntropyBound",
+        "entropy_threshold": "paradec.samplers.masked.rules.entropy_threshold:EntropyThreshold",
+        "localleap": "paradec.samplers.masked.rules.localleap:LocalLeap",
+        "adablock": "paradec.samplers.masked.rules.adablock:AdaBlock",
+        "learn2pd": "paradec.samplers.masked.rules.learn2pd:Learn2PD",
+        "wino": "paradec.samplers.masked.rules.wino:Wino",
+        "editing": "paradec.samplers.masked.rules.editing:Editing",
+        "saber": "paradec.samplers.masked.rules.saber:Saber",
+        "freedave": "paradec.samplers.masked.ahead.freedave:FreeDave",
+        "lopa": "paradec.samplers.masked.ahead.lopa:LoPA",
+        "credit": "paradec.samplers.masked.rules.credit:Credit",
+        "ccd": "paradec.samplers.masked.rules.ccd:CCD",
+        "ccd_agree": "paradec.samplers.masked.rules.ccd_agree:CCDAgree",
+        "klass": "paradec.samplers.masked.rules.klass:KLASS",
+        "persistence": "paradec.samplers.masked.rules.persistence:Persistence",
+        "union": "paradec.samplers.masked.rules.combination:Union",
+        "intersection": "paradec.samplers.masked.rules.combination:Intersection",
+        "maskgit": "paradec.samplers.masked.rules.maskgit:MaskGIT",
+        "halton": "paradec.samplers.masked.rules.halton:Halton",
+        "recap": "paradec.samplers.masked.rules.recap:Recap",
+        "lpd": "paradec.samplers.masked.rules.lpd:LPD",
+        "diffusion_gemma": "paradec.samplers.renoising.diffusion_gemma:DiffusionGemma",
+        "canvas": "paradec.samplers.renoising.canvas:Canvas",
         "sjd": "paradec.samplers.causal.sjd:SJD",
         "scd": "paradec.samplers.causal.scd:SCD",
         "gsd": "paradec.samplers.causal.gsd:GSD",
@@ -139,13 +139,13 @@ registry = SamplerRegistry(
         "speculative": "paradec.samplers.causal.speculative:Speculative",
         "zipar": "paradec.samplers.causal.zipar:ZipAR",
         "taylorseer": "paradec.samplers.forecast.taylorseer:TaylorSeer",
-        "mar": "paradec.samplers.masked.mar:MAR",
+        "mar": "paradec.samplers.continuous.mar:MAR",
         "nar": "paradec.samplers.groups.nar:NAR",
         "distilled": "paradec.samplers.distilled.distilled:Distilled",
         "var": "paradec.samplers.scales.var:VAR",
         "code": "paradec.samplers.scales.code:CoDe",
         "groups": "paradec.samplers.groups.groups:Groups",
-        "cspd": "paradec.samplers.masked.cspd:CSpD",
+        "cspd": "paradec.samplers.continuous.cspd:CSpD",
     },
 )
 
@@ -173,7 +173,7 @@ def resolve(sampler: Any, family: str, user: str) -> Any:
     Raises:
         TypeError: neither. ValueError: an unknown name, or another family; the message lists those of this one.
     """
-    from paradec.protocol import Sampler
+    from paradec.core.protocol import Sampler
 
     method = create(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(method, Sampler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paradec.checks import check_int
+from paradec.core.checks import check_int
 
 
 def labels_of(prompt: Sequence[int] | int, last: int) -> list[int]:

@@ -17,12 +17,13 @@ from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import Tensor
 
-from paradec import runs, samplers
-from paradec.checks import shown
+from paradec import samplers
+from paradec.core.checks import shown
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query, plain
+from paradec.core.registry import unknown
+from paradec.integrations.diffusers import runs
 from paradec.models.adapter import take_columns
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Query, plain
-from paradec.registry import unknown
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 

@@ -13,9 +13,9 @@ import torch
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from paradec.checks import check_int, check_temperature
-from paradec.models.facts import ModelFacts
-from paradec.samplers.masked.recap import Recap
+from paradec.core.checks import check_int, check_temperature
+from paradec.core.facts import ModelFacts
+from paradec.samplers.masked.rules.recap import Recap
 from paradec.schedulers.base import Host, SamplerScheduler
 
 CALL_TEMPERATURE = (2, 0)

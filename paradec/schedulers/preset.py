@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from paradec import samplers
-from paradec.checks import shown
-from paradec.protocol import Sampler, plain
+from paradec.core.checks import shown
+from paradec.core.protocol import Sampler, plain
 from paradec.request import Preset, Request
-from paradec.samplers.masked.combination import Combination
+from paradec.samplers.masked.rules.combination import Combination
 from paradec.schedulers.text import BlockScheduler, CombinationScheduler
 
 CALLS = {

@@ -12,11 +12,11 @@ from diffusers.utils import BaseOutput
 from torch import Tensor
 
 from paradec import samplers
-from paradec.blocks import FixedBlocks
-from paradec.checks import check_choice, check_int, check_number, check_temperature, shown
-from paradec.models.facts import ModelFacts
-from paradec.samplers.canvas.annealing import annealed
+from paradec.core.blocks import FixedBlocks
+from paradec.core.checks import check_choice, check_int, check_number, check_temperature, shown
+from paradec.core.facts import ModelFacts
 from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.renoising.annealing import annealed
 from paradec.samplers.statistics import divided, token_statistics
 from paradec.schedulers.base import Host, SamplerScheduler
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.batching import Batch, BatchClosed, Cancelled, Ticket, refusal
+from paradec.batching.batch import Batch, BatchClosed, Cancelled, Ticket, refusal
 from paradec.models.adapter import Model
 from paradec.request import Request
-from paradec.samplers.masked.low_confidence import LowConfidence
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 ROWS = [[draw.randrange(36) for _ in range(draw.randint(1, 9))] for draw in map(random.Random, range(6))]
 REQUEST: dict[str, Any] = {"max_new_tokens": 6, "block_length": 3, "temperature": 0.8, "seed": 2}

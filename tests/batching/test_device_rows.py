@@ -12,12 +12,13 @@ from tiny_models import tiny
 
 import paradec
 from paradec import samplers
-from paradec.batching import Batch, Cancelled
+from paradec.batching.batch import Batch, Cancelled
+from paradec.batching.slots import DeviceGroup
 from paradec.models.adapter import Model
-from paradec.samplers.masked import device_engine, device_graphs
-from paradec.samplers.masked.device_graphs import NotCapturable
-from paradec.samplers.masked.device_rows import DeviceRows
-from paradec.slots import DeviceGroup
+from paradec.samplers.masked.device import engine as device_engine
+from paradec.samplers.masked.device import graphs as device_graphs
+from paradec.samplers.masked.device.graphs import NotCapturable
+from paradec.samplers.masked.device.rows import DeviceRows
 
 SAMPLERS = [name for name in samplers.names() if getattr(samplers.get(name), "device_step", False)]
 MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}

@@ -10,7 +10,7 @@ from every_model import CANVAS, IMAGES, TEXT, shared
 from test_image_families import MODELS as IMAGE_MODELS
 
 import paradec
-from paradec.batching import Batch
+from paradec.batching.batch import Batch
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 3], [2], [5, 4, 3]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")

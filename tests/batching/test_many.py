@@ -15,7 +15,7 @@ from tiny_models import tiny
 
 import paradec
 from paradec import Interrupted, Request, generate_many
-from paradec.batching import Batch, Cancelled
+from paradec.batching.batch import Batch, Cancelled
 from paradec.models.adapter import Model
 
 ROWS = [[index, *range(index % 5)] for index in range(12)]

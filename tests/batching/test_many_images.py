@@ -17,10 +17,10 @@ from torch import Tensor
 
 import paradec
 from paradec import Interrupted, Request, generate_images, generate_many, samplers
-from paradec.batching import Cancelled
+from paradec.api.pictures import ImageOutput
+from paradec.batching.batch import Cancelled
 from paradec.models.images.llamagen import LlamaGenModel
 from paradec.models.images.masked import MaskedImageModel
-from paradec.pictures import ImageOutput
 
 LABELS = [3, 9, 1, 3, 3, 7, 0]
 CLASSES = [3, 1, 1, 0, 2]

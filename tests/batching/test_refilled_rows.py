@@ -12,10 +12,10 @@ from tiny_models import VOCAB, tiny
 
 import paradec
 from paradec import caches, samplers
-from paradec.batching import Batch, Ticket
+from paradec.batching.batch import Batch, Ticket
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name != "mar"]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]

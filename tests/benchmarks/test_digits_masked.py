@@ -15,7 +15,7 @@ from safetensors import safe_open
 from scripts import load_script
 
 import paradec
-from paradec.images import ImageOutput
+from paradec.api.images import ImageOutput
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.masked import MaskedImageModel
 from paradec.models.images.pixel_dit import PixelDiTPipeline
@@ -235,8 +235,8 @@ def test_saved_and_loaded_again(pipe: PixelDiTPipeline, tmp_path: Path) -> None:
 
 
 def test_the_pipeline_is_the_forecast_family_s_loop(pipe: PixelDiTPipeline) -> None:
+    from paradec.core.protocol import decode
     from paradec.models.images.diffusion import DiffusionModel
-    from paradec.protocol import decode
 
     noise = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     sampler = paradec.TaylorSeer(interval=3, order=1, first_enhance=1)

@@ -10,7 +10,7 @@ import pytest
 from scripts import load_script
 
 import paradec
-from paradec.tuning.measuring import Measured
+from paradec.tools.tuning.measuring import Measured
 
 ranking = load_script("benchmarks/ranking.py")
 

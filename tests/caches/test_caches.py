@@ -22,8 +22,8 @@ from paradec.caches.cost import advice
 from paradec.caches.dkv_decode import DkvDecode
 from paradec.caches.dkv_greedy import DkvGreedy
 from paradec.caches.table import APPROXIMATE, EXACT, REFUSED, summary, table, verdict
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 

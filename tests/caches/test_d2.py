@@ -22,7 +22,7 @@ from tiny_models import MASK, tiny
 import paradec
 from paradec import Suffix, caches, samplers
 from paradec.caches.d2 import D2Cache, between, density
-from paradec.samplers.masked.low_confidence import LowConfidence
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 

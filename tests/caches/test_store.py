@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.caches.store import KeyValueStore, check_memory, store_bytes
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 TOPOLOGIES = ["bidirectional", "block_causal"]
 

@@ -16,9 +16,10 @@ from test_wrap import wrapped
 from tiny_models import END, MASK, everything, tiny
 
 import paradec
-from paradec import PipelinedBlocks, Suffix, caches, rng, samplers
+from paradec import PipelinedBlocks, Suffix, caches, samplers
+from paradec.caches.suffix import SUFFIX_STREAM
+from paradec.core import rng
 from paradec.models.adapter import Model
-from paradec.suffix import SUFFIX_STREAM
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 

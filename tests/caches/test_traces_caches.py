@@ -47,7 +47,7 @@ from replay import (
 from torch import Tensor
 
 from paradec import caches, samplers
-from paradec.samplers.masked.random import Random
+from paradec.samplers.masked.rules.random import Random
 from paradec.samplers.masked.state import MaskedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")

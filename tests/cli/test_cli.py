@@ -20,8 +20,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import paradec
-from paradec import cli, interrupts
+from paradec import cli
 from paradec.cli import batches, options, show
+from paradec.core import interrupts
 
 PROMPT = "Sort: pear fig apple"
 
@@ -183,7 +184,7 @@ def test_a_seed_repeats_a_draw() -> None:
 
 
 def test_trace_file_replays(tmp_path: Path) -> None:
-    from paradec.trace import Trace
+    from paradec.core.trace import Trace
 
     file = tmp_path / "steps.json"
     data = report(PROMPT, "--max-new-tokens", 16, "--trace", file)

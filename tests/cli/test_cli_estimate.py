@@ -8,7 +8,7 @@ import pytest
 from terminals import ok, on_terminal, refused
 
 import paradec
-from paradec.estimation.estimate import estimate
+from paradec.tools.estimation.estimate import estimate
 
 
 def test_the_command_prints_the_report() -> None:

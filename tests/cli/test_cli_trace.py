@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli
-from paradec.trace import Trace
-from paradec.traces.html import page
+from paradec.core.trace import Trace
+from paradec.tools.traces.html import page
 
 PROMPT = "Sort: wolf fig otter zebra deer orange"
 

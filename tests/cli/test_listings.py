@@ -12,10 +12,10 @@ from places import ROOT
 from terminals import ok, on_terminal, refused, run
 
 import paradec
-from paradec import packaged
 from paradec.caches.table import verdict
 from paradec.cli.tables import explanations
-from paradec.evaluation.tasks import TASKS, load_prompts
+from paradec.core import packaged
+from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 WIDTHS = [50, 80, 200]
 TINY = ROOT / "paradec" / "assets" / "tiny-llada"

@@ -12,17 +12,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from terminals import refused
 
-from paradec import text_files
 from paradec.cli.files import read_lines as read_file_of_prompts
-from paradec.evaluation import read_questions
-from paradec.evaluation.compare import Comparison
+from paradec.core import text_files
+from paradec.core.trace import Trace
 from paradec.models.proteins.structure import read_pdb
 from paradec.request import Request
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.magcache import MagRatios
-from paradec.trace import Trace
-from paradec.training.learn2pd import read_prompts as read_for_learn2pd
-from paradec.tuning.prompts import read_prompts as read_for_tuning
+from paradec.tools.evaluation import read_questions
+from paradec.tools.evaluation.compare import Comparison
+from paradec.tools.training.learn2pd import read_prompts as read_for_learn2pd
+from paradec.tools.tuning.prompts import read_prompts as read_for_tuning
 
 BOM = b"\xef\xbb\xbf"
 DEEP = "[" * 100_000

@@ -8,9 +8,9 @@ from typing import Any
 
 from places import GOLDEN
 
-from paradec.conformance.archive import Data, manifest
-from paradec.conformance.cases import Case, cases
-from paradec.conformance.run import TOLERANCE, Outcome, Run, run
+from paradec.tools.conformance.archive import Data, manifest
+from paradec.tools.conformance.cases import Case, cases
+from paradec.tools.conformance.run import TOLERANCE, Outcome, Run, run
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from kit import data
 from places import GOLDEN
 from scripts import load_script
 
-from paradec.conformance import KIT_VERSION, archive
+from paradec.tools.conformance import KIT_VERSION, archive
 
 FILES = {
     "conformance/laws.json": b"{}",
@@ -132,7 +132,7 @@ def test_an_archive_that_is_not_whole_is_refused_by_name(tmp_path: Path, monkeyp
 
 
 def test_data_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(archive, "__file__", str(tmp_path / "paradec" / "conformance" / "archive.py"))
+    monkeypatch.setattr(archive, "__file__", str(tmp_path / "paradec" / "tools" / "conformance" / "archive.py"))
     with pytest.raises(ValueError, match="not in the wheel: give --data .*conformance_archive.py"):
         archive.find()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from paradec.conformance import law
-from paradec.conformance.run import Outcome, judge_laws
+from paradec.tools.conformance import law
+from paradec.tools.conformance.run import Outcome, judge_laws
 
 
 @pytest.mark.parametrize(("statistic", "degrees"), [(0.5, 1), (3.0, 2), (49.0, 49), (700.0, 624), (1e4, 600)])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from kit import asked, data, named, one
 
-from paradec.conformance.compare import Difference, difference
-from paradec.conformance.targets import Answer, BadAnswer, Command, checked, imported, request
-from paradec.conformance.traces import changes
+from paradec.tools.conformance.compare import Difference, difference
+from paradec.tools.conformance.targets import Answer, BadAnswer, Command, checked, imported, request
+from paradec.tools.conformance.traces import changes
 
 CASE = "llada/low_confidence_bl8_steps16/0"
 TIE = "ties/threshold_1_bl8"

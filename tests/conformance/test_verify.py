@@ -16,8 +16,8 @@ from scripts import load_script
 from typer.testing import CliRunner
 
 from paradec import cli
-from paradec.conformance import report
-from paradec.conformance.targets import Ours
+from paradec.tools.conformance import report
+from paradec.tools.conformance.targets import Ours
 
 OWN = [
     *("ties/threshold_1_bl8", "ties/threshold_0.5_bl4", "ties/wino_1_bl8", "ties/wino_0.5_bl8"),

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 
 def block_logits(model: Model, ids: list[int], start: int) -> Tensor:

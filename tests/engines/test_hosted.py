@@ -16,9 +16,9 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.engines.hosted import FIELDS, Hosted, refusal
+from paradec.core.facts import ModelFacts
+from paradec.integrations.engines.hosted import FIELDS, Hosted, refusal
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
 from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler
 

@@ -17,8 +17,8 @@ from places import ROOT
 from tiny_models import END, MASK, VOCAB, tiny
 
 from paradec import samplers
-from paradec.engines.hosted import refusal
-from paradec.engines.sglang import ENGINE, FACTS, PREFIX, REQUEST, algorithms
+from paradec.integrations.engines.hosted import refusal
+from paradec.integrations.engines.sglang import ENGINE, FACTS, PREFIX, REQUEST, algorithms
 from paradec.models.adapter import Model
 
 
@@ -248,7 +248,7 @@ def test_requests_that_are_taken_back_leave_nothing() -> None:
 
 
 def test_of_many_requests_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paradec.engines.sglang.MOST_BETWEEN", 2)
+    monkeypatch.setattr("paradec.integrations.engines.sglang.MOST_BETWEEN", 2)
     algorithm = made("ParadecSaber")
     for name in ("a", "b", "a", "c"):
         algorithm.run(lambda _: logits_of([9] * 4), batch_of([[1, MASK, MASK, MASK]], [name], [4]), [None])

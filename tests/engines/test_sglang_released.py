@@ -16,7 +16,7 @@ from released import VERSION, Runner, sglang, wheel
 from tiny_models import tiny
 from torch import Tensor
 
-from paradec.engines.sglang import algorithms
+from paradec.integrations.engines.sglang import algorithms
 from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.skipif(wheel() is None, reason=f"needs the wheel of sglang {VERSION} (.ci/engines sglang)")

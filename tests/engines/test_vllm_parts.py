@@ -19,13 +19,13 @@ from tiny_models import MASK, tiny
 from torch import nn
 
 import paradec
-from paradec.engines import vllm
-from paradec.engines.vllm.configs import FastDLLMConfig, SDARConfig
-from paradec.engines.vllm.left import Left
-from paradec.engines.vllm.pieces import pieces_of
-from paradec.engines.vllm.sampler import BlockSampler
-from paradec.engines.vllm.settings import VARIABLE, server_defaults, settings_of
-from paradec.engines.vllm.slots import Served, Slot
+from paradec.integrations.engines import vllm
+from paradec.integrations.engines.vllm.configs import FastDLLMConfig, SDARConfig
+from paradec.integrations.engines.vllm.left import Left
+from paradec.integrations.engines.vllm.pieces import pieces_of
+from paradec.integrations.engines.vllm.sampler import BlockSampler
+from paradec.integrations.engines.vllm.settings import VARIABLE, server_defaults, settings_of
+from paradec.integrations.engines.vllm.slots import Served, Slot
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 
@@ -48,7 +48,8 @@ def params(**given: Any) -> Any:
 
 def test_the_entry_point_is_light_and_never_raises() -> None:
     """vLLM calls it in every process, of every model."""
-    code = "import sys, paradec.engines.vllm; print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
+    code = "import sys, paradec.integrations.engines.vllm as _; "
+    code += "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -61,7 +62,7 @@ def test_without_vllm_it_says_so_to_the_log(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_whatever_fails_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paradec.engines.vllm import registration
+    from paradec.integrations.engines.vllm import registration
 
     def fails() -> None:
         raise AttributeError("another release")

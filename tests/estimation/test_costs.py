@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import paradec
-from paradec.estimation.costs import LATENCY, Parts, communication, forward_cost, memory_of
-from paradec.estimation.courses import Evaluation
-from paradec.estimation.devices import PUBLISHED, Device, published
-from paradec.estimation.shapes import BUILT_IN, Shape, shape_of
+from paradec.tools.estimation.costs import LATENCY, Parts, communication, forward_cost, memory_of
+from paradec.tools.estimation.courses import Evaluation
+from paradec.tools.estimation.devices import PUBLISHED, Device, published
+from paradec.tools.estimation.shapes import BUILT_IN, Shape, shape_of
 
 ENDLESS = 1e300
 COUNTS = Device("a device of one operation a second", ENDLESS, ENDLESS, {"float32": 1.0})

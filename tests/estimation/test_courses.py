@@ -10,9 +10,9 @@ from tiny_models import MASK, tiny
 
 import paradec
 from paradec.caches.table import REFUSED, verdict
-from paradec.estimation.courses import causal_course, masked_course
-from paradec.estimation.shapes import shape_of
 from paradec.models.adapter import Model
+from paradec.tools.estimation.courses import causal_course, masked_course
+from paradec.tools.estimation.shapes import shape_of
 
 PROMPT, ANSWER = [7, 8, 9, 10, 11, 12], 16
 ALIGNED = [7, 8, 9, 10, 11, 12, 13, 14]

@@ -14,12 +14,12 @@ import torch
 from tiny_models import tiny
 
 import paradec
-from paradec.estimation import probe as probing
-from paradec.estimation.devices import ITEM_BYTES, PUBLISHED
-from paradec.estimation.estimate import estimate
-from paradec.estimation.probe import Prober, probe
-from paradec.estimation.result import Estimate
-from paradec.estimation.shapes import BUILT_IN
+from paradec.tools.estimation import probe as probing
+from paradec.tools.estimation.devices import ITEM_BYTES, PUBLISHED
+from paradec.tools.estimation.estimate import estimate
+from paradec.tools.estimation.probe import Prober, probe
+from paradec.tools.estimation.result import Estimate
+from paradec.tools.estimation.shapes import BUILT_IN
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch": 0}, "batch=0 must be an integer from 1"),

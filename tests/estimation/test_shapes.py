@@ -14,9 +14,9 @@ from tiny_models import tiny
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import paradec
-from paradec.estimation.shapes import BUILT_IN, Shape, shape_of
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
+from paradec.tools.estimation.shapes import BUILT_IN, Shape, shape_of
 
 LLADA = {
     "model_type": "llada",

@@ -9,9 +9,9 @@ from tiny_models import tiny
 
 import paradec
 from paradec.caches import create
-from paradec.estimation.courses import masked_course
-from paradec.estimation.shapes import shape_of
-from paradec.suffix import Suffix
+from paradec.caches.suffix import Suffix
+from paradec.tools.estimation.courses import masked_course
+from paradec.tools.estimation.shapes import shape_of
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "d2"])

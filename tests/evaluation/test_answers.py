@@ -11,11 +11,11 @@ import yaml
 from test_wrap import wrapped
 
 import paradec
-from paradec import evaluation
-from paradec.evaluation.answers import TASKS, Answering
-from paradec.evaluation.likelihood import log_likelihoods
+from paradec.core.prompts import encode
 from paradec.models.adapter import Model
-from paradec.prompts import encode
+from paradec.tools import evaluation
+from paradec.tools.evaluation.answers import TASKS, Answering
+from paradec.tools.evaluation.likelihood import log_likelihoods
 
 
 @pytest.fixture(scope="module")

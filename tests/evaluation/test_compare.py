@@ -16,16 +16,17 @@ import torch
 from typer.testing import CliRunner
 
 import paradec
-from paradec import cli, evaluation, samplers
+from paradec import cli, samplers
 from paradec.cli import show
-from paradec.evaluation import Comparison, Configuration
-from paradec.evaluation.compare import COMBINATIONS, Result
-from paradec.evaluation.metrics import aup, bootstrap, wilson
+from paradec.core.prompts import encode
 from paradec.models.adapter import Model
-from paradec.prompts import encode
 from paradec.request import Request
 from paradec.samplers.masked.base import MaskedSampler
-from paradec.samplers.masked.threshold import Threshold
+from paradec.samplers.masked.rules.threshold import Threshold
+from paradec.tools import evaluation
+from paradec.tools.evaluation import Comparison, Configuration
+from paradec.tools.evaluation.compare import COMBINATIONS, Result
+from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 SMALL = {"names": ["factor", "low_confidence"], "max_new_tokens": 12, "block_length": 12}
@@ -267,7 +268,7 @@ def test_two_runs_agree_apart_from_the_times(
         spent.append(output.seconds)
         return output
 
-    monkeypatch.setattr(sys.modules["paradec.evaluation.compare"], "generate", timed)
+    monkeypatch.setattr(sys.modules["paradec.tools.evaluation.compare"], "generate", timed)
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     again = evaluation.compare(packaged, questions=questions, batch=3, **SMALL)
     assert len(spent) == 3 * len(again.results)
@@ -492,7 +493,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Comparison.from_json(file)
     assert lines == [found.columns(), *found.table()] and len(lines) == 5 and found.complete
     # everything is there already: nothing is decoded again
-    monkeypatch.setattr(sys.modules["paradec.evaluation.compare"], "generate", None)
+    monkeypatch.setattr(sys.modules["paradec.tools.evaluation.compare"], "generate", None)
     again = run(*FEW, "--out", file, "--resume", "--json")
     assert again.exit_code == 0
     assert json.loads(again.stdout)["results"] == json.loads(file.read_text())["results"]
@@ -529,7 +530,7 @@ def test_the_file_is_written_as_it_goes(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_plot(small: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from paradec.evaluation.plot import frontier
+    from paradec.tools.evaluation.plot import frontier
 
     file = tmp_path / "frontier.png"
     frontier(small, file)
@@ -539,7 +540,7 @@ def test_the_plot(small: Comparison, tmp_path: Path) -> None:
 def test_intervals_are_drawn_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the lower end to the upper one, read off the figure's own bars; points may come in any order."""
     figure = pytest.importorskip("matplotlib.figure").Figure
-    from paradec.evaluation.plot import Panel, draw
+    from paradec.tools.evaluation.plot import Panel, draw
 
     drawn: list[Any] = []
     monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))

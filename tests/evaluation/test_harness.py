@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 lm_eval = pytest.importorskip("lm_eval", reason='needs the extra "eval"')
 
 import paradec  # noqa: E402
-from paradec import cli, evaluation  # noqa: E402
-from paradec.evaluation import evaluate as running  # noqa: E402
-from paradec.evaluation.harness import ParadecLM  # noqa: E402
-from paradec.evaluation.likelihood import log_likelihoods  # noqa: E402
-from paradec.evaluation.recipe import Recipe  # noqa: E402
+from paradec import cli  # noqa: E402
 from paradec.models.adapter import Model  # noqa: E402
+from paradec.tools import evaluation  # noqa: E402
+from paradec.tools.evaluation import evaluate as running  # noqa: E402
+from paradec.tools.evaluation.harness import ParadecLM  # noqa: E402
+from paradec.tools.evaluation.likelihood import log_likelihoods  # noqa: E402
+from paradec.tools.evaluation.recipe import Recipe  # noqa: E402
 
 ROOT = TESTS.parent
 SOME = ("sort", "shuffle", "latin_square")
@@ -41,7 +42,7 @@ def asked(*entries: tuple[Any, ...]) -> list[Any]:
 
 def test_the_built_in_models_are_still_listed() -> None:
     code = (
-        "import paradec.evaluation.harness as ours\n"
+        "import paradec.tools.evaluation.harness as ours\n"
         "from lm_eval.api.registry import get_model, model_registry\n"
         "from lm_eval.models import MODEL_MAPPING\n"
         "assert {*MODEL_MAPPING} < {*model_registry.keys()}, 'some are missing'\n"

@@ -15,10 +15,10 @@ from test_wrap import decoder, wrapped
 from tiny_models import MASK, tiny
 
 import paradec
-from paradec.evaluation import maskings
-from paradec.evaluation.likelihood import Likelihood, greedily_decoded, log_likelihoods
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
+from paradec.tools.evaluation import maskings
+from paradec.tools.evaluation.likelihood import Likelihood, greedily_decoded, log_likelihoods
 
 CONTEXT, CONTINUATION = [3, 17, 8, 30, 2], [5, 21, 9, 33]
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli, samplers
-from paradec.evaluation import parallel as benches
-from paradec.evaluation.metrics import aup
-from paradec.evaluation.parallel import SWEEPS, parallel, parallel_questions, sweep
-from paradec.evaluation.questions import Question, packaged_questions
-from paradec.evaluation.waiting_line import NAMES, waiting_line_questions
+from paradec.tools.evaluation import parallel as benches
+from paradec.tools.evaluation.metrics import aup
+from paradec.tools.evaluation.parallel import SWEEPS, parallel, parallel_questions, sweep
+from paradec.tools.evaluation.questions import Question, packaged_questions
+from paradec.tools.evaluation.waiting_line import NAMES, waiting_line_questions
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli
-from paradec.evaluation import evaluate as running
-from paradec.evaluation.asked import asked, cut, generation_fields
-from paradec.evaluation.recipe import Recipe
 from paradec.request import Request
+from paradec.tools.evaluation import evaluate as running
+from paradec.tools.evaluation.asked import asked, cut, generation_fields
+from paradec.tools.evaluation.recipe import Recipe
 
 RECIPES = sorted(TESTS.parent.glob("recipes/*.yaml"))
 
@@ -26,7 +26,7 @@ RECIPES = sorted(TESTS.parent.glob("recipes/*.yaml"))
 def no_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.models", None)
-    monkeypatch.delitem(sys.modules, "paradec.evaluation.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "paradec.tools.evaluation.harness", raising=False)
 
 
 def test_what_is_missing_is_named(no_harness: None) -> None:

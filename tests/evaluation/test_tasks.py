@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradec.evaluation import TASKS, Example, get_task, load_prompts
-from paradec.evaluation.tasks import SYMBOLS, WORDS, is_held_out, make_prompts
+from paradec.tools.evaluation import TASKS, Example, get_task, load_prompts
+from paradec.tools.evaluation.tasks import SYMBOLS, WORDS, is_held_out, make_prompts
 
 names = st.sampled_from(sorted(TASKS))
 seeds = st.integers(0, 2**32)

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import TaylorSeer, accelerate
-from paradec.hooks import bac
-from paradec.hooks.blocks import places
-from paradec.hooks.memory import estimate
+from paradec.core.protocol import decode
+from paradec.integrations.diffusers.hooks import bac
+from paradec.integrations.diffusers.hooks.blocks import places
+from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.protocol import decode
 from paradec.samplers import create
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.refresh import AccumulatedChange, Verification

@@ -18,8 +18,8 @@ from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model,
 from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate
-from paradec.hooks import magcache
-from paradec.hooks.memory import estimate
+from paradec.integrations.diffusers.hooks import magcache
+from paradec.integrations.diffusers.hooks.memory import estimate
 from paradec.samplers.forecast.magcache import MagRatios
 from paradec.samplers.forecast.probes import ProbeState
 from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, refresh_from

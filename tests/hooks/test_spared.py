@@ -11,7 +11,7 @@ from tiny_pipelines import MODELS, denoise, model
 from torch import Tensor, nn
 
 from paradec import TaylorSeer, accelerate
-from paradec.hooks.spared import Idle, Once
+from paradec.integrations.diffusers.hooks.spared import Idle, Once
 from paradec.samplers.forecast.bac import BlockSchedule
 
 FULL = [0, 1, 4]

@@ -24,6 +24,7 @@ import paradec
 from paradec import samplers
 from paradec.attention import sparsed as method
 from paradec.attention.sparsed import DENSE, ESTIMATE, SPARSE, SparseD
+from paradec.core.protocol import Query
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import (
     BACKENDS,
@@ -44,7 +45,6 @@ from paradec.kernels.block_sparse.reference import (
     visible_keys,
 )
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paradec import rng
+from paradec.core import rng
 from paradec.kernels import interpreting
 from paradec.kernels.token_stats import (
     FIELDS,

@@ -21,11 +21,11 @@ from torch.nn.functional import silu
 
 import paradec
 from paradec.cli.work import load_draft_model
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.dflash import DFlashDrafter
 from paradec.models.layers import LayerOutputs
-from paradec.protocol import Query
 from paradec.request import Request
 from paradec.samplers.causal.lantern import Lantern
 from paradec.samplers.causal.verification import token_distribution

@@ -23,11 +23,11 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import paradec
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Query, decode
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.eagle import EagleDrafter
-from paradec.prompts import Prompts
-from paradec.protocol import Query, decode
 from paradec.request import Request
 from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.speculative import Speculative

@@ -8,8 +8,8 @@ import pytest
 
 import paradec
 from paradec import samplers
-from paradec.evaluation.tasks import TASKS, load_prompts
 from paradec.models.adapter import Model
+from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 PROMPTS = 12
 """Of the 48 per task; enough for the margins asserted here."""

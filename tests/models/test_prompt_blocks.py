@@ -18,10 +18,10 @@ from torch import Tensor
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks, caches, samplers
 from paradec.caches.table import EXACT, verdict
-from paradec.evaluation.likelihood import log_likelihoods
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Query
+from paradec.tools.evaluation.likelihood import log_likelihoods
 
 BLOCK = 4
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]

@@ -29,7 +29,7 @@ from tiny_models import END, MASK, tiny
 from torch import Tensor, nn
 
 import paradec
-from paradec.hooks.block_cache import BlockCausalModule
+from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Model
 from paradec.models.loading import FAMILIES
 

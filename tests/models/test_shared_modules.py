@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import paradec
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 from paradec.models.calls import Call, Calling, Evaluation
-from paradec.protocol import Query
 
 IDS9 = random_ids(2, 9)
 

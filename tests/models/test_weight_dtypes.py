@@ -33,7 +33,7 @@ from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR
 from paradec.models.images.uvit import UViT, load_uvit
 from paradec.models.images.vq import VQConfig, load_vq
-from paradec.samplers.masked.learn2pd_filter import FilterFacts, load_filter, save_filter
+from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, load_filter, save_filter
 
 antibody_model = load_script("benchmarks/antibody_model.py")
 digit_quality = load_script("benchmarks/digit_quality.py")

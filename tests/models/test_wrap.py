@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import samplers
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 SMALL = {
     "vocab_size": 40,

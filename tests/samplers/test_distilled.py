@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
-from paradec import rng
+from paradec.core import rng
+from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.distilled_llamagen import (
     DistilledLlamaGen,
@@ -27,7 +28,6 @@ from paradec.models.images.distilled_llamagen import (
 )
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.vq import VQConfig, VQModel
-from paradec.protocol import decode
 from paradec.samplers.distilled.distilled import Distilled
 
 SYSTEM = "dd-llamagen"

@@ -33,9 +33,9 @@ from transformers import BertConfig, BertForMaskedLM, DiffusionGemmaConfig, Diff
 
 import paradec
 from paradec import schedulers
-from paradec.hooks.block_cache import BlockCausalModule
+from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Decoder, Model
-from paradec.samplers.masked.learn2pd_filter import FilterFacts, save_filter
+from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, save_filter
 
 TEXT = [
     getattr(schedulers, name)
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: T
     """The same canvas, token for token, with as many forwards."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampler = pipe.scheduler.sampler
-    facts = paradec.models.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"})
+    facts = paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"})
     named = Decoder(model.module, facts)
     try:
         out = run(pipe, ids)
@@ -171,7 +171,7 @@ def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids:
     wanted = torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(seed))
     plain = paradec.generate(model, input_ids=wanted, max_new_tokens=10, eos_early_stop=False, sampler="threshold")
     end = int(plain.new_tokens[0, 5])  # some token that comes up
-    named = Decoder(model.module, paradec.models.facts.ModelFacts(**{**vars(model.facts), "eos_token_ids": (end,)}))
+    named = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "eos_token_ids": (end,)}))
     pipe.scheduler = cls.from_config(pipe.scheduler.config)
     try:
         out = run(pipe, wanted, eos_token_id=end, eos_early_stop=True)

@@ -14,13 +14,13 @@ import pytest
 import transformers
 import uvicorn
 
-from paradec import serving
+from paradec.integrations import server as serving
 
 if not serving.tried(transformers.__version__):
     pytest.skip("the server was not tried with it", allow_module_level=True)
 
-from paradec.serving.app import build_app  # noqa: E402
-from paradec.serving.engine import Engine  # noqa: E402
+from paradec.integrations.server.app import build_app  # noqa: E402
+from paradec.integrations.server.engine import Engine  # noqa: E402
 
 NAME = "tiny"
 SORT = "Sort: pear fig apple"

@@ -64,14 +64,14 @@ def test_wrong_options_are_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paradec.serving.app.serve", None)  # they are said before
+    monkeypatch.setattr("paradec.integrations.server.app.serve", None)  # they are said before
     done = CliRunner().invoke(app, ["serve", *arguments])
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def test_a_pair_is_refused_as_generate_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paradec.serving.app.serve", None)  # it is said before
+    monkeypatch.setattr("paradec.integrations.server.app.serve", None)  # it is said before
     pair = ["--suffix", "8", "--cache", "dkv_decode"]
     commands = ["serve", "--port", "0", *pair], ["generate", "Copy: fig", *pair]
     one, other = (CliRunner().invoke(app, command) for command in commands)

@@ -1,4 +1,5 @@
-"""What the server relies on in transformers' private classes. Where this fails look at `paradec/serving`."""
+"""What the server relies on in transformers' private classes. Where this fails look at
+`paradec/integrations/server`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import inspect
 import pytest
 import transformers
 
-from paradec import serving
+from paradec.integrations import server as serving
 
 
 def parameters(function: object) -> list[str]:

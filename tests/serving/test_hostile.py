@@ -20,8 +20,8 @@ from serving import NAME, SORT, Running, chat, running
 from tiny_models import END, tiny
 
 import paradec
-from paradec.batching import Batch
-from paradec.serving import asked
+from paradec.batching.batch import Batch
+from paradec.integrations.server import asked
 
 hostile = load_script("benchmarks/hostile.py")
 MOST = 100 * 2**20

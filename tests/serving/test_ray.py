@@ -1,4 +1,5 @@
-"""What of `paradec.ray` needs no Ray. benchmarks/ray_jobs.py has a job whose worker is killed (.ci/full ray)."""
+"""What of `paradec.integrations.ray` needs no Ray. benchmarks/ray_jobs.py has a job whose worker is killed (.ci/full
+ray)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import paradec
-import paradec.ray as jobs
+import paradec.integrations.ray as jobs
 
 ROWS = {
     "id": np.array([4, 2, 9, 7]),

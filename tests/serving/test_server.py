@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG, NAME, SORT, Running, chat, running, wait
 
 import paradec
-from paradec.batching import Cancelled
-from paradec.serving import asked
-from paradec.serving.engine import Engine, EngineStopped
-from paradec.serving.gate import Gate
-from paradec.serving.hosts import CALL, Call
-from paradec.serving.metrics import Metrics
+from paradec.batching.batch import Cancelled
+from paradec.integrations.server import asked
+from paradec.integrations.server.engine import Engine, EngineStopped
+from paradec.integrations.server.gate import Gate
+from paradec.integrations.server.hosts import CALL, Call
+from paradec.integrations.server.metrics import Metrics
 
 PROMPTS = [
     SORT,
@@ -245,7 +245,7 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
     def broken(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
 
-    monkeypatch.setattr("paradec.serving.streams.TextStream.put", broken)
+    monkeypatch.setattr("paradec.integrations.server.streams.TextStream.put", broken)
     with pytest.raises(openai.APIError, match='a "quoted"\nmessage'):
         pieces(client, SORT)
     wait(lambda: server.engine.occupied == 0)

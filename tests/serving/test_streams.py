@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import paradec
-from paradec.serving.streams import Cut, TextStream, cut_off
+from paradec.integrations.server.streams import Cut, TextStream, cut_off
 
 
 @example(["a", "b"], ["ab"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from paradec.trace import Notes, Trace
+from paradec.core.trace import Notes, Trace
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",

@@ -16,12 +16,12 @@ from runs_by_hand import HOSTILE, hostile, long, scripts
 from tiny_models import tiny
 
 import paradec
+from paradec.core.thumbnails import from_uri, of_steps
+from paradec.core.trace import Trace
+from paradec.core.trace_texts import joined, name_tokens, token_texts
 from paradec.models.adapter import Model
-from paradec.thumbnails import from_uri, of_steps
-from paradec.trace import Trace
-from paradec.trace_texts import joined, name_tokens, token_texts
-from paradec.traces import payload
-from paradec.traces.html import page
+from paradec.tools.traces import payload
+from paradec.tools.traces.html import page
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
 
@@ -126,7 +126,7 @@ def test_long_runs_stay_small(steps: int, tmp_path: Path) -> None:
 def test_many_rows_and_large_pictures_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = long(50, rows=40)
     noise = np.random.default_rng(0).integers(0, 256, (40, 3, 700, 700), dtype=np.uint8)
-    from paradec.thumbnails import as_uri
+    from paradec.core.thumbnails import as_uri
 
     trace.images = [as_uri(Image.fromarray(noise[i % 2].transpose(1, 2, 0))) for i in range(2)] * 20
     assert from_uri(trace.images[0]).size == (512, 512) and max(map(len, trace.images)) < 500_000
@@ -154,7 +154,7 @@ def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
         one.to_html(beside=two, names=["a"])
     with pytest.raises(ValueError, match="5 traces: from 1 to 4"):
         one.to_html(beside=[two] * 4)
-    with pytest.raises(TypeError, match="must be a paradec.trace.Trace"):
+    with pytest.raises(TypeError, match="must be a paradec.core.trace.Trace"):
         one.to_html(beside=["run.json"])
 
 

@@ -61,7 +61,7 @@ def test_an_output_as_data() -> None:
     assert data["text"] == out.text and data["sequences"] == out.sequences.tolist() and data["nfe"] == out.nfe
     assert data["tokens_per_forward"] == out.tokens_per_forward and data["row_nfe"] == out.row_nfe
     assert data["filled"] == out.filled.tolist() and data["cost"]["forwarded_tokens"] == out.cost.forwarded_tokens
-    assert paradec.trace.Trace.from_dict(data["trace"]).steps == out.trace.steps
+    assert paradec.core.trace.Trace.from_dict(data["trace"]).steps == out.trace.steps
     assert "attention" not in data and "prefix" not in data
     out = paradec.generate(tiny(1, "block_causal"), [1, 2, 3], max_new_tokens=8, cache="block", keep_prefix=True)
     assert out.prefix is not None and "prefix" not in out.to_dict() and "trace" not in out.to_dict()

@@ -23,11 +23,11 @@ from tiny_models import MASK, tiny
 import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import decode
+from paradec.core.trace import Trace, TraceStep, spans
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
-from paradec.protocol import decode
 from paradec.samplers.causal.trees import Tree
-from paradec.trace import Trace, TraceStep, spans
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
 MASKED = sorted(name for name in samplers.names() if samplers.get(name).family == "masked")

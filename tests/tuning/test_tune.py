@@ -18,14 +18,14 @@ import pytest
 from tiny_models import END, MASK, tiny
 
 import paradec
-from paradec.evaluation import configurations
 from paradec.models.adapter import Model
-from paradec.samplers.masked.low_confidence import LowConfidence
-from paradec.tuning import Tuning
-from paradec.tuning.halving import goes_on, rungs
-from paradec.tuning.measuring import Half
-from paradec.tuning.prompts import halves, prompts_of
-from paradec.tuning.study import Study
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.tools.evaluation import configurations
+from paradec.tools.tuning import Tuning
+from paradec.tools.tuning.halving import goes_on, rungs
+from paradec.tools.tuning.measuring import Half
+from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.study import Study
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
@@ -261,7 +261,10 @@ def test_a_checker_judges(model: Model) -> None:
 
 
 def test_the_report_fits_80_columns(tuned: Tuning) -> None:
-    for text in (str(tuned), str(paradec.tuning.Tuning(**{**vars(tuned), "points": [], "chosen": None, "hand": None}))):
+    for text in (
+        str(tuned),
+        str(paradec.tools.tuning.Tuning(**{**vars(tuned), "points": [], "chosen": None, "hand": None})),
+    ):
         assert all(len(line) <= 80 for line in text.splitlines())
     text = str(tuned)
     assert "one token per step" in text and "chosen" in text and "alike" in text

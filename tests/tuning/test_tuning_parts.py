@@ -15,19 +15,19 @@ import pytest
 from tiny_models import MASK, tiny
 
 from paradec import caches, samplers
-from paradec.evaluation import configurations, packaged_questions
-from paradec.evaluation.compare import Configuration
-from paradec.prompts import encode
-from paradec.registry import Registry
+from paradec.core.prompts import encode
+from paradec.core.registry import Registry
 from paradec.request import Request
-from paradec.tuning import Asked, read_prompts
-from paradec.tuning.halving import dominates, fronts, goes_on, rungs
-from paradec.tuning.measuring import Measured
-from paradec.tuning.prompts import fingerprint, halves, prompts_of
-from paradec.tuning.result import Point, choose, grouped_bootstrap, pareto, surely_below, thinned
-from paradec.tuning.scoring import Scorer, agreement, truth
-from paradec.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
-from paradec.tuning.study import differs
+from paradec.tools.evaluation import configurations, packaged_questions
+from paradec.tools.evaluation.compare import Configuration
+from paradec.tools.tuning import Asked, read_prompts
+from paradec.tools.tuning.halving import dominates, fronts, goes_on, rungs
+from paradec.tools.tuning.measuring import Measured
+from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
+from paradec.tools.tuning.result import Point, choose, grouped_bootstrap, pareto, surely_below, thinned
+from paradec.tools.tuning.scoring import Scorer, agreement, truth
+from paradec.tools.tuning.space import Candidate, Span, build_space, default_block_lengths, domains, request_of
+from paradec.tools.tuning.study import differs
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 

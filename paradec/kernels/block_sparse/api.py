@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, shown
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import flex, portable
 from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles, blocks_in

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_number
+from paradec.core.checks import check_number
 
 
 @dataclass(frozen=True)

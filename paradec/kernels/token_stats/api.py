@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paradec.checks import check_choice, check_number, check_temperature, shown
+from paradec.core.checks import check_choice, check_number, check_temperature, shown
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.token_stats.portable import portable_stats
 from paradec.kernels.token_stats.reference import FIELDS, Draws, TokenStats

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paradec import rng
+from paradec.core import rng
 from paradec.kernels.token_stats.reference import EPSILON, Draws, TokenStats
 
 CPU_CHUNK = 2**17

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paradec import rng
+from paradec.core import rng
 
 EPSILON = 1e-10
 """What Dream adds to probabilities within the logarithm."""

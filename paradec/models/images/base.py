@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.canvas import TextState
+from paradec.core.contract import TextState
 from paradec.models.images.grid import Grid
 
 
@@ -49,7 +49,7 @@ class PictureModel:
     `begin`, `read` and `decode`; where tokens are codes in a canvas, `tokens_of` reads them."""
 
     makes: ClassVar[str] = ""
-    """What it is, one of `paradec.checks.MODELS`."""
+    """What it is, one of `paradec.core.checks.MODELS`."""
     family: ClassVar[str] = ""
     """Of the samplers that decode with it."""
     default_sampler: ClassVar[str] = ""

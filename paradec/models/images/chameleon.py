@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
+from paradec.core.protocol import Query
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
 from paradec.models.images.vq import VQModel, load_vq
-from paradec.protocol import Query
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def load_chameleon(
         CheckpointError: no checkpoint of this kind.
         ValueError: an unknown layout.
     """
-    from paradec.registry import unknown
+    from paradec.core.registry import unknown
 
     if layout is None:
         layout = "lumina-mgpt" if "lumina" in os.path.basename(os.fspath(source)).lower() else "anole"

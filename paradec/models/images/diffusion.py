@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import check_int
+from paradec.core.checks import check_int
+from paradec.core.protocol import LatentQuery
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
-from paradec.protocol import LatentQuery
 
 
 class DiffusionModel(Adapter):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from paradec.checks import check_int
+from paradec.core.checks import check_int
+from paradec.core.registry import unknown
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.base import ImageRequest, PictureModel, Reading
 from paradec.models.images.grid import Grid
-from paradec.registry import unknown
 
 
 @dataclass(frozen=True)

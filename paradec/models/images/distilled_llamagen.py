@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import check_int
+from paradec.core.checks import check_int
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError, read_json
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, check_stages
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ, load_multi_scale_vq

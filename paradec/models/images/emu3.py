@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from paradec.core.protocol import Query
 from paradec.models.images.adapter import pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.text_to_image import TextToImageModel, in_order, pretrained
-from paradec.protocol import Query
 
 DEFAULT_SIDE = 90
 """Tokens along one side of a picture of 720 x 720 pixels."""

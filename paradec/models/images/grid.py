@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, shown
+from paradec.core.checks import check_int, shown
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from paradec import rows as of_rows
-from paradec.checks import check_choice, check_int, check_number
+from paradec.core import rows as of_rows
+from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.facts import ModelFacts
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Query
+from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.models.facts import ModelFacts
 from paradec.models.images.adapter import ImageModel, ImageRequest, branch_rows, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import NESTED, PICKLES, read_weights
-from paradec.prompts import Prompts
-from paradec.protocol import Query
-from paradec.registry import unknown
 
 CONDITIONS = ("c2i", "t2i")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.registry import unknown
+from paradec.core.registry import unknown
 
 if TYPE_CHECKING:  # `paradec.load` needs no more than names of an image model
     from paradec.models.images.base import PictureModel

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, interpolate, scaled_dot_product_attention
 
-from paradec.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.orders import LPD as LPDOrder
+from paradec.core.orders import group_sizes
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Query
+from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit, read_json
-from paradec.models.facts import ModelFacts
 from paradec.models.images.adapter import ImageModel, ImageRequest, labels_of, pixels_to_codes
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
 from paradec.models.images.vq import VQModel, load_vq
 from paradec.models.weights import read_weights
-from paradec.orders import LPD as LPDOrder
-from paradec.orders import group_sizes
-from paradec.prompts import Prompts
-from paradec.protocol import Query
-from paradec.registry import unknown
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from paradec.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.registry import unknown
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, read_json
@@ -32,7 +33,6 @@ from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, 
 from paradec.models.images.grid import Grid
 from paradec.models.images.kl import KLDecoder, load_kl, same_latents
 from paradec.models.weights import PICKLES, read_weights
-from paradec.registry import unknown
 
 PRESETS = {
     "mar_base": {"width": 768, "depth": 12, "heads": 12, "head_depth": 6, "head_width": 1024},

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import shown
+from paradec.core.checks import shown
+from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.adapter import labels_of, pixels_to_codes
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
 from paradec.models.images.uvit import UViT, UViTModel, load_uvit
 from paradec.models.images.vq import VQModel, load_vq
-from paradec.registry import unknown
 
 DEFAULTS = {"steps": None, "guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
-from paradec.checks import check_int, shown
+from paradec.core.checks import check_int, shown
 from paradec.models.checkpoint import CheckpointError, check_fit
 from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, from_taming
 from paradec.models.weights import read_weights

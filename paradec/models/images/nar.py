@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paradec.core.protocol import Query
+from paradec.core.registry import unknown
 from paradec.models.images.llamagen import (
     PRESETS,
     Block,
@@ -26,8 +28,6 @@ from paradec.models.images.llamagen import (
     read_network,
 )
 from paradec.models.images.vq import VQModel
-from paradec.protocol import Query
-from paradec.registry import unknown
 
 
 class NARConfig(LlamaGenConfig):

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline, DiTTransformer2DModel, ImagePipelineOut
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from paradec.checks import check_choice, check_int, check_number
+from paradec.core.checks import check_choice, check_int, check_number
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.loading import packaged_image
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, shown
-from paradec.models.facts import ModelFacts
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Query
 from paradec.models.images.adapter import ImageModel, ImageRequest
 from paradec.models.images.grid import Grid
-from paradec.prompts import Prompts
-from paradec.protocol import Query
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 """Files that a tokenizer's words are in."""

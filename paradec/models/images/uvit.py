@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from paradec.checks import check_int
+from paradec.core.checks import check_int
+from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Decoder
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.facts import ModelFacts
 from paradec.models.weights import read_weights
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, normalize, scaled_dot_product_attention
 
-from paradec.checks import check_bool, check_int, shown
+from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.registry import unknown
 from paradec.models.adapter import Adapter
 from paradec.models.calls import Evaluation
 from paradec.models.checkpoint import CheckpointError, check_fit, read_json
@@ -35,7 +36,6 @@ from paradec.models.images.multi_scale_vq import (
 )
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.models.weights import read_weights
-from paradec.registry import unknown
 
 HEAD = 64
 """Width of a head of the published models."""

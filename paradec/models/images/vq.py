@@ -19,9 +19,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss, normalize, pad, scaled_dot_product_attention, silu
 
-from paradec.checks import check_bool, check_int, shown
+from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.registry import unknown
 from paradec.models.checkpoint import CheckpointError, check_fit
-from paradec.registry import unknown
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, shown
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query
+from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
 from paradec.models.calls import Call, Evaluation
 from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
-from paradec.models.facts import ModelFacts
 from paradec.models.proteins.network import Encoding, ProteinMPNN
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
-from paradec.protocol import Query
-from paradec.registry import unknown
 
 RESIDUES = 20
 """Ids below are amino acids. X, which follows, is never proposed (nor by the public code); it may be given."""

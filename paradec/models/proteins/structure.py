@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paradec.checks import shown
-from paradec.text_files import lines_of
+from paradec.core.checks import shown
+from paradec.core.text_files import lines_of
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
 """The residues in the order of ProteinMPNN's ids; X is an unknown one."""

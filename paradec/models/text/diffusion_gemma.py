@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 from paradec.models.calls import Call, SoftWrap
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.facts import ModelFacts
 from paradec.models.pretrained import read_module, reason
-from paradec.protocol import Query
 
 MODEL_TYPE = "diffusion_gemma"
 CLASS = "DiffusionGemmaForBlockDiffusion"

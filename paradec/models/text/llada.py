@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.checks import is_finite
+from paradec.core.checks import is_finite
 from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
 from paradec.models.family import Family
 

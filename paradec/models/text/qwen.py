@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.checkpoint import CheckpointError, flag, positive, refuse_unless, require, rope_theta
 
 ONLY = {

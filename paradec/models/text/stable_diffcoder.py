@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.checks import shown
+from paradec.core.checks import shown
 from paradec.models.checkpoint import NEUTRAL, CheckpointError, flag, positive, refuse_unless, require, rope_theta
 from paradec.models.family import Family
 from paradec.models.text.qwen import REQUIRED, stated_block

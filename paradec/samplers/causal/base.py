@@ -16,23 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_int, shown
-from paradec.logprobs import LogProbs, StepLogProbs
-from paradec.models.facts import ModelFacts
+from paradec.core import rng
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.logprobs import LogProbs, StepLogProbs
+from paradec.core.prompts import Prompts, encode
+from paradec.core.protocol import Cost, Memory, MemorySpec, NotFinite, Proposal, Query, Sampler
+from paradec.core.trace import Notes, Trace
 from paradec.models.images.grid import Grid
-from paradec.prompts import Prompts, encode
-from paradec.protocol import Cost, Memory, MemorySpec, NotFinite, Proposal, Query, Sampler
 from paradec.request import Request, randomness, request_for, stop_texts
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.statistics import guided
-from paradec.trace import Notes, Trace
 
 __all__ = ["CausalSampler", "CausalState", "check_causal", "negative_rows", "proposed", "read_logits"]
 
 DRAFT_STREAM, NOISE_STREAM = 2, 3
-"""Draws that make drafts, and noise that belongs to a position; streams 0 and 1 are named in `paradec.rng`.
+"""Draws that make drafts, and noise that belongs to a position; streams 0 and 1 are named in `paradec.core.rng`.
 Verification draws from TOKEN_STREAM."""
 
 

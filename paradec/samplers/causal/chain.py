@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_int
-from paradec.protocol import Commit, MemorySpec, Proposal, Query
+from paradec.core import rng
+from paradec.core.checks import check_int
+from paradec.core.protocol import Commit, MemorySpec, Proposal, Query
+from paradec.core.trace import Notes
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import (
@@ -29,7 +30,6 @@ from paradec.samplers.causal.verification import (
     probability,
     verify,
 )
-from paradec.trace import Notes
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec import rng
-from paradec.checks import check_model, shown
-from paradec.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
+from paradec.core import rng
+from paradec.core.checks import check_model, shown
+from paradec.core.protocol import Commit, Cost, MemorySpec, Proposal, Query, plain
 from paradec.request import Request
 from paradec.samplers.causal.base import DRAFT_STREAM, check_causal, proposed, read_logits
 from paradec.samplers.causal.block_drafts import draft_block

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.verification import Window
 from paradec.samplers.statistics import ascending

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without

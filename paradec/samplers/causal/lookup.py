@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, shown
+from paradec.core.checks import check_int, shown
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import ONE_HOT
 

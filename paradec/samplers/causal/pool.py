@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_int
-from paradec.protocol import MemorySpec, Proposal, Query
+from paradec.core import rng
+from paradec.core.checks import check_int
+from paradec.core.protocol import MemorySpec, Proposal, Query
 from paradec.samplers.causal.base import proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafting import tree_query

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paradec.checks import check_choice
+from paradec.core.checks import check_choice
 from paradec.samplers.causal.sjd import SJD
 
 COUPLINGS = ("gumbel", "maximal")

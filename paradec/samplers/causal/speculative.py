@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.checks import check_choice
+from paradec.core.checks import check_choice
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec import rows as of_rows
-from paradec.models.facts import ModelFacts
+from paradec.core import rng
+from paradec.core import rows as of_rows
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query, State
 from paradec.models.images.grid import Grid
-from paradec.protocol import Query, State
 from paradec.request import Request
 from paradec.samplers.causal.stopping import AnswerTexts
 from paradec.samplers.causal.verification import token_distribution

@@ -28,13 +28,13 @@ class AnswerTexts:
         self.answers: list[list[int]] = [[] for _ in range(rows)]
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> AnswerTexts:
-        """See `paradec.rows.Rows`."""
+        """See `paradec.core.rows.Rows`."""
         other = AnswerTexts((), self.tokenizer, 0)
         other.texts, other.answers = [self.texts[row] for row in rows], [list(self.answers[row]) for row in rows]
         return other
 
     def put(self, slots: np.ndarray, other: AnswerTexts) -> None:
-        """See `paradec.rows.Rows`."""
+        """See `paradec.core.rows.Rows`."""
         for slot, texts, answer in zip(slots.tolist(), other.texts, other.answers, strict=True):
             self.texts[slot], self.answers[slot] = texts, list(answer)
 

@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from paradec.checks import check_int, shown
-from paradec.registry import unknown
+from paradec.core.checks import check_int, shown
+from paradec.core.registry import unknown
 from paradec.samplers.causal.verification import draw, probability, residual
 
 BISECTIONS = 40

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_choice, check_int
+from paradec.core import rng
+from paradec.core.checks import check_choice, check_int
+from paradec.core.protocol import MemorySpec, Proposal
 from paradec.models.images.grid import Grid
-from paradec.protocol import MemorySpec, Proposal
 from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.pool import PooledChain

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import orders, rng
-from paradec.checks import check_int
+from paradec.core import orders, rng
+from paradec.core.checks import check_int
+from paradec.core.protocol import Commit, Proposal, Query
 from paradec.models.images.grid import Grid
-from paradec.protocol import Commit, Proposal, Query
 from paradec.request import Request
 from paradec.samplers.causal.base import CausalSampler, proposed, read_logits
 from paradec.samplers.causal.state import CausalState

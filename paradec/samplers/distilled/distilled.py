@@ -16,23 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_bool, check_int, shown
+from paradec.core import rng
+from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, plain
+from paradec.core.trace import Notes, Trace
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
-from paradec.protocol import Commit, Cost, LatentProposal, Memory, Sampler, State, plain
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import BELOW_ONE, draw
 from paradec.samplers.distilled.teachers import Teaching, teaching_of
 from paradec.samplers.labels import labels_of
 from paradec.samplers.statistics import filtered_distribution
-from paradec.trace import Notes, Trace
 
 TAUGHT = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 """Fields of a request that are the teacher's, and what they are without one."""
 SERVED = ("sampler", "steps", "seed", "generator", "callback", "trace", "progress", *TAUGHT)
 """Fields of a request that have a meaning for the method."""
 NOISE_STREAM = 3
-"""Of `paradec.rng`: the noise that a picture is made from, apart from the teacher's draws."""
+"""Of `paradec.core.rng`: the noise that a picture is made from, apart from the teacher's draws."""
 
 
 @dataclass

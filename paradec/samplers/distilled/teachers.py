@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.protocol import Query
 from paradec.models.images.distilled import Stages
 from paradec.models.images.scales import ScaleQuery
-from paradec.protocol import Query
 from paradec.request import Request
 from paradec.samplers.scales.base import guidance_at
 from paradec.samplers.statistics import guided

@@ -4,7 +4,8 @@ Ji et al., "Block-wise Adaptive Caching for Accelerating Diffusion Policy", ICLR
 caching schedule and the bubbling union. Where text and public code differ, the code is followed: a segment is scored
 by its similarity to the features at its first step, not between neighbours, and any module may be given the union.
 
-Here is the method: numbers in, a schedule out. `paradec.hooks.bac.calibrate` takes the numbers from runs of a pipeline.
+Here is the method: numbers in, a schedule out. `paradec.integrations.diffusers.hooks.bac.calibrate` takes the numbers
+from runs of a pipeline.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from paradec.checks import check_int, shown
-from paradec.text_files import parse_json, read_text, write_json
+from paradec.core.checks import check_int, shown
+from paradec.core.text_files import parse_json, read_text, write_json
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ of the evaluations and how it forecasts from that. Everything around it is here:
 The solver is a diffusers scheduler. All rows stand at the same solver step.
 
 The decision reads a `Course` and nothing else of the state, so that it is asked for in the same way, once per solver
-step, where a pipeline owns the loop (`paradec.hooks`).
+step, where a pipeline owns the loop (`paradec.integrations.diffusers.hooks`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_int, check_number
-from paradec.protocol import Commit, Cost, LatentProposal, LatentQuery, Memory, MemorySpec, Sampler, State
+from paradec.core import rng
+from paradec.core.checks import check_int, check_number
+from paradec.core.protocol import Commit, Cost, LatentProposal, LatentQuery, Memory, MemorySpec, Sampler, State
+from paradec.core.trace import Trace
 from paradec.samplers.forecast.refresh import Course
-from paradec.trace import Trace
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number
 from paradec.samplers.forecast.probes import Probe, ProbeState
 from paradec.samplers.forecast.refresh import relative_change
 

@@ -1,7 +1,7 @@
 """MagCache: which steps may be skipped is read off how much the residual's magnitude changed in a run before.
 
 Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", arXiv 2506.09045, with the names and defaults
-of diffusers (`MagCacheConfig`). `paradec.hooks.magcache.calibrate` measures the ratios.
+of diffusers (`MagCacheConfig`). `paradec.integrations.diffusers.hooks.magcache.calibrate` measures the ratios.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from paradec.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, shown
+from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.text_files import parse_json, read_text, write_json
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class MagCache(Probe):
     evaluated when the sum exceeds `threshold`. As in diffusers, all calls of a step use the same table.
 
     Args:
-        mag_ratios: measured by `paradec.hooks.magcache.calibrate` for this model: a `MagRatios`, its file, or the
-            numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest.
+        mag_ratios: measured by `paradec.integrations.diffusers.hooks.magcache.calibrate` for this model: a `MagRatios`,
+            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest.
         threshold: of the summed error.
         max_skip_steps: K: skipped steps in a row.
         retention_ratio: share of the steps at the start that are all evaluated.
@@ -120,8 +120,8 @@ class MagCache(Probe):
     def __post_init__(self) -> None:
         if self.mag_ratios is None:
             raise ValueError(
-                "mag_ratios=None: MagCache needs the ratios of this model; paradec.hooks.magcache.calibrate(pipe, run) "
-                "measures them"
+                "mag_ratios=None: MagCache needs the ratios of this model; calibrate(pipe, run), of "
+                "paradec.integrations.diffusers.hooks.magcache, measures them"
             )
         object.__setattr__(self, "mag_ratios", MagRatios.of(self.mag_ratios))
         check_number("threshold", self.threshold, low=0)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from paradec.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, shown
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.checks import shown
-from paradec.registry import unknown
+from paradec.core.checks import shown
+from paradec.core.registry import unknown
 from paradec.samplers.forecast.dicache import DiCache
 from paradec.samplers.forecast.first_block import DBCache, FirstBlock
 from paradec.samplers.forecast.magcache import MagCache

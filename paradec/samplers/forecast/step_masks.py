@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import chain, zip_longest
 
-from paradec.checks import check_choice, check_int
+from paradec.core.checks import check_choice, check_int
 
 Runs = tuple[tuple[int, ...], tuple[int, ...]]
 """Lengths of the runs of evaluated steps, and of the runs of skipped steps between them."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradec.checks import LARGEST_INT64, check_choice, check_int, check_number, shown
-from paradec.protocol import MemorySpec
+from paradec.core.checks import LARGEST_INT64, check_choice, check_int, check_number, shown
+from paradec.core.protocol import MemorySpec
 from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
@@ -54,8 +54,8 @@ class TaylorSeer(ForecastSampler):
         refresh: a rule that measures when to evaluate, instead of a schedule (also by name): `Verification`,
             `AccumulatedChange`, or one that decides inside a call, over `target="stack"`: `FirstBlock`, `DBCache`,
             `MagCache`, `DiCache`. `first_enhance` holds with all of them.
-        schedule: steps of every module by itself, as `paradec.hooks.bac.calibrate` finds them: a `BlockSchedule` or
-            its file.
+        schedule: steps of every module by itself, as `paradec.integrations.diffusers.hooks.bac.calibrate` finds them: a
+            `BlockSchedule` or its file.
         basis: how features are forecast: taylor (the paper's), newton, hermite, reuse, foca or dmd; see `bases`. None
             is taylor, or what `refresh` was published with (reuse, for most rules that decide inside a call).
         sigma: of `hermite`, and of `dmd` while it has too few snapshots.
@@ -188,7 +188,9 @@ class TaylorSeer(ForecastSampler):
         if course.last_full < 0:
             return True
         if self.refresh is not None:
-            assert not isinstance(self.refresh, Probe)  # asked inside the call (`paradec.hooks.stack`)
+            assert not isinstance(
+                self.refresh, Probe
+            )  # asked inside the call (`paradec.integrations.diffusers.hooks.stack`)
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index, course.total)
 

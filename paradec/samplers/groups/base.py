@@ -1,8 +1,8 @@
 """Image models that are fed groups of positions in any order: the loop that their samplers share.
 
-A sampler of this family commits one group of an order (`paradec.orders`) per step, every token of it drawn on its own.
-What a step evaluates for that is the sampler's `query`; keys and values are stored by rank, so that a column sees what
-was decided up to some group, wherever it lies in the picture.
+A sampler of this family commits one group of an order (`paradec.core.orders`) per step, every token of it drawn on its
+own. What a step evaluates for that is the sampler's `query`; keys and values are stored by rank, so that a column sees
+what was decided up to some group, wherever it lies in the picture.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.models.facts import ModelFacts
+from paradec.core import rng
+from paradec.core.facts import ModelFacts
+from paradec.core.orders import Groups, Order, keyed
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
 from paradec.models.images.grouped import GroupQuery
-from paradec.orders import Groups, Order, keyed
-from paradec.prompts import Prompts
-from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.statistics import filtered_distribution, guided
-from paradec.trace import Trace
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

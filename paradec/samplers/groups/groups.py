@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import orders
-from paradec.checks import check_choice
+from paradec.core import orders
+from paradec.core.checks import check_choice
+from paradec.core.orders import Order
 from paradec.models.images.grouped import GroupQuery
-from paradec.orders import Order
 from paradec.samplers.groups.base import GroupSampler, GroupState
 
 
@@ -30,10 +30,10 @@ class Groups(GroupSampler):
     as tokens. Tokens see all ranks up to their own group's end; masks see these, and each other.
 
     Args:
-        order: which positions are decided together: a name of `paradec.orders.names()`, one made by
-            `paradec.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). Where it says no
-            sizes, the request's `steps` says how many groups there are; without these LPD's order has its published
-            sizes, and others one position each.
+        order: which positions are decided together: a name of `paradec.core.orders.names()`, one made by
+            `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). Where it
+            says no sizes, the request's `steps` says how many groups there are; without these LPD's order has its
+            published sizes, and others one position each.
         guidance_schedule: "linear" grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published; "constant"
             does not grow.
 

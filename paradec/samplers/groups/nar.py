@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_int
+from paradec.core import rng
+from paradec.core.checks import check_int
+from paradec.core.orders import Diagonal
+from paradec.core.prompts import encode
+from paradec.core.protocol import Cost, Memory, Proposal, Query, State
+from paradec.core.trace import Trace
 from paradec.models.images.grid import Grid
-from paradec.orders import Diagonal
-from paradec.prompts import encode
-from paradec.protocol import Cost, Memory, Proposal, Query, State
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.causal.verification import draw, probability
 from paradec.samplers.groups.base import GroupWriter
 from paradec.samplers.statistics import guided
-from paradec.trace import Trace
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore

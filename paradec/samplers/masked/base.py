@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.blocks import BlockPolicy
 from paradec.caches.base import Cache, Part
-from paradec.canvas import CanvasState
+from paradec.core import rng
+from paradec.core.blocks import BlockPolicy
+from paradec.core.contract import CanvasState
+from paradec.core.logprobs import StepLogProbs
+from paradec.core.protocol import Commit, Cost, MemorySpec, Query, Sampler
+from paradec.core.registry import unknown
+from paradec.core.trace import Notes
 from paradec.kernels.token_stats import Draws, read_stats
-from paradec.logprobs import StepLogProbs
-from paradec.protocol import Commit, Cost, MemorySpec, Query, Sampler
-from paradec.registry import unknown
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import noting, pipeline, reference, revising
@@ -42,7 +43,6 @@ from paradec.samplers.statistics import (
     token_statistics,
     top_by_rank,
 )
-from paradec.trace import Notes
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.logprobs import StepLogProbs
-from paradec.protocol import Cost, NotFinite
+from paradec.core.logprobs import StepLogProbs
+from paradec.core.protocol import Cost, NotFinite
 from paradec.samplers.masked import revising
 from paradec.samplers.masked.pipeline import slide
 from paradec.samplers.masked.state import MaskedState

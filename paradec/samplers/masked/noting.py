@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from paradec.core.trace import Notes
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.pipeline import open_starts
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import MaskedProposal
-from paradec.trace import Notes
 
 EARLY = "early stop"
 """Names, in a trace's `rules`, what a stop rule fills at once."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.blocks import PipelinedBlocks
-from paradec.checks import shown
+from paradec.core.blocks import PipelinedBlocks
+from paradec.core.checks import shown
 from paradec.samplers.masked.stopping import NEVER, EndOfText
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.canvas import CanvasState
-from paradec.protocol import Query
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Query
 from paradec.samplers.statistics import divided, filter_logits
 
 

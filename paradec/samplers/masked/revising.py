@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.canvas import CanvasState
+from paradec.core.contract import CanvasState
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.views import Decision, MaskedProposal, View
 

@@ -9,8 +9,13 @@ import numpy as np
 import torch
 
 from paradec import attention as attentions
-from paradec import caches, rng
-from paradec.blocks import (
+from paradec import caches
+from paradec.caches.base import Cache, StoredCache
+from paradec.caches.kept import plan_reuse
+from paradec.caches.suffix import Suffix
+from paradec.caches.table import REFUSED, verdict
+from paradec.core import rng
+from paradec.core.blocks import (
     LONGEST_BLOCK,
     POLICIES,
     AdaptiveBlocks,
@@ -19,20 +24,16 @@ from paradec.blocks import (
     PipelinedBlocks,
     WholeCanvas,
 )
-from paradec.caches.base import Cache, StoredCache
-from paradec.caches.kept import plan_reuse
-from paradec.caches.table import REFUSED, verdict
-from paradec.checks import check_choice, check_int, shown
-from paradec.logprobs import LogProbs
-from paradec.models.facts import ModelFacts
-from paradec.prompts import encode
-from paradec.protocol import Memory
+from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.logprobs import LogProbs
+from paradec.core.prompts import encode
+from paradec.core.protocol import Memory
+from paradec.core.trace import Trace
 from paradec.request import Request, randomness, stop_texts
 from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState, block_counts
 from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
-from paradec.suffix import Suffix
-from paradec.trace import Trace
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
@@ -187,7 +188,7 @@ def block_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
     """The policy that was asked for, else the sampler's own, else the model's; a bidirectional model fills `holes` as
-    one block. A policy's name (`paradec.blocks.POLICIES`) goes with a block_length."""
+    one block. A policy's name (`paradec.core.blocks.POLICIES`) goes with a block_length."""
     named = isinstance(blocks, str)
     policy: BlockPolicy | None
     if isinstance(blocks, str):

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rows as of_rows
-from paradec.blocks import BlockPolicy, Opening, PipelinedBlocks
 from paradec.caches.base import Cache, StoredCache, outward
 from paradec.caches.cost import advice
 from paradec.caches.kept import KeptPrefix, Reuse, keep_prefix
-from paradec.canvas import CanvasState, Window
-from paradec.checks import shown
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Call, State
+from paradec.caches.suffix import Suffix
+from paradec.core import rows as of_rows
+from paradec.core.blocks import BlockPolicy, Opening, PipelinedBlocks
+from paradec.core.checks import shown
+from paradec.core.contract import CanvasState, Window
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Call, State
+from paradec.core.trace import TraceStep
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules
-from paradec.suffix import Suffix
-from paradec.trace import TraceStep
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paradec import rows as of_rows
-from paradec.canvas import CanvasState
-from paradec.checks import shown
+from paradec.core import rows as of_rows
+from paradec.core.checks import shown
+from paradec.core.contract import CanvasState
 
 NEVER = np.iinfo(np.int64).max
 """The end of a row that goes on."""
@@ -91,11 +91,11 @@ class EndOfText:
         return np.where(stops, state.block_start[window.rows] + column + 1, NEVER) if stops.any() else None
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> EndOfText:
-        """See `paradec.rows.Rows`."""
+        """See `paradec.core.rows.Rows`."""
         return EndOfText(self.ids, self.mask, None if self.first is None else self.first[rows])
 
     def put(self, slots: np.ndarray, other: EndOfText) -> None:
-        """See `paradec.rows.Rows`."""
+        """See `paradec.core.rows.Rows`."""
         if self.first is None or other.first is None:
             self.first = other.first = None  # `exchanged_rules` has seen to it that both say so or neither
         else:
@@ -127,7 +127,7 @@ class StopStrings:
         self.read = first.copy()
 
     def taken(self, rows: np.ndarray, columns: int | None = None) -> StopStrings:
-        """See `paradec.rows.Rows`."""
+        """See `paradec.core.rows.Rows`."""
         other = copy.copy(self)
         size = self.canvas.shape[1] if columns is None else columns
         other.canvas = of_rows.fitted(self.canvas[rows], size, -1)
@@ -136,7 +136,7 @@ class StopStrings:
         return other
 
     def put(self, slots: np.ndarray, other: StopStrings) -> None:
-        """See `paradec.rows.Rows`."""
+        """See `paradec.core.rows.Rows`."""
         wide = other.taken(np.arange(len(slots)), self.canvas.shape[1])
         self.canvas[slots], self.first[slots], self.read[slots] = wide.canvas, wide.first, wide.read
         for slot, texts in zip(slots.tolist(), wide.texts, strict=True):

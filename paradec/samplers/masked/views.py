@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.protocol import Proposal
+from paradec.core.protocol import Proposal
 from paradec.samplers.masked.pipeline import best_of_blocks
 from paradec.samplers.statistics import best_one
 

@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec import rng
-from paradec.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.core import rng
+from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.core.protocol import Commit, Cost, Memory, Proposal, Sampler, State
+from paradec.core.trace import Trace
 from paradec.models.images.scales import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
-from paradec.protocol import Commit, Cost, Memory, Proposal, Sampler, State
 from paradec.request import FIELDS, Request, randomness, request_for
 from paradec.samplers.labels import labels_of
 from paradec.samplers.statistics import argmax, filter_logits, tempered
-from paradec.trace import Trace
 
 SERVED = (
     "sampler", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback", "trace", "progress",
 )  # fmt: skip
 """Fields of a request that have a meaning for the family."""
 SMOOTH_STREAM = 2
-"""Of `paradec.rng`: noise of the blended codes, apart from the draws of tokens."""
+"""Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""
 
 
 @dataclass

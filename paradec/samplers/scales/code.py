@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from paradec.checks import check_int, check_model, shown
+from paradec.core.checks import check_int, check_model, shown
+from paradec.core.protocol import Commit, Cost, plain
+from paradec.core.trace import Notes
 from paradec.models.images.scales import ScaleQuery
-from paradec.protocol import Commit, Cost, plain
 from paradec.request import Request
 from paradec.samplers.scales.base import ScaleProposal, ScaleSampler, ScaleState
-from paradec.trace import Notes
 
 WARM, WARM_SHARE = 1.1, 0.7
 """The temperature of the first scales in the public code, 7 of 10; it is 1 at the others."""

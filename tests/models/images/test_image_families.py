@@ -16,12 +16,12 @@ from image_models import CODES, greedy, last_logits, tiny_chameleon, tiny_emu3, 
 from torch import Tensor
 
 import paradec
+from paradec.core.protocol import Query
 from paradec.models.images.adapter import ImageModel
 from paradec.models.images.chameleon import LUMINA_MGPT, ChameleonLayout, ChameleonModel
 from paradec.models.images.emu3 import Emu3Model
 from paradec.models.images.grid import Grid
 from paradec.models.images.janus import JanusModel
-from paradec.protocol import Query
 from paradec.samplers.causal.sjd import SJD
 
 ANOLE = ChameleonLayout(start=40, end=41, side=3)

@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
-from paradec import orders, samplers
+from paradec import samplers
+from paradec.core import orders
+from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.loading import file_type
 from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resized
-from paradec.protocol import decode
 from paradec.samplers.causal.verification import draw
 from paradec.samplers.groups.groups import Groups
 from paradec.samplers.statistics import guided
@@ -388,7 +389,7 @@ def test_bad_input(request_: dict[str, Any], message: str) -> None:
 
 def test_bad_settings_and_prompts() -> None:
     model, sampler = tiny_lpd(), samplers.create("groups")
-    with pytest.raises(TypeError, match="order=3 must be a name or made by paradec.orders.create"):
+    with pytest.raises(TypeError, match="order=3 must be a name or made by paradec.core.orders.create"):
         samplers.create("groups", order=3)
     with pytest.raises(ValueError, match="unknown order: 'hilbert'"):
         samplers.create("groups", order="hilbert")

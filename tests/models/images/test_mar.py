@@ -17,11 +17,11 @@ from places import golden, golden_file
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.mar import MAR, PRESETS, MARModel, load_mar
-from paradec.protocol import decode
-from paradec.samplers.masked.continuous import left_after
-from paradec.samplers.masked.mar import MAR as Sampler
+from paradec.samplers.continuous.base import left_after
+from paradec.samplers.continuous.mar import MAR as Sampler
 
 SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
 HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
+from paradec.core.protocol import Sampler, decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
 from paradec.models.images.vq import VQConfig
-from paradec.protocol import Sampler, decode
 
 SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
 SIZES |= {"head_depth": 1, "head_width": 16}

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import paradec
-from paradec import rng
+from paradec.core import rng
+from paradec.core.protocol import Query, decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import load_llamagen
 from paradec.models.images.nar import NAR, NARConfig, NARModel, load_nar
-from paradec.protocol import Query, decode
 from paradec.samplers.groups.nar import diagonal
 from paradec.samplers.statistics import filtered_distribution
 

@@ -19,13 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 import paradec
-from paradec import images, samplers
-from paradec.models.facts import ModelFacts
+from paradec import samplers
+from paradec.api import images
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Commit, Cost, LatentProposal, Memory, Query, Sampler, State
 from paradec.models.images.adapter import labels_of
 from paradec.models.images.base import ImageRequest, PictureModel, Reading, tokens_of
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
-from paradec.protocol import Commit, Cost, LatentProposal, Memory, Query, Sampler, State
 from paradec.request import DEFAULTS, Request, request_for
 
 # ---- models of one's own --------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def test_other_models_in_ones_own_rooms() -> None:
 
 def test_the_door_and_the_command_name_no_kind_of_model() -> None:
     allowed = {"paradec.models.images.base", "paradec.models.images.grid", "paradec.models.images.loading"}
-    for name in ("images.py", "pictures.py", "cli/image.py"):
+    for name in ("api/images.py", "api/pictures.py", "cli/image.py"):
         tree = ast.parse((Path(paradec.__file__).parent / name).read_text())
         found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
         assert {module for module in found if module.startswith("paradec.models.images")} <= allowed, name

@@ -13,10 +13,10 @@ from places import GOLDEN, ROOT
 from torch import Tensor
 
 import paradec
+from paradec.core.protocol import decode
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.proteins.mpnn import MASK_ID, ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
-from paradec.protocol import decode
 
 WEIGHTS = GOLDEN / "proteins" / "small.pt"
 UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import paradec
 from paradec import caches, samplers
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 antibody_model = load_script("benchmarks/antibody_model.py")
 BLOCK = 4

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 import paradec
 from paradec import caches, samplers
 from paradec.cli import app
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.protocol import Query
 
 TOLERANCE = 2e-4
 """Of the golden logits, in float32. The smallest of the mistakes that were tried moves them by 4e-2."""

@@ -1,5 +1,5 @@
 """A row on canvases of noise, decoded by a plain loop over transformers' own module: no store, no batch, all logits fed
-back. Draws are those of `paradec.rng` under the streams that the sampler documents."""
+back. Draws are those of `paradec.core.rng` under the streams that the sampler documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from paradec import rng
+from paradec.core import rng
 
 Keep = Callable[[Tensor, Tensor, int], Tensor]
 

@@ -18,10 +18,10 @@ from tiny_models import tiny
 import paradec
 from paradec import samplers
 from paradec.caches.canvas_store import canvas_store_bytes
-from paradec.protocol import decode
-from paradec.samplers.canvas import base, rules
-from paradec.samplers.canvas.noise import BLOCK, draw
-from paradec.trace import Trace, TraceStep
+from paradec.core.protocol import decode
+from paradec.core.trace import Trace, TraceStep
+from paradec.samplers.renoising import base, rules
+from paradec.samplers.renoising.noise import BLOCK, draw
 
 ENDS = (11, 12, 13)
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}

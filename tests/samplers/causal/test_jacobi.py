@@ -18,8 +18,8 @@ from places import ROOT, golden
 from torch import Tensor
 
 import paradec
+from paradec.core.protocol import Commit, Proposal, decode
 from paradec.models.images.grid import Grid
-from paradec.protocol import Commit, Proposal, decode
 from paradec.samplers.causal.gsd import GSD
 from paradec.samplers.causal.lantern import Lantern, LanternPlusPlus, NodeRule, neighbours, relaxed
 from paradec.samplers.causal.scd import SCD

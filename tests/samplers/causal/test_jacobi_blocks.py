@@ -18,8 +18,8 @@ from tiny_models import tiny
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import paradec
+from paradec.core.protocol import decode
 from paradec.models.adapter import Model
-from paradec.protocol import decode
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.window import Jacobi
 
@@ -345,7 +345,7 @@ def test_settings() -> None:
     assert Jacobi(group=4, max_iterations=4, early_exit="published").lossless
     for sampler in (ceed, Jacobi(group=4)):
         assert pickle.loads(pickle.dumps(sampler)) == copy.deepcopy(sampler) == sampler
-        assert paradec.protocol.Sampler.from_dict(sampler.to_dict()) == sampler
+        assert paradec.core.protocol.Sampler.from_dict(sampler.to_dict()) == sampler
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"group": 0}, "group=0 must be an integer from 1"),
         ({"group": 2.5}, "group=2.5"),

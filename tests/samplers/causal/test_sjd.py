@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import paradec
+from paradec.core.protocol import Query, decode
 from paradec.models.adapter import Model
 from paradec.models.images.grid import Grid
-from paradec.protocol import Query, decode
 from paradec.samplers.causal.base import CausalSampler, CausalState
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6], [5, 3, 5, 8, 9, 7, 9]]

@@ -13,8 +13,8 @@ from places import assert_shown, golden_file
 from tiny_pipelines import dit_pipeline, flux_pipeline, run_flux
 
 from paradec import TaylorSeer, accelerate
+from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.protocol import decode
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
 RECORDED = json.loads(golden_file("diffusion", "step_masks.json").read_text(encoding="utf-8"))["masks"]

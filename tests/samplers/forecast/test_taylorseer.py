@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import paradec
+from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
-from paradec.protocol import decode
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor

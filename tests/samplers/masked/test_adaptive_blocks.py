@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec import AdaptiveBlocks, FixedBlocks, samplers
-from paradec.blocks import Opening
+from paradec.core.blocks import Opening
 from paradec.models.adapter import Model
 
 LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41]]  # answered with newlines
@@ -149,7 +149,7 @@ def test_a_short_block_is_lengthened(llada64: Model) -> None:
     def lengths(**settings: int) -> list[int]:
         found = []
 
-        def note(state: paradec.protocol.State, commit: object) -> None:
+        def note(state: paradec.core.protocol.State, commit: object) -> None:
             if not found or found[-1] != state.block_start[0]:
                 found.append(int(state.block_start[0]))
 
@@ -186,13 +186,13 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
 class Named:
     """What a policy looks at in a model."""
 
-    facts: paradec.models.facts.ModelFacts
+    facts: paradec.core.facts.ModelFacts
     tokenizer: object
 
 
 def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
     words = ["?", "a", "\n", ";\n", "\n\n", "b\n", "\nc", ".", "<m\n>", "x\n"]
-    facts = paradec.models.facts.ModelFacts(vocab_size=9, mask_token_id=8, name="words")
+    facts = paradec.core.facts.ModelFacts(vocab_size=9, mask_token_id=8, name="words")
     model = Named(facts, tokenizer_of(words))
     assert AdaptiveBlocks().for_model(model).delimiters == (2,)
     assert AdaptiveBlocks(delimiters=["\n", ".", np.int64(1)]).for_model(model).delimiters == (1, 2, 7)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Query
-from paradec.samplers.masked.learn2pd_filter import BlockFilter, FilterFacts, save_filter
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query
+from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 ERROR, COPIES = 1e-9, 500
 N = 4

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import paradec
 from paradec import cli, samplers
+from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.protocol import Sampler
 from paradec.samplers.masked.base import UNCUT, MaskedSampler, View
-from paradec.samplers.masked.combination import Intersection, Union
-from paradec.samplers.masked.learn2pd import Learn2PD
+from paradec.samplers.masked.rules.combination import Intersection, Union
+from paradec.samplers.masked.rules.learn2pd import Learn2PD
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
 

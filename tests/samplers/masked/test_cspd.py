@@ -17,12 +17,12 @@ from next_image import cases, checksum
 from torch import Tensor
 
 import paradec
+from paradec.core.protocol import Sampler, decode
 from paradec.models.images.continuous import ContinuousQuery, TokenLaw
 from paradec.models.images.kl import KLDecoder
 from paradec.models.images.mar import MAR, MARModel, solver
 from paradec.models.images.vq import VQConfig
-from paradec.protocol import Sampler, decode
-from paradec.samplers.masked.cspd import CounterDraws, CSpD, sections_of, verified
+from paradec.samplers.continuous.cspd import CounterDraws, CSpD, sections_of, verified
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
 

@@ -19,13 +19,14 @@ from transformers.utils import import_utils
 
 import paradec
 from paradec import caches, samplers
+from paradec.api.generate import _device_loop
 from paradec.caches import store
-from paradec.generate import _device_loop
+from paradec.core.protocol import decode
 from paradec.kernels.token_stats import api as statistics
 from paradec.models.adapter import Model
-from paradec.protocol import decode
-from paradec.samplers.masked import device_engine, device_graphs
-from paradec.samplers.masked import device_step as engine
+from paradec.samplers.masked.device import engine as device_engine
+from paradec.samplers.masked.device import graphs as device_graphs
+from paradec.samplers.masked.device import step as engine
 from paradec.samplers.masked.state import MaskedState
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import samplers
+from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.protocol import Sampler
+from paradec.samplers.masked.ahead.draft_layout import DraftQuery
+from paradec.samplers.masked.ahead.freedave import FreeDave, accept
 from paradec.samplers.masked.base import MaskedSampler
-from paradec.samplers.masked.draft_layout import DraftQuery
-from paradec.samplers.masked.freedave import FreeDave, accept
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 MEANS = {"prediction": "same", "topology": "bidirectional"}

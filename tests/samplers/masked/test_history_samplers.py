@@ -13,9 +13,9 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Sampler
 from paradec.samplers.masked.base import Stage
 from paradec.samplers.statistics import Raised, best_with_probability, token_statistics
 

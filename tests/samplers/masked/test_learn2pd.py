@@ -17,14 +17,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import paradec
-from paradec import caches, evaluation, samplers
+from paradec import caches, samplers
 from paradec.cli import app
-from paradec.evaluation import TASKS, load_prompts
-from paradec.evaluation.tasks import is_held_out
 from paradec.models.adapter import Model
 from paradec.samplers.masked.base import LAST, UNCUT, View
-from paradec.samplers.masked.learn2pd import Learn2PD
-from paradec.samplers.masked.learn2pd_filter import (
+from paradec.samplers.masked.rules.learn2pd import Learn2PD
+from paradec.samplers.masked.rules.learn2pd_filter import (
     FEATURES,
     BlockFilter,
     FeatureFilter,
@@ -33,8 +31,11 @@ from paradec.samplers.masked.learn2pd_filter import (
     read_facts,
     save_filter,
 )
-from paradec.training import learn2pd as training
-from paradec.training.learn2pd import Records
+from paradec.tools import evaluation
+from paradec.tools.evaluation import TASKS, load_prompts
+from paradec.tools.evaluation.tasks import is_held_out
+from paradec.tools.training import learn2pd as training
+from paradec.tools.training.learn2pd import Records
 
 PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 37], [36, 17, 17, 18, 14, 10, 19, 10, 37], [1, 2]]
 FACTS = FilterFacts("block", "llada-tiny", 64, 4, ("none", "dual"), threshold=0.96)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks
+from paradec.core.protocol import Sampler
 from paradec.models.adapter import Model
-from paradec.protocol import Sampler
-from paradec.samplers.masked.lopa import LoPA
-from paradec.samplers.masked.threshold import Threshold
+from paradec.samplers.masked.ahead.lopa import LoPA
+from paradec.samplers.masked.rules.threshold import Threshold
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")

@@ -15,9 +15,9 @@ from tiny_models import MASK, everything, tiny
 import paradec
 from paradec import PipelinedBlocks, caches, samplers
 from paradec.caches.table import REFUSED, verdict
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Proposal, Sampler
 from paradec.models.adapter import Model
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Proposal, Sampler
 from paradec.samplers.masked.pipeline import check_pipelined
 from paradec.samplers.masked.state import MaskedState
 

@@ -12,8 +12,8 @@ import torch
 import paradec
 from paradec import samplers
 from paradec.models.images.uvit import UViT, UViTModel
-from paradec.samplers.masked.halton import halton_order
-from paradec.samplers.masked.maskgit import SCHEDULES, counts
+from paradec.samplers.masked.rules.halton import halton_order
+from paradec.samplers.masked.rules.maskgit import SCHEDULES, counts
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,13 @@ from typer.testing import CliRunner
 import paradec
 from paradec import FixedBlocks, PipelinedBlocks, cli, samplers
 from paradec.caches.delayed import DelayedCache
+from paradec.core.protocol import MemorySpec
+from paradec.core.trace import Trace
 from paradec.models.adapter import Model
-from paradec.protocol import MemorySpec
 from paradec.samplers.masked.base import MaskedSampler, View
 from paradec.samplers.masked.pipeline import best_of_blocks, with_progress
 from paradec.samplers.statistics import best_one
-from paradec.trace import Trace
-from paradec.traces.payload import run_data
+from paradec.tools.traces.payload import run_data
 
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")

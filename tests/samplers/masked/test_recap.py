@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 import paradec
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.uvit import UViT, UViTModel, load_uvit
-from paradec.samplers.masked.maskgit import counts
-from paradec.samplers.masked.recap import Recap
+from paradec.samplers.masked.rules.maskgit import counts
+from paradec.samplers.masked.rules.recap import Recap
 
 TRACES = GOLDEN / "recap"
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(golden("recap").glob("*.json"))}

@@ -20,9 +20,9 @@ import paradec
 from paradec import caches, samplers
 from paradec.caches.table import REFUSED, verdict
 from paradec.cli.watch import UNDECIDED, LiveView
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query
 from paradec.models.adapter import Model, take_columns
-from paradec.models.facts import ModelFacts
-from paradec.protocol import Query
 from paradec.samplers.masked.base import MaskedSampler, Revision, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")

@@ -14,13 +14,13 @@ from tiny_models import tiny
 from torch import Tensor
 
 from paradec import caches, samplers
-from paradec.canvas import CanvasState
-from paradec.protocol import Memory, MemorySpec
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Memory, MemorySpec
+from paradec.samplers.masked.ahead.draft_layout import Ahead
 from paradec.samplers.masked.base import DERIVED, MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
-from paradec.samplers.masked.device_engine import Engine
-from paradec.samplers.masked.device_graphs import Layout, block_table
-from paradec.samplers.masked.draft_layout import Ahead
+from paradec.samplers.masked.device.engine import Engine
+from paradec.samplers.masked.device.graphs import Layout, block_table
 from paradec.samplers.masked.state import MaskedState
 
 MODEL = tiny(2)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import paradec
 from paradec import AdaptiveBlocks, samplers
-from paradec.blocks import Opening
+from paradec.core.blocks import Opening
 from paradec.samplers.masked.base import Stage, View
 from paradec.samplers.masked.stopping import WATCHED
 from paradec.samplers.statistics import filter_logits

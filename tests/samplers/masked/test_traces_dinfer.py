@@ -23,7 +23,7 @@ from replay import PRECISIONS, Call, Row, assert_calls, cases_of, decode, load_t
 
 import paradec
 from paradec import samplers
-from paradec.protocol import Sampler
+from paradec.core.protocol import Sampler
 
 NAMES = trace_names("dinfer")
 CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "decay"}

@@ -44,9 +44,9 @@ from replay import (
 
 from paradec import samplers
 from paradec.samplers.masked import reference
-from paradec.samplers.masked.freedave import FreeDave
-from paradec.samplers.masked.low_confidence import LowConfidence
-from paradec.samplers.masked.threshold import Threshold
+from paradec.samplers.masked.ahead.freedave import FreeDave
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.masked.rules.threshold import Threshold
 
 NAMES = trace_names("freedave", "freedave-dream")
 STATIC = [name for name in NAMES if load_trace(name)["settings"]["method"] == "static"]

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import paradec
+from paradec.samplers.masked.ahead.lopa import BranchProposal, LoPA
 from paradec.samplers.masked.base import MaskedState
-from paradec.samplers.masked.lopa import BranchProposal, LoPA
 
 NAMES = trace_names("lopa")
 

@@ -34,7 +34,7 @@ from replay import often
 
 import paradec
 from paradec import samplers
-from paradec.hooks.block_cache import BlockCausalModule
+from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Model
 
 TRACES = RECORDED / "traces"

@@ -31,12 +31,12 @@ import paradec
 from paradec import PipelinedBlocks, samplers
 from paradec.caches.base import Part, spans
 from paradec.caches.delayed import DelayedCache
+from paradec.core.protocol import Commit, Query
 from paradec.models.adapter import Model
-from paradec.protocol import Commit, Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
-from paradec.samplers.masked.entropy_threshold import EntropyThreshold
 from paradec.samplers.masked.queries import part_query
-from paradec.samplers.masked.threshold import Threshold
+from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold
+from paradec.samplers.masked.rules.threshold import Threshold
 from paradec.samplers.statistics import best_one
 
 D3LLM = trace_names("d3llm")

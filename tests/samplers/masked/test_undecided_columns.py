@@ -11,8 +11,8 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.core.protocol import Query, decode
 from paradec.models.adapter import Model
-from paradec.protocol import Query, decode
 from paradec.samplers.masked import queries
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import paradec
 from paradec import samplers
+from paradec.core.protocol import decode
 from paradec.models.images.multi_scale_vq import MultiScaleVQ, MultiScaleVQConfig, load_multi_scale_vq
 from paradec.models.images.var import VARModel, load_var
-from paradec.protocol import decode
 from paradec.samplers.scales.base import inverse
 
 LABELS = [1, 3, 1]

@@ -1,0 +1,86 @@
+"""Streamers: text as it becomes final, through the protocol of transformers' streamers.
+
+`put` gets token ids [B, n] in reading order: first what stands before the first mask of any row (the prompt, padded on
+the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
+streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions; on canvases of
+noise the best tokens of the open one, up to its end (causal models decide nothing beyond what is sent). `end` comes
+when the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it
+began.
+transformers' `TextStreamer`, `TextIteratorStreamer` and `TextDiffusionStreamer` work as they are, for one row. Tokens
+after a row's end are not sent, except as padding beside longer rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.checks import shown
+from paradec.core.contract import TextState
+from paradec.core.prompts import right_aligned
+from paradec.core.protocol import Commit, State
+
+
+def check_streamer(streamer: Any, rows: int) -> None:
+    """Raise TypeError for what is no streamer, ValueError for one that cannot take this request."""
+    for method in ("put", "end"):
+        if not callable(getattr(streamer, method, None)):
+            raise TypeError(f"streamer={shown(streamer)} must have put and end, as transformers' streamers do")
+    if getattr(streamer, "_takes_logits", False):
+        raise ValueError(f"streamer={shown(streamer)} asks for logits (_takes_logits); only token ids are streamed")
+    from transformers import TextStreamer
+
+    if rows > 1 and isinstance(streamer, TextStreamer):
+        raise ValueError(f"streamer of type {type(streamer).__name__} takes one row; this request has {rows}")
+
+
+@contextmanager
+def stream(streamer: Any, state: TextState, callback: Callable[[State, Commit], bool | None] | None) -> Iterator[Any]:
+    """A callback for `decode` that feeds the streamer, then calls `callback`; the streamer is ended on leaving.
+
+    Args:
+        streamer: as `check_streamer` takes it.
+        state: before its first step.
+        callback: the caller's own, or None.
+    """
+    fill = state.facts.fill_token_id
+    width = int(state.asked.max())
+    offset = width - state.asked
+
+    def aligned() -> Tensor:
+        return right_aligned(state.canvas.cpu()[:, :width], state.asked, fill)
+
+    def still_open() -> Tensor:  # [L] bool: columns in which a row has nothing final yet
+        return right_aligned(state.undecided.cpu()[:, :width], state.asked, False).any(0)
+
+    # without a mask nothing would say what is undecided
+    drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
+    sent = int((offset + state.prompt_length).min())
+
+    def after_commit(stepped: State, commit: Commit) -> bool | None:
+        nonlocal sent
+        ids = aligned()
+        undecided = still_open()
+        stop = int((offset + state.end).max())  # beyond it all rows are padding
+        final = min(int(undecided.int().argmax()), stop) if undecided.any() else stop
+        if state.revises and state.running.any():  # what stands in an open block may be taken back
+            final = min(final, int((offset + state.block_start)[state.running].min()))
+        if final > sent:
+            streamer.put(ids[:, sent:final])
+            sent = final
+        if shown := getattr(state, "draft_end", None):
+            stop = int((offset + shown()).max())
+        if drafts is not None and final < stop:
+            drafts(ids[:, final:stop])
+        return None if callback is None else callback(stepped, commit)
+
+    try:
+        with torch.inference_mode():
+            streamer.put(aligned()[:, :sent])
+        yield after_commit
+    finally:
+        streamer.end()

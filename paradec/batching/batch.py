@@ -1,0 +1,755 @@
+"""A batch that stays full: the slot of a row that has ended goes to the next prompt that waits.
+
+`Batch` is what `paradec.generate_many` and servers decode with. Prompts come in at any time and from any thread; every
+`step` lets in what fits, takes one step of the protocol and gives back what has ended. Each prompt's tokens are those
+of `paradec.generate` on the list of all prompts in the order in which they came: a row begins as the sampler's `start`
+makes it, takes a slot in the canvas, the memory and the store of the state (`State.put`), and depends on no neighbour.
+
+Continuous batching is Yu et al., "Orca" (OSDI 2022): iteration-level scheduling.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, ClassVar, Self, TypeVar, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import samplers
+from paradec.api.generate import Output, output_of, own_defaults, sampler_on
+from paradec.api.streaming import check_streamer
+from paradec.batching.slots import DeviceGroup, Group, Seen, Ticket
+from paradec.core.checks import LARGEST_INT64, check_int, check_model, shown
+from paradec.core.interrupts import held_back
+from paradec.core.prompts import Prompts, encode
+from paradec.core.protocol import Memory, NotFinite, State
+from paradec.request import DEFAULTS, Arguments, Preset, Request, takes_arguments, warn_of_unused
+from paradec.samplers.masked.device import step as device_step
+
+__all__ = ["OWN", "Batch", "BatchClosed", "Cancelled", "Ticket", "refusal"]
+
+MADE = ("text", "codes", "masked image")
+"""Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
+OWN = ("seed", "max_new_tokens", "stop_strings", "chat")
+"""Fields of a request in which the rows of one batch may differ."""
+OWN_MASKED = (*OWN, "suppress_tokens")
+"""The same for masked samplers."""
+REFUSED = {
+    "num_return_sequences": "give the prompt as often as it is to be answered",
+    "race": "a race is one prompt's own batch; use paradec.generate",
+    "generator": "give a seed: what a row draws does not depend on when it begins",
+    "prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
+    "keep_prefix": "what rows that have left have stored is gone; use paradec.generate",
+    "share_prefix": "a prefix is laid out for rows that begin together; use paradec.generate",
+    "attention": "sparse attention keeps a pattern of all rows; use paradec.generate",
+    "callback": "there is no state of one request to look at; give each prompt a streamer",
+    "streamer": "a streamer is one prompt's: give it with the prompt",
+    "trace": "a trace is of the rows that it began with; use paradec.generate",
+    "progress": "count the outputs as they come",
+}
+"""Fields that mean nothing here, and what to do instead."""
+
+
+class Cancelled(Exception):
+    """A prompt was taken back before its answer was whole."""
+
+
+class BatchClosed(RuntimeError):
+    """A batch takes no prompts any more."""
+
+
+T = TypeVar("T", bound=Ticket)
+
+
+class Batch:
+    """Decode prompts that come and go, up to `batch_size` of them at once.
+
+    >>> batch = Batch(model, batch_size=8, cache="dual", temperature=0.5, seed=1)     # doctest: +SKIP
+    >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
+    >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
+
+    Prompts that differ in nothing but `OWN` (masked samplers: `suppress_tokens` too) share their model calls. Others
+    are decoded beside them in groups of their own, of which every step takes one step each. Groups share the rows: one
+    that is free goes to the prompt that has waited longest, so that none starves.
+
+    `add`, `cancel`, `wait`, `close` and the counts may be used from any thread; `step` runs in one at a time. Ctrl-C
+    leaves the batch at its last commit: call `step` again.
+
+    A prompt that raises while it is let in fails alone: its output has the error. Where a step of several rows raises,
+    they begin anew, each by itself and with the same result, and a row whose steps raise again fails alone.
+
+    Out of memory: of the rows that were being evaluated the younger half begins anew once there is room, with the same
+    result, and as many positions are not evaluated together again. A row that does not fit alone fails.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`; of the kinds `MADE`.
+        batch_size: rows at most.
+        max_memory: bytes that keys, values and the methods' memory may take together; None leaves it to `batch_size`
+            and to what the device has.
+        calls_per_step: how many calls a step of masked rows of unequal lengths may be split into: 3 pads little, which
+            counts where a call costs what its positions cost; 1 pads all rows to the longest, which counts where it
+            costs its launch. (Rows that a cache evaluates whole and those that it evaluates in part never share one.)
+        preset, arguments: the fields of `paradec.Request` that prompts begin from, as in `generate`. Without a `seed`
+            one is drawn for all. Those of `REFUSED` have no meaning here.
+
+    Raises:
+        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
+            refilled with; the message names it.
+    """
+
+    capture: ClassVar[bool] = True
+    """False takes the steps of `compile=True` uncaptured, on any device."""
+
+    @takes_arguments()
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch_size: int = 8,
+        max_memory: int | None = None,
+        calls_per_step: int = 3,
+        preset: Preset | None = None,
+        **arguments: Unpack[Arguments],
+    ):
+        self._check_kind(model)
+        check_int("batch_size", batch_size, low=1)
+        check_int("calls_per_step", calls_per_step, low=1, high=3)
+        check_int("max_memory", max_memory, low=1, high=LARGEST_INT64, none=True)
+        self.model, self.batch_size, self.max_memory = model, batch_size, max_memory
+        self.calls_per_step = calls_per_step
+        self.request = self._requested(arguments, preset)
+        self._check(self.request)
+        if isinstance(self.request.seed, tuple):
+            raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
+        self._ranks = getattr(model, "ranks", None)
+        if self._ranks is not None:
+            self.request = self._ranks.agreed("a batch", self.request)
+        self._seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
+        self._waiting: deque[Ticket] = deque()
+        self._groups: list[Group] = []
+        self._copies: Counter[bytes] = Counter()
+        self._number = 0
+        self._ended: list[Ticket] = []
+        self._most_positions: int | None = None  # rows times columns, once memory was too small for more
+        self._uncapturable = ""  # why no graph could be captured
+        self._closed = False
+        self._cause: Exception | None = None  # why it was closed
+        self._untold: deque[Any] = deque()  # tickets whose on_done is to be called
+        self._stepper: int | None = None  # the thread that takes a step
+        self._changed = threading.Condition()
+        self._stepping = threading.Lock()
+
+    # ---- any thread -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: Any,
+        *,
+        streamer: Any = None,
+        on_done: Callable[[Ticket], None] | None = None,
+        id: Any = None,
+        alone: bool = False,
+        preset: Preset | None = None,
+        **changes: Any,
+    ) -> Ticket:
+        """Let a prompt wait for a row.
+
+        Args:
+            prompt: one of what `generate` takes: text, a chat, ids, or what a tokenizer returns.
+            streamer: `put(ids)` and `end()`, as transformers' streamers: ids [1, n] that are final with everything left
+                of them final, the prompt's at first; `put_draft` as in `paradec.api.streaming`. Called from `step`; an
+                exception from it ends this prompt alone.
+            on_done: called with the ticket once its output is there, by the thread that takes the step, after the step:
+                it may use the batch, `step` and `close` too. `step` raises what it raises, once every other ticket's
+                was called.
+            id: whatever names the prompt for the caller, in `Ticket.id` and `Output.id`.
+            alone: draw as `generate` does for this prompt alone, whatever equal ones came before.
+            preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
+
+        Raises:
+            ValueError, TypeError: a prompt or an argument that cannot be used; it takes no number then.
+            BatchClosed: the batch is closed.
+        """
+        request = self._own_request(changes, preset)
+        prompts = encode(self.model, prompt, None, request.chat)
+        if streamer is not None:
+            check_streamer(streamer, 1)
+        return self._queue(Ticket(0, id, prompts, request, streamer, on_done), alone)
+
+    def _own_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
+        """What one prompt is decoded with."""
+        request = self.request
+        if preset is not None or changes:
+            request = self._changed_request(changes, preset)
+            self._check(request)
+        if isinstance(request.seed, tuple):
+            if len(request.seed) != 1:
+                raise ValueError(f"seed={shown(request.seed)} has {len(request.seed)} entries for one prompt")
+            request = replace(request, seed=request.seed[0])
+        return replace(request, seed=self._seed) if request.seed is None else request
+
+    def _queue(self, ticket: T, alone: bool) -> T:
+        """Give a ticket its number, and let it wait."""
+        prompts = ticket.prompts
+        if ticket.on_done is not None and not callable(ticket.on_done):
+            raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
+        if len(prompts.rows) != 1:
+            raise ValueError(f"prompt holds {len(prompts.rows)} rows; add them one by one")
+        if self._ranks is not None:
+            ticket.request = self._ranks.agreed("a prompt", ticket.request, prompts)
+        identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
+        key = hashlib.blake2b(identity, digest_size=16).digest()
+        with self._changed:
+            if self._closed:
+                raise BatchClosed("this batch is closed")
+            # what `paradec.core.rng.row_keys` counts in a list
+            before = 0 if alone else self._copies[key]
+            if not alone:
+                self._copies[key] += 1
+            ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [before], prompts.images, among=True)
+            ticket.number = self._number
+            self._number += 1
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a prompt back; the next step ends it with the error `Cancelled`. False if it has ended already."""
+        if self._ranks is not None:
+            self._ranks.meet("the end of a prompt", {"prompt": str(ticket.number)})
+        with self._changed:
+            if ticket.done:
+                return False
+            ticket.cancelled = True
+            self._changed.notify_all()
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep until there is something to step, for `timeout` seconds at most; whether there is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._groups or self._ended, timeout)
+            return bool(self._waiting or self._groups or self._ended)
+
+    @property
+    def occupied(self) -> int:
+        """Rows that are being decoded."""
+        return sum(group.occupied for group in self._groups)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for a row."""
+        return len(self._waiting)
+
+    def close(self, error: Exception | None = None) -> None:
+        """End what is not done with `error`, by default `Cancelled`, and give the memory back. Waits for a step that
+        runs; where a streamer calls it, that step ends everything."""
+        with self._changed:
+            self._closed, self._cause = True, self._cause or error
+            self._changed.notify_all()
+        if self._stepper != threading.get_ident():
+            with self._turn():
+                self._end_all()
+            self._tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.close()
+
+    # ---- one thread at a time -------------------------------------------------------------------------------------
+
+    def step(self) -> list[Ticket]:
+        """Let in the prompts that fit, take one step of every group, and return the tickets that have ended since."""
+        if self._stepper == threading.get_ident():
+            raise RuntimeError("a streamer called step of the batch that it is called by")
+        together = nullcontext() if self._ranks is None else self._ranks.request()
+        with self._turn(), together, torch.inference_mode():
+            with held_back():
+                self._cancel()
+            self._admit()
+            for group in list(self._groups):
+                self._advance(group)
+            self._close_empty()
+            with held_back():
+                if self._closed:
+                    self._end_all()
+                elif not self._waiting:
+                    for group in self._groups:
+                        group.compact()
+        self._tell()
+        return self.ended()
+
+    def ended(self) -> list[Ticket]:
+        """The tickets that have ended and were not returned yet, as after a step that was interrupted."""
+        found, self._ended = self._ended, []
+        return found
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's turn to step."""
+        with self._stepping:
+            self._stepper = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._stepper = None
+
+    def _end_all(self) -> None:
+        """End everything, once the batch is closed."""
+        with self._changed:
+            left = [*self._waiting, *(ticket for group in self._groups for ticket in group.tickets)]
+        for ticket in left:
+            if ticket is not None:
+                ticket.cancelled = True
+        self._cancel()
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+
+    def _tell(self) -> None:
+        """Call `on_done` of what has ended."""
+        raised = []
+        while self._untold:
+            with held_back():
+                try:
+                    ticket = self._untold.popleft()
+                except IndexError:  # another thread has told it
+                    break
+                try:
+                    ticket.on_done(ticket)
+                except Exception as error:
+                    raised.append(error)
+        if raised:
+            raise raised[0] if len(raised) == 1 else ExceptionGroup("on_done of several prompts", raised)
+
+    # ---- what is text's own -----------------------------------------------------------------------------------------
+
+    def _check_kind(self, model: Any) -> None:
+        """Raise TypeError for another kind of model."""
+        check_model("Batch", model, MADE)
+
+    def _check(self, request: Request) -> None:
+        """Raise ValueError where the batch cannot be refilled with such a request."""
+        check_request(self.model, request)
+        if request.compile and self.capture and self.model.device.type != "cuda":
+            raise ValueError(
+                f"compile=True in a batch that is refilled captures CUDA graphs, and the model is on "
+                f"{self.model.device}: leave compile out"
+            )
+
+    def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
+        """What prompts are decoded with that say nothing else."""
+        request = Request.of(arguments, preset, **own_defaults(self.model))
+        warn_of_unused(request, method_of(self.model, request), arguments)
+        return request
+
+    def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
+        """The same for a prompt that says more."""
+        return Request.of({**self.request.changes(), **Request.said(changes, preset)})
+
+    def _begin(self, ticket: Any) -> tuple[Any, Any]:
+        """A prompt's sampler, and what it starts from."""
+        method = method_of(self.model, ticket.request)
+        return method, method.start(self.model, ticket.prompts, ticket.request)
+
+    def _model_of(self, ticket: Any) -> Any:
+        """What a prompt is decoded with: the model, or a copy that knows this prompt alone
+        (`paradec.core.rows.Rows`)."""
+        return self.model
+
+    def _read(self, state: Any, slot: int, ticket: Any, error: Exception | None) -> Any:
+        """The output of one row of a state."""
+        return read(self.model, state, slot, ticket, error)
+
+    def _failed(self, ticket: Any, error: Exception) -> Any:
+        """The output of a prompt that nothing was decoded of."""
+        return nothing(self.model, ticket.prompts.rows[0], error)
+
+    def refused(self, error: Exception) -> Any:
+        """The output of a prompt that `add` did not take."""
+        return nothing(self.model, (), error)
+
+    def finish(self, output: Any) -> None:
+        """What is left to do when an output is handed out: nothing for text."""
+
+    # ---- letting in -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while True:
+            with self._changed:
+                ticket = self._waiting[0] if self._waiting else None
+            if ticket is None or self._closed or self.occupied >= self.batch_size:
+                return
+            try:
+                if not self._enter(ticket, *self._start(ticket)):
+                    return  # once other rows have ended there is room
+            except Exception as error:
+                if out_of_memory(error) and self.occupied:
+                    return
+                with held_back():
+                    if not ticket.done:
+                        self._leave_queue(ticket)
+                        self._end(ticket, self._failed(ticket, detached(error)))
+
+    def _start(self, ticket: Ticket) -> tuple[Any, State]:
+        """The sampler of a prompt, and the state of a request that has this row alone."""
+        method, state = self._begin(ticket)
+        if method.family == "masked":
+            state.most_calls = self.calls_per_step
+        if why := state.fixed():
+            raise ValueError(f"sampler {method.name!r} with this request cannot be refilled: {why}")
+        return method, state
+
+    def _enter(self, ticket: Ticket, method: Any, state: Any) -> bool:
+        """Give the row a slot in the group of its kind, if there is room. False: there is none now."""
+        key = _key(method, ticket, state, self._on_device(method, ticket.request, state))
+        self._close_empty()  # a new one is no wider than the row
+        group = next((group for group in self._groups if group.key == key), None)
+        width = state.extent(np.zeros(1, np.int64))
+        if group is not None:
+            width = group.columns(width)
+        row = bytes_of_row(self.model, method, state, width)
+        others = sum(g.nbytes for g in self._groups if g is not group)
+        most = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
+        if self.max_memory is not None:
+            most = min(most, (self.max_memory - others) // row)
+        if self._most_positions is not None:
+            most = min(most, max(1, self._most_positions // width))
+        occupied = 0 if group is None else group.occupied
+        if most <= occupied:
+            if self.occupied:
+                return False
+            if self.max_memory is not None and row > self.max_memory:
+                raise ValueError(f"the prompt needs {row} bytes, more than max_memory={self.max_memory}")
+            most = 1
+        try:
+            with held_back():
+                ticket.new, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
+                if group is None:
+                    group = self._group(key, method, state, row, self._model_of(ticket))
+                    self._groups.append(group)
+                group.make_room(most, self.waiting, width)
+                slot = group.enter(ticket, state, self._model_of(ticket))
+                group.row_bytes = row
+                self._leave_queue(ticket)
+                self._feed(group, slot, ticket, Seen.of(group))
+                if ticket.done:  # its streamer failed
+                    group.dismiss(np.array([slot]))
+        except Exception as error:
+            if group in self._groups and not (out_of_memory(error) and group.occupied):
+                self._begin_anew(group)  # another error may have come between two of its changes
+            raise
+        return True
+
+    def _on_device(self, method: Any, request: Request, state: Any) -> bool:
+        """Whether a row's steps are taken on the device."""
+        if not request.compile:
+            return False
+        why = self._uncapturable or device_step.refusal(method, self.model, state)
+        if why:
+            warnings.warn(f"compile=True has no effect: {why}", stacklevel=2)
+        return not why
+
+    def _group(self, key: tuple[Any, ...], method: Any, state: Any, row_bytes: int, model: Any) -> Group:
+        """A group that begins with a row of this kind."""
+        if key[-1]:
+            return DeviceGroup(key, method, state, row_bytes, model, self.model, capture=self.capture)
+        return Group(key, method, state, row_bytes, model, self.model)
+
+    def _close_empty(self) -> None:
+        """Let go of the groups whose rows have all ended."""
+        with held_back():
+            for group in [group for group in self._groups if not group.occupied]:
+                group.close()
+                self._groups.remove(group)
+
+    def _leave_queue(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._waiting.remove(ticket)
+
+    # ---- stepping -------------------------------------------------------------------------------------------------
+
+    def _advance(self, group: Group) -> None:
+        """One step of a group, and the end of the rows that have ended with it."""
+        while not group.state.done:
+            between = True
+            error: Exception
+            try:
+                proposal = group.propose()
+                with held_back():
+                    between = False
+                    group.commit(proposal)
+                    self._harvest(group)
+                return
+            except NotFinite as found:
+                error = found.with_traceback(None)  # else it would hold on to the step's tensors
+            except device_step.NotCapturable as found:
+                with held_back():
+                    self._uncapturable = str(found)  # in the plain loop, from their beginning
+                    self._begin_anew(group)
+                return
+            except Exception as found:
+                error = detached(found)
+            with held_back():
+                if not isinstance(error, NotFinite) and not out_of_memory(error):
+                    self._isolate(group, error)
+                    return
+                if not isinstance(error, NotFinite):
+                    self._shrink(group, error, keep=between and not isinstance(group, DeviceGroup))
+                    return
+                for slot in error.rows.tolist():
+                    self._let_go(group, slot, FloatingPointError(_without_row(error)))
+                group.dismiss(error.rows, wipe=True)
+
+    def _harvest(self, group: Group) -> None:
+        """Hand on what is final, and let go of the rows that have ended."""
+        running, seen = group.state.running, Seen.of(group)
+        for slot, ticket in enumerate(group.tickets):
+            if ticket is None:
+                continue
+            self._feed(group, slot, ticket, seen)
+            if ticket.done:  # its streamer failed
+                group.dismiss(np.array([slot]))
+            elif not running[slot]:
+                self._let_go(group, slot, None)
+
+    def _let_go(self, group: Group, slot: int, error: Exception | None) -> None:
+        """End the ticket of a slot, with what was decoded."""
+        ticket = group.tickets[slot]
+        assert ticket is not None
+        group.told(np.array([slot]))
+        group.tickets[slot] = None
+        try:
+            output = self._read(group.state, slot, ticket, error)
+        except Exception as unread:
+            output = self._failed(ticket, error or unread)
+        self._end(ticket, output)
+
+    def _end(self, ticket: Ticket, output: Output) -> None:
+        output.index, output.id = ticket.number, ticket.id
+        if self._ranks is not None:
+            self._ranks.note(output.sequences)
+        if ticket.streamer is not None and ticket.sent is not None:
+            try:
+                ticket.streamer.end()
+            except Exception as error:  # the row is over all the same
+                output.error = output.error or error
+        ticket.output = output
+        self._ended.append(ticket)
+        if ticket.on_done is not None:
+            self._untold.append(ticket)
+
+    def _feed(self, group: Group, slot: int, ticket: Ticket, seen: Seen | None) -> None:
+        """Give a ticket's streamer what has become final; one that raises ends the ticket."""
+        streamer, state = ticket.streamer, group.state
+        if streamer is None or seen is None:
+            return
+        try:
+            row, final = seen.canvas[slot], int(seen.final[slot])
+            if ticket.sent is None:
+                ticket.sent = int(state.prompt_length[slot])
+                streamer.put(row[: ticket.sent].unsqueeze(0).clone())
+            if final > ticket.sent:
+                streamer.put(row[ticket.sent : final].unsqueeze(0).clone())
+                ticket.sent = final
+            stop = int(state.end[slot])
+            drafts = getattr(streamer, "put_draft", None)
+            if drafts is not None and state.facts.hole_id is not None and final < stop:
+                drafts(row[final:stop].unsqueeze(0).clone())
+        except Exception as error:
+            output = self._read(state, slot, ticket, error)
+            group.tickets[slot] = None
+            self._end(ticket, output)
+
+    def _cancel(self) -> None:
+        """End what was taken back."""
+        with self._changed:
+            gone = [ticket for ticket in self._waiting if ticket.cancelled]
+            for ticket in gone:
+                self._waiting.remove(ticket)
+        for ticket in gone:
+            self._end(ticket, self._failed(ticket, self._cause or Cancelled(f"prompt {ticket.number} was cancelled")))
+        for group in self._groups:
+            for slot, running in enumerate(group.tickets):
+                if running is not None and running.cancelled:
+                    cause = self._cause or Cancelled(f"prompt {running.number} was cancelled")
+                    self._let_go(group, slot, cause)
+                    group.dismiss(np.array([slot]))
+
+    def _shrink(self, group: Group, error: Exception, keep: bool) -> None:
+        """Memory was too small for the rows of a group: the younger half waits again, all of them where the state is
+        between two commits (`keep` False)."""
+        tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
+        self._most_positions = max(1, len(tickets) // 2) * group.width
+        if len(tickets) == 1 and self.occupied == 1:
+            group.tickets = [None] * len(group.tickets)
+            self._groups.remove(group)
+            self._end(tickets[0], self._failed(tickets[0], error))
+        else:
+            stay = tickets[: len(tickets) // 2] if keep else []
+            try:
+                group.keep([group.tickets.index(ticket) for ticket in stay])
+            except Exception as again:
+                if not out_of_memory(again):
+                    raise
+                stay = []
+            if not stay:
+                self._groups.remove(group)
+            self._wait_again([ticket for ticket in tickets if ticket not in stay])
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _begin_anew(self, group: Group) -> list[Ticket]:
+        """Let the rows of a group wait, to be decoded from their beginning; they are returned."""
+        self._groups.remove(group)
+        tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waiting]
+        self._wait_again(tickets)
+        return tickets
+
+    def _isolate(self, group: Group, error: Exception) -> None:
+        """A step of a group raised: each of its rows begins anew by itself; one that was by itself fails."""
+        for ticket in self._begin_anew(group):
+            if ticket.isolated:
+                self._leave_queue(ticket)
+                self._end(ticket, self._failed(ticket, error))
+            ticket.isolated = True
+
+    def _wait_again(self, tickets: Sequence[Ticket]) -> None:
+        """Let tickets wait where they stood: nothing that waits is older, but what came back before."""
+        with self._changed:
+            self._waiting = deque(sorted((*tickets, *self._waiting), key=lambda ticket: ticket.number))
+
+
+def method_of(model: Any, request: Request) -> Any:
+    """The sampler that a request is decoded with."""
+    method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
+    return sampler_on(model, method)
+
+
+def refusal(model: Any, request: Request) -> str | None:
+    """Why a batch cannot be refilled with such a request, in one line; None where it can be."""
+    for name, instead in REFUSED.items():
+        value = getattr(request, name)
+        if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
+            return f"{name}={shown(value)} does not work with batches that are refilled: {instead}"
+    if request.rng != "counter":
+        return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
+    method = method_of(model, request)
+    if method.lock_step:
+        return (
+            f"sampler {method.name!r} does not work with batches that are refilled: its rows take their steps together "
+            "and end together; use paradec.generate_images"
+        )
+    if method.family not in ("masked", "draft_verify"):
+        return (
+            f"sampler {method.name!r} of family {method.family!r} does not work with batches that are refilled; "
+            "'masked' and 'draft_verify' do"
+        )
+    return None
+
+
+def check_request(model: Any, request: Request) -> None:
+    """Raise ValueError where a batch cannot be refilled with such a request."""
+    if why := refusal(model, request):
+        raise ValueError(why)
+
+
+def _key(method: Any, ticket: Ticket, state: Any, on_device: bool) -> tuple[Any, ...]:
+    """What rows must have in common to share their calls."""
+    request, alone = ticket.request, ticket.number if ticket.isolated else None
+    own = OWN_MASKED if method.family == "masked" and not on_device else OWN
+    changes = {name: value for name, value in request.changes().items() if name not in (*own, "sampler")}
+    return method, changes, getattr(state, "blocks", None), alone, on_device
+
+
+def bytes_of_row(model: Any, method: Any, state: Any, width: int) -> int:
+    """Bytes that one row of so many columns takes in canvas, memory and stores, about."""
+    needed = state.memory.nbytes + 32 * width
+    branches = state.branches
+    if state.store is not None:
+        needed += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
+    drafting = getattr(state, "drafting", None)
+    if drafting is not None and drafting.store is not None:
+        needed += drafting.model.store_bytes(branches, width)
+    return int(needed)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def read(model: Any, state: Any, slot: int, ticket: Ticket, error: Exception | None) -> Output:
+    """The output of one row of a state."""
+    alone = row_of(state, slot)
+    if not isinstance(getattr(type(alone), "max_new_tokens", None), property):
+        alone.max_new_tokens = ticket.new
+    output = output_of(model, alone, ticket.prompts, time.perf_counter() - ticket.began)
+    output.error = error
+    return output
+
+
+def row_of(state: Any, slot: int) -> Any:
+    """A copy of the state with one row, for what is decoded of it: without what it remembers and has stored."""
+    light = copy.copy(state)
+    light.store, light.memory = None, Memory({}, state.batch, {}, state.canvas.device)
+    if drafting := getattr(state, "drafting", None):
+        light.drafting = replace(drafting, store=None, broken=None, parents=None)
+    alone = light.taken(np.array([slot]))
+    alone.store = state.store
+    return alone
+
+
+def nothing(model: Any, ids: Sequence[int], error: Exception) -> Output:
+    """An output without an answer: the prompt's ids, if there are any, and the error."""
+    sequence = torch.tensor([list(ids)], dtype=torch.int64)
+    return Output(
+        text=None if model.tokenizer is None else "",
+        sequences=sequence,
+        new_tokens=sequence[:, :0],
+        attention_mask=torch.ones_like(sequence),
+        filled=torch.zeros_like(sequence, dtype=torch.bool),
+        row_nfe=[0],
+        row_forwards=0,
+        forwarded_tokens=0,
+        tokens=[0],
+        finished=[False],
+        seconds=0.0,
+        error=error.with_traceback(None),
+    )
+
+
+def detached(error: Exception) -> Exception:
+    """An error without its traceback, which would hold on to a step's tensors. One that no check raised, and that is
+    none of memory, has the traceback as a note."""
+    if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not out_of_memory(error):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    return error.with_traceback(None)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory was too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _without_row(error: NotFinite) -> str:
+    """The message without the number of a row, which is none of the caller's."""
+    return str(error).replace(" for row ", " for slot ")
+
+
+def final_ids(output: Output) -> Tensor:
+    """[N] int64: the ids of an answer, its end token included and the padding behind it excluded."""
+    return output.sequences[0, output.filled[0]][: output.tokens[0]]

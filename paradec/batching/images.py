@@ -1,0 +1,208 @@
+"""Pictures from a batch that stays full: what `paradec.generate_many` decodes image models with.
+
+The batch is `paradec.batching.Batch`. A prompt is a class label or a text; its row is laid out by the model, as in
+`paradec.generate_images`, and becomes an `ImageOutput` of one picture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+
+from paradec.api.images import SERVED, ImageArguments, check_output_type, drawn, output_of, picture_request
+from paradec.api.pictures import ImageOutput
+from paradec.batching.batch import Batch, Ticket, row_of
+from paradec.core.checks import shown
+from paradec.core.prompts import encode
+from paradec.core.rows import Rows
+from paradec.models.images.base import ImageRequest, PictureModel
+from paradec.request import Preset, Request
+
+__all__ = ["ImageBatch", "ImageTicket", "check_refillable"]
+
+REFILLED = ("masked", "draft_verify")
+"""Families of samplers whose states give their rows away."""
+
+
+@dataclass(eq=False)
+class ImageTicket(Ticket):
+    """A prompt that was given to an `ImageBatch`."""
+
+    laid: Any = None
+    """Its row as the model has laid it out."""
+    accepted: list[int] = field(default_factory=list, repr=False)
+    """Tokens that became final at each step, less those that were taken back."""
+
+
+class ImageBatch(Batch):
+    """Decode pictures that come and go, up to `batch_size` of them at once; see `paradec.batching.Batch`.
+
+    Args:
+        model: an autoregressive or a masked image model.
+        height, width, negative_prompt, output_type: as in `paradec.generate_images`; the same size for all.
+        batch_size, max_memory, calls_per_step: as in `Batch`.
+        preset, arguments: as in `paradec.generate_images`.
+
+    Raises:
+        TypeError: a model of another kind. ValueError: an argument out of its range, or one that no batch can be
+            refilled with; the message names it. ImportError: output_type="pil" without pillow.
+    """
+
+    def __init__(
+        self,
+        model: PictureModel,
+        *,
+        batch_size: int = 8,
+        max_memory: int | None = None,
+        calls_per_step: int = 3,
+        height: int | None = None,
+        width: int | None = None,
+        negative_prompt: Any = None,
+        output_type: str = "pil",
+        preset: Preset | None = None,
+        **arguments: Unpack[ImageArguments],
+    ):
+        check_refillable(model)
+        check_output_type(model, output_type)
+        self.grid = model.grid(height, width)
+        self.output_type, self.negative_prompt = output_type, negative_prompt
+        limits = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
+        super().__init__(model, **limits, preset=preset, **arguments)
+
+    def add(  # type: ignore[override]  # nothing is streamed
+        self,
+        prompt: Any,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        id: Any = None,
+        alone: bool = False,
+        negative_prompt: Any = None,
+        preset: Preset | None = None,
+        **changes: Any,
+    ) -> ImageTicket:
+        """Let a prompt wait for a row.
+
+        Args:
+            prompt: one class label or text, or what else `generate_images` takes of this model.
+            negative_prompt: of this one, where it has one of its own.
+            on_done, id, alone, preset, changes: as in `Batch.add`.
+
+        Raises:
+            ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed.
+        """
+        request = self._own_request(changes, preset)
+        negative_prompt = self.negative_prompt if negative_prompt is None else negative_prompt
+        laid = self._laid(self.model, prompt, negative_prompt)
+        drafter = getattr(request.sampler, "drafter", None)
+        if isinstance(drafter, PictureModel):  # it reads the same conditions
+            self._laid(drafter, prompt, negative_prompt)
+        prompts = encode(self.model, laid.prompts)
+        return self._queue(ImageTicket(0, id, prompts, request, on_done=on_done, laid=laid), alone)
+
+    def _laid(self, model: PictureModel, prompt: Any, negative_prompt: Any) -> ImageRequest:
+        """One prompt's row.
+
+        Raises:
+            ValueError: of a model that holds what it knows of a request's rows and does not say how they are exchanged.
+        """
+        laid = model.request(prompt, self.grid, 1, negative_prompt)
+        if laid.model is not model and not (model is self.model and isinstance(laid.model, Rows)):
+            raise ValueError(
+                f"{model.facts.name} holds what its prompts say for rows that begin together; use "
+                "paradec.generate_images"
+            )
+        return laid
+
+    # ---- what is pictures' own --------------------------------------------------------------------------------------
+
+    def _check_kind(self, model: Any) -> None:
+        check_refillable(model)
+
+    def _requested(self, arguments: Mapping[str, Any], preset: Preset | None) -> Request:
+        self._asked = _said(arguments, preset)
+        return picture_request(self.model, self._asked)
+
+    def _changed_request(self, changes: Mapping[str, Any], preset: Preset | None) -> Request:
+        return picture_request(self.model, {**self._asked, **_said(changes, preset)})
+
+    def _model_of(self, ticket: ImageTicket) -> Any:
+        return ticket.laid.model
+
+    def _begin(self, ticket: ImageTicket) -> tuple[Any, Any]:
+        method: Any = ticket.request.sampler
+        laid: ImageRequest = replace(ticket.laid, prompts=ticket.prompts)
+        state = self.model.begin(method, laid, self.grid, ticket.request)
+        state.trace = None  # it would be of this row alone
+        ticket.accepted = []
+        return method, state
+
+    def _harvest(self, group: Any) -> None:
+        decided = group.state.decided
+        for slot, ticket in enumerate(group.tickets):
+            if ticket is not None:
+                ticket.accepted.append(int(decided[slot]) - sum(ticket.accepted))
+        super()._harvest(group)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _read(self, state: Any, slot: int, ticket: ImageTicket, error: Exception | None) -> ImageOutput:
+        output, _ = output_of(self.model, row_of(state, slot), self.grid, time.perf_counter() - ticket.began)
+        output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
+        output.in_order, output.error = self.model.family != "masked", error
+        return output
+
+    def _failed(self, ticket: Ticket, error: Exception) -> ImageOutput:
+        return self.refused(error)
+
+    def refused(self, error: Exception) -> ImageOutput:
+        return ImageOutput(
+            images=None,
+            codes=None,
+            tokens=torch.empty(1, 0, dtype=torch.int64),
+            grid=self.grid,
+            row_nfe=[0],
+            row_forwards=0,
+            forwarded_tokens=0,
+            accepted=np.zeros((0, 1), np.int64),
+            seconds=0.0,
+            prompt_lengths=[0],
+            draft_nfe=[0],
+            error=error.with_traceback(None),
+        )
+
+    def finish(self, output: ImageOutput) -> None:
+        """Decode the picture of a whole answer."""
+        if output.codes is None or output.images is not None:
+            return
+        if self.output_type == "latent":
+            output.images = output.codes
+        else:
+            output.images = drawn(self.model, output.tokens, self.grid, self.output_type)
+
+
+def check_refillable(model: PictureModel) -> None:
+    """Raise TypeError for an image model whose batches cannot be refilled."""
+    if model.family not in REFILLED:
+        raise TypeError(
+            f"generate_many takes autoregressive and masked image models; {model.facts.name} is decoded by samplers of "
+            f"family {model.family!r}, whose rows take their steps together and end together, so that no slot becomes "
+            "free before the others: give it to paradec.generate_images"
+        )
+
+
+def _said(arguments: Mapping[str, Any], preset: Preset | None) -> dict[str, Any]:
+    """What arguments and a preset say, by field.
+
+    Raises:
+        ValueError: a field that has no meaning for pictures. TypeError: a name that is no field.
+    """
+    said = Request.said(arguments, preset)
+    for name, value in said.items():
+        if name not in SERVED and value is not None:
+            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out")
+    return {name: value for name, value in said.items() if name in SERVED}

@@ -1,0 +1,256 @@
+"""`generate_many`: answers to any number of prompts, one by one, from a batch that stays full (`paradec.batching`)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Self, Unpack
+
+from paradec.api.generate import Output
+from paradec.api.pictures import ImageOutput
+from paradec.batching.batch import MADE, Batch, BatchClosed, Cancelled, Ticket, detached
+from paradec.batching.images import ImageBatch, check_refillable
+from paradec.core.checks import check_choice, check_int, check_model, shown
+from paradec.core.interrupts import held_back
+from paradec.core.protocol import Interrupted
+from paradec.models.images.base import PictureModel
+from paradec.request import Arguments, Preset, Request, takes_arguments
+
+__all__ = ["Many", "generate_many"]
+
+ORDERS = ("input", "completed")
+ERRORS = ("output", "raise")
+AHEAD = 8
+"""Answers that are held back for an earlier one, times the batch size, where nothing is said."""
+
+
+@takes_arguments()
+def generate_many(
+    model: Any,
+    prompts: Iterable[Any],
+    *,
+    batch_size: int = 8,
+    order: str = "input",
+    errors: str = "output",
+    look_ahead: int | None = None,
+    max_memory: int | None = None,
+    calls_per_step: int = 3,
+    height: int | None = None,
+    width: int | None = None,
+    negative_prompt: Any = None,
+    output_type: str | None = None,
+    preset: Preset | None = None,
+    **arguments: Unpack[Arguments],
+) -> Many:
+    """Decode answers to any number of prompts, `batch_size` at a time; the slot of a row that has ended goes to the
+    next prompt.
+
+    >>> for out in paradec.generate_many(model, prompts, batch_size=16, seed=0):     # doctest: +SKIP
+    ...     print(out.index, out.error or out.text)
+
+    Each prompt's tokens are those of `generate` (of image models `generate_images`) on the whole list with the same
+    arguments: exactly in float64, in narrower types up to near-ties.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`; of image models the autoregressive and the masked ones.
+        prompts: any iterable, also one without an end: no more is read than is decoded and held back. An entry is one
+            of what `generate` takes (text, a chat, ids, what a tokenizer returns); a mapping {"prompt": ...} of one,
+            with any fields of `paradec.Request` for it alone and an "id" that its `Output` will bear; or a pair
+            (prompt, Request), of whose fields those count that differ from the defaults. Entries that differ in nothing
+            but seed, max_new_tokens, stop_strings and, with masked samplers, suppress_tokens share their model calls;
+            others are decoded beside them.
+        batch_size: rows that are decoded at once, at most.
+        order: "input" gives answers in the order of the prompts; "completed" as they come, which `Output.index` tells
+            apart.
+        errors: "output" gives an `Output` with `error` for a prompt that fails (one that is too long, ids outside the
+            vocabulary, NaN logits): it fails alone, and the others go on. "raise" raises that error in its place;
+            the iteration may go on after it.
+        look_ahead: answers that are held back at most while an earlier one is missing; by default 8 times the batch
+            size. More keeps the batch full where answers differ much in length.
+        max_memory: bytes that keys, values and the method's memory may take; as many rows as fit are decoded at once.
+            None leaves it to `batch_size`, and to the device: what does not fit is decoded in smaller batches.
+        calls_per_step: as in `paradec.batching.Batch`.
+        height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
+            or a class label, and its mapping may hold a "negative_prompt" of its own.
+        preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`;
+            `paradec.batching.REFUSED` lists those that have no meaning here.
+
+    Returns:
+        An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture each; `index` is
+        the number of the prompt. Its `cancel` takes a prompt back, and `close` all that are left.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, before any prompt is read; the message names it.
+        Interrupted (a KeyboardInterrupt): Ctrl-C, while it iterates; its `output` is the list of the answers that are
+            whole and were not given yet (pictures as codes: `images` is None). Iterating on goes on, and gives them.
+    """
+    of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
+    of_batch |= {"preset": preset, **arguments}
+    of_pictures = {"height": height, "width": width, "negative_prompt": negative_prompt, "output_type": output_type}
+    of_pictures = {name: value for name, value in of_pictures.items() if value is not None}
+    if isinstance(model, PictureModel):
+        check_refillable(model)
+        make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures)
+    else:
+        check_model("generate_many", model, MADE)
+        for name, value in of_pictures.items():
+            raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
+        make = partial(Batch, model, **of_batch)
+    return Many(make, prompts, order, errors, look_ahead)
+
+
+class Many(Iterator[Any]):
+    """What `generate_many` returns: an iterator of `Output`s, or of `ImageOutput`s."""
+
+    def __init__(
+        self,
+        make: Callable[[], Batch],
+        prompts: Iterable[Any],
+        order: str,
+        errors: str,
+        look_ahead: int | None,
+    ):
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            raise TypeError(
+                f"prompts={shown(prompts)} must be an iterable of prompts; one alone goes to paradec.generate"
+            )
+        check_choice("order", order, ORDERS)
+        check_choice("errors", errors, ERRORS)
+        check_int("look_ahead", look_ahead, low=0, none=True)
+        self.batch = make()
+        """The core: its `occupied` says how full it is."""
+        self._source, self._exhausted = iter(prompts), False
+        self._in_order, self._raises = order == "input", errors == "raise"
+        size = self.batch.batch_size
+        self._held_at_most = size + (AHEAD * size if look_ahead is None else look_ahead)
+        self._read = self._given = 0
+        self._tickets: dict[int, Ticket] = {}
+        self._index: dict[int, int] = {}  # of tickets' numbers; prompts that were refused have none
+        self._done: dict[int, Output | ImageOutput] = {}
+        self._came: deque[int] = deque()
+        self._unwanted: set[int] = set()
+        self._numbering = threading.Lock()  # `cancel` sees a prompt either unread or in the batch
+
+    def __next__(self) -> Any:
+        try:
+            while (index := self._next()) is None:
+                self._fill()
+                if self._exhausted and self._given == self._read:
+                    self.batch.close()
+                    if (ranks := getattr(self.batch.model, "ranks", None)) is not None:
+                        ranks.meet("the last answer")
+                    raise StopIteration
+                self._take(self.batch.step())
+            self.batch.finish(self._done[index])
+        except KeyboardInterrupt as interrupt:
+            self._take(self.batch.ended())
+            stopped = Interrupted("decoding was interrupted; answers that were not given yet are in .output")
+            stopped.output = [self._done[at] for at in (sorted(self._done) if self._in_order else self._came)]
+            raise stopped from interrupt
+        output = self._done.pop(index)
+        self._given += 1
+        if not self._in_order:
+            self._came.popleft()
+        if self._raises and output.error is not None and not isinstance(output.error, Cancelled):
+            output.error.add_note(f"prompt {index} of generate_many")
+            raise output.error
+        return output
+
+    def cancel(self, index: int) -> bool:
+        """Take back the prompt of this number, from any thread: its output bears the error `Cancelled` and what was
+        decoded until then. A prompt that has not been read yet is not decoded. False if it has ended already."""
+        check_int("index", index, low=0)
+        with self._numbering:
+            if index >= self._read:
+                self._unwanted.add(index)
+                return True
+            ticket = self._tickets.get(index)
+        return ticket is not None and self.batch.cancel(ticket)
+
+    def close(self) -> None:
+        """End the iteration: what is not decoded yet will not be, and memory is given back."""
+        self.batch.close()
+        self.batch.ended()
+        self._exhausted, self._given = True, self._read
+        self._done.clear()
+        self._came.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.close()
+
+    def _next(self) -> int | None:
+        """The number of the output that is to be given now; None if there is none yet."""
+        if self._in_order:
+            return self._given if self._given in self._done else None
+        return self._came[0] if self._came else None
+
+    def _fill(self) -> None:
+        """Read prompts as long as there are rows for them."""
+        batch = self.batch
+        while (
+            not self._exhausted
+            and batch.occupied + batch.waiting < batch.batch_size
+            and self._read - self._given < self._held_at_most
+        ):
+            try:
+                entry = next(self._source)
+            except StopIteration:
+                self._exhausted = True
+                return
+            with held_back():
+                self._add(entry)
+
+    def _add(self, entry: Any) -> None:
+        """Give the batch a prompt."""
+        ticket, output = None, None
+        try:
+            ticket = self.batch.add(**as_arguments(entry))
+        except BatchClosed:
+            raise
+        except Exception as error:
+            output = self.batch.refused(detached(error))
+            output.id = entry.get("id") if isinstance(entry, Mapping) else None
+        with self._numbering:
+            index, self._read = self._read, self._read + 1
+            unwanted = index in self._unwanted
+            self._unwanted.discard(index)
+            if ticket is not None:
+                self._tickets[index], self._index[ticket.number] = ticket, index
+        if output is not None:
+            self._hold(index, output)
+        if ticket is not None and unwanted:
+            self.batch.cancel(ticket)
+
+    def _take(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            index = self._index.pop(ticket.number)
+            del self._tickets[index]
+            assert ticket.output is not None  # it has ended
+            self._hold(index, ticket.output)
+
+    def _hold(self, index: int, output: Output | ImageOutput) -> None:
+        output.index = index
+        self._done[index] = output
+        if not self._in_order:
+            self._came.append(index)
+
+
+def as_arguments(entry: Any) -> dict[str, Any]:
+    """What `Batch.add` takes for one entry of the prompts.
+
+    Raises:
+        TypeError: a mapping with a prompt whose keys are no strings.
+    """
+    if isinstance(entry, Mapping) and "prompt" in entry:
+        for name in entry:
+            if not isinstance(name, str):
+                raise TypeError(f"a prompt's mapping holds {shown(name)}; its keys are names of arguments")
+        return dict(entry)
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], Request):
+        return {"prompt": entry[0], "preset": entry[1]}
+    return {"prompt": entry}

@@ -1,0 +1,128 @@
+"""Argument checks that name the argument, the value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from paradec.core.registry import unknown
+
+MODELS: Mapping[str, tuple[str, str]] = {
+    "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
+    "canvas": ("a model of canvases of noise (DiffusionGemma)", "paradec.generate, sampler='diffusion_gemma'"),
+    "codes": ("a masked transformer of codes", "paradec.generate"),
+    "image": ("an autoregressive image model", "paradec.generate_images"),
+    "masked image": ("a masked image model", "paradec.generate_images"),
+    "grouped image": ("an LPD model", "paradec.generate_images"),
+    "continuous image": ("a MAR model", "paradec.generate_images"),
+    "neighbour image": ("a NAR model", "paradec.generate_images"),
+    "distilled image": ("a distilled student", "paradec.generate_images"),
+    "scale image": ("a VAR model", "paradec.generate_images"),
+    "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
+    "drafts": ("a drafter (paradec.load_drafter)", "the setting drafter of a sampler"),
+}
+"""What a model's `makes` may be: in words, and where such a model goes. A model of one's own that does not say it is a
+language model, if it can be called and has `facts`."""
+
+
+def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
+    """Raise TypeError unless `model` is of one of the kinds `allowed` (names of `MODELS`); `user` asks for it."""
+    kind = None if isinstance(model, type) else getattr(model, "makes", None)
+    if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
+        kind = "text"
+    if kind in allowed:
+        return
+    words = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
+    raise wrong_model(user, model, " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words))
+
+
+def wrong_model(user: str, model: Any, takes: str) -> TypeError:
+    """What to raise where `user` was given another `model` than it `takes`, in words."""
+    kind = None if isinstance(model, type) else getattr(model, "makes", None)
+    if isinstance(kind, str) and kind in MODELS:
+        name = getattr(getattr(model, "facts", None), "name", type(model).__name__)
+        what, home = MODELS[kind]
+        return TypeError(f"{user} takes {takes}; {name} is {what}: give it to {home}")
+    plain = model is None or isinstance(model, (str, int, float, type))
+    return TypeError(f"{user} takes {takes}, not {shown(model) if plain else f'a {type(model).__name__}'}")
+
+
+def shown(value: Any) -> str:
+    """A value in one short line, for a message."""
+    try:
+        text = " ".join(repr(value).split())
+    except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python writes
+        text = f"a {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 token", "2 tokens": for a message."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+LARGEST_INT = 2**31 - 1
+"""What an integer may be where nothing else is said: sums and products of a few such still fit into int64."""
+LARGEST_INT64 = 2**63 - 1
+"""What sizes in bytes, and seeds, may be."""
+
+
+def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGEST_INT, none: bool = False) -> None:
+    """Raise ValueError unless `value` is an integer (a bool is none) in [low, high], or None where `none` allows it."""
+    if value is None and none:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
+
+
+def check_number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, none: bool = False, open_low: bool = False
+) -> None:
+    """Raise ValueError unless `value` is a finite number in [low, high] (in (low, high] with `open_low`)."""
+    if value is None and none:
+        return
+    allowed = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not is_finite(value):
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
+    number = float(value)
+    if number < low or number > high or (open_low and number == low):
+        raise ValueError(f"{name}={shown(value)} must be {allowed}")
+
+
+def check_temperature(name: str, value: Any, none: bool = False) -> None:
+    """Raise ValueError unless `value` is 0 (off) or a number in [1e-6, 1e6]: beyond, logits leave float32's range."""
+    check_number(name, value, low=0, high=1e6, none=none)
+    if value is not None and 0 < value < 1e-6:
+        raise ValueError(f"{name}={shown(value)} must be 0 or a number in [1e-06, 1e+06]")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    choices = list(allowed)
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        if isinstance(value, str):
+            raise ValueError(unknown(name, value, choices))
+        raise ValueError(f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)} must be True or False")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError for bytes that are no UTF-8, which Python hands on as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={shown(text)} is no UTF-8 text") from None
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a real number is neither NaN nor infinite, nor an integer that no tensor can hold."""
+    if isinstance(value, numbers.Integral):
+        return -(2**63) <= int(value) < 2**63
+    return math.isfinite(value)

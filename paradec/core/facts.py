@@ -1,0 +1,141 @@
+"""What a sampler must know of a model; where it stands in a checkpoint is the loaders' business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paradec.core.checks import LARGEST_INT64, check_choice, check_int
+
+PREDICTIONS = ("same", "shifted")
+TOPOLOGIES = ("bidirectional", "block_causal", "causal", "canvas")
+BLOCK_ALIGNS = ("absolute", "prompt")
+HOLE = -1
+"""What stands for a position to fill in the ids of models without a mask token, which decode canvases of noise."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Ids and conventions of one model.
+
+    Args:
+        vocab_size: rows of the output matrix.
+        mask_token_id: the id that stands for an undecided token; None for autoregressive models, and for those that
+            decode canvases of noise.
+        eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
+        pad_token_id: what stands after the end of an answer; by default the first end id, and without one the lowest
+            id that is not the mask.
+        max_length: positions the model can take, prompt and answer together; None if unlimited.
+        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
+        topology: the attention it was trained with: "bidirectional", "block_causal" or "causal"; "canvas" is a causal
+            encoder of what is final, and a bidirectional block of noise behind it (DiffusionGemma).
+        block_length: the block of a block-causal model, and the canvas of one with canvases.
+        block_align: where the blocks of a block-causal model are counted from: "absolute" is position 0 (SDAR, LLaDA2),
+            "prompt" the end of the prompt, which is one block whatever its length (D2F).
+        name: what messages call it.
+
+    Raises:
+        ValueError: a fact out of its range.
+    """
+
+    vocab_size: int
+    mask_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    max_length: int | None = None
+    prediction: str = "same"
+    topology: str = "bidirectional"
+    block_length: int | None = None
+    block_align: str = "absolute"
+    name: str = "model"
+
+    def __post_init__(self) -> None:
+        check_int("vocab_size", self.vocab_size, low=1)
+        check_choice("prediction", self.prediction, PREDICTIONS)
+        check_choice("topology", self.topology, TOPOLOGIES)
+        check_choice("block_align", self.block_align, BLOCK_ALIGNS)
+        for name in ("mask_token_id", "pad_token_id"):
+            check_int(name, getattr(self, name), low=0, high=self.vocab_size - 1, none=True)
+        for eos in self.eos_token_ids:
+            check_int("eos_token_id", eos, low=0, high=self.vocab_size - 1)
+        if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is also an end-of-text id {self.eos_token_ids}")
+        if self.mask_token_id is not None and self.mask_token_id == self.pad_token_id:
+            raise ValueError(f"pad_token_id={self.pad_token_id} is also the mask id; give another id to pad with")
+        if self.topology in ("block_causal", "canvas"):
+            check_int("block_length", self.block_length, low=1)
+        elif self.block_length is not None:
+            raise ValueError(f"block_length={self.block_length} is only for topology='block_causal' or 'canvas'")
+        if self.block_align != "absolute" and self.topology != "block_causal":
+            raise ValueError(f"block_align={self.block_align!r} is only for topology='block_causal'")
+        check_int("max_length", self.max_length, low=1, high=LARGEST_INT64, none=True)
+
+    @property
+    def mask_id(self) -> int:
+        """The mask id of a model that has one: `mask_token_id`, for those who have checked.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.mask_token_id is None:
+            what = "it decodes canvases of noise" if self.topology == "canvas" else "it is autoregressive"
+            raise ValueError(f"{self.name} has no mask token: {what}")
+        return self.mask_token_id
+
+    @property
+    def hole_id(self) -> int | None:
+        """What stands in ids for a position to fill: the mask id, or `HOLE` where there are canvases; None where the
+        model fills no holes."""
+        return HOLE if self.topology == "canvas" else self.mask_token_id
+
+    def check_length(self, longest: int, new: int) -> None:
+        """Raise ValueError where a row of `longest` positions, `new` of them new, is more than the model can take."""
+        if self.max_length is not None and longest > self.max_length:
+            raise ValueError(
+                f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
+                f"({self.max_length})"
+            )
+
+    @property
+    def block_unit(self) -> int:
+        """Neighbouring positions that see each other whatever the order: the block of a block-causal model, else 1."""
+        return self.block_length or 1 if self.topology == "block_causal" else 1
+
+    @property
+    def prompt_aligned(self) -> bool:
+        """Whether blocks are counted from the end of each row's prompt, which is a block of its own."""
+        return self.block_align == "prompt"
+
+    def block_numbers(self, positions: Any, origin: Any = None) -> Any:
+        """The blocks that positions stand in, of a block-causal model; the prompt's is -1 where blocks begin behind it.
+
+        Args:
+            positions: int64 of any shape, a tensor or an array.
+            origin: [R, 1] int64, the ends of the rows' prompts; only for models that count from there.
+        """
+        if not self.prompt_aligned:
+            return positions // self.block_unit
+        return ((positions - origin) // self.block_unit).clip(-1)
+
+    def block_bounds(self, start: Any, stop: Any, origin: Any) -> tuple[Any, Any]:
+        """Ranges [start, stop), widened to whole blocks of a block-causal model; int64 arrays, as is `origin`."""
+        block = self.block_unit
+        if not self.prompt_aligned:
+            return start // block * block, -(-stop // block) * block
+        start, stop = start - origin, stop - origin
+        inside = start >= 0  # else the range begins inside the prompt, and is all of it
+        return (start // block * block + origin) * inside, (-(-stop // block)).clip(0) * block + origin
+
+    @property
+    def shift(self) -> int:
+        """How many positions left of a token its logits stand."""
+        return 1 if self.prediction == "shifted" else 0
+
+    @property
+    def fill_token_id(self) -> int:
+        """What is written after the end of an answer. Never the mask id: padding would count as undecided."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        if self.eos_token_ids:
+            return self.eos_token_ids[0]
+        return 1 if self.mask_token_id == 0 else 0

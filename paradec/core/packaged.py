@@ -1,0 +1,74 @@
+"""What the packaged text model was trained on: its words, and the prompts that it answers.
+
+The tasks themselves, with what is a right answer, are in `paradec.tools.evaluation.tasks`. This module imports nothing
+heavy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Container, Sequence
+
+WORDS: tuple[str, ...] = tuple(
+    """
+    ant apple apricot banana bear bee boat cat cherry cow crab date deer dog duck eagle fig fox
+    frog goat grape guava hawk horse iguana ivy jackal kiwi koala leek lemon lime lion mango melon
+    mole mouse newt nut olive onion orange otter owl panda papaya peach pear pig plum quince rabbit
+    radish rose seal sheep tiger viper whale wolf zebra
+    """.split()
+)
+"""The nouns that lists are made of, in alphabetical order."""
+SYMBOLS: tuple[str, ...] = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+"""The symbols of the Latin squares."""
+LIST_LENGTHS: tuple[int, ...] = (3, 4, 5, 6)
+SQUARE_SIZES: tuple[int, ...] = (3, 4)
+TEMPLATES: dict[str, str] = {
+    "copy": "Copy: {items}",
+    "reverse": "Reverse: {items}",
+    "sort": "Sort: {items}",
+    "insert_at": "Insert {word} at {index}: {items}",
+    "insert_after": "Insert {word} after {target}: {items}",
+    "remove_at": "Remove at {index}: {items}",
+    "remove_name": "Remove {target}: {items}",
+    "replace_at": "Replace at {index} with {word}: {items}",
+    "replace_name": "Replace {target} with {word}: {items}",
+    "rotations": "Rotations: {items}",
+    "shuffle": "Shuffle: {items}",
+    "insert_random": "Insert {word} anywhere: {items}",
+    "remove_random": "Remove any: {items}",
+    "replace_random": "Replace any with {word}: {items}",
+    "latin_square": "Latin square: {items}",
+}
+"""By task: its prompt."""
+VERBS = ("Copy", "Reverse", "Sort", "Insert", "Remove", "Replace", "Rotations", "Shuffle", "Latin square")
+"""How a prompt begins."""
+EXAMPLE = {"items": "pear fig apple", "word": "kiwi", "target": "fig", "index": 1}
+
+
+def example(task: str) -> str:
+    """A prompt of a task."""
+    return TEMPLATES[task].format(**EXAMPLE if task != "latin_square" else {"items": "A B C"})
+
+
+def advice(words: Sequence[str], known: Container[str]) -> str:
+    """What to tell somebody who asked the packaged model with words that it does not know; empty for other models.
+
+    Args:
+        words: those words. known: the vocabulary of the model that was asked.
+    """
+    if not all(word in known for word in WORDS):
+        return ""
+    meant = [(word, difflib.get_close_matches(word.lower(), WORDS, n=1, cutoff=0.7)) for word in words]
+    hints = ", ".join(f"{near[0]!r} for {word!r}" for word, near in meant if near)
+    return (
+        (f". Did you mean {hints}?" if hints else ".")
+        + f" The packaged model answers {', '.join(VERBS)} with lists of {LIST_LENGTHS[0]} to {LIST_LENGTHS[-1]} of "
+        + f"{len(WORDS)} words ({', '.join(WORDS[:3])}, ... {WORDS[-1]}), such as '{example('sort')}': "
+        + "`paradec tasks` lists them all"
+    )
+
+
+def lengths(task: str) -> str:
+    """How long the lists of a task are, in words: "3 to 6"."""
+    sizes = SQUARE_SIZES if task == "latin_square" else LIST_LENGTHS
+    return f"{sizes[0]} to {sizes[-1]}"

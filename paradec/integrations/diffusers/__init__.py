@@ -1,0 +1,1 @@
+"""Forecasts inside the pipelines of diffusers. (Schedulers for its pipelines are in `paradec.schedulers`.)"""

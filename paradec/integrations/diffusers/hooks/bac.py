@@ -1,0 +1,154 @@
+"""BAC's calibration: watch runs of a pipeline, and find for every module the steps at which to evaluate it.
+
+How the steps are chosen is in `paradec.samplers.forecast.bac`, with the paper. The schedule goes into
+`paradec.TaylorSeer(schedule=..., basis="reuse")`, and is a JSON file if saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paradec.core.checks import check_choice, check_int
+from paradec.integrations.diffusers.hooks.blocks import FEED_FORWARD, places
+from paradec.integrations.diffusers.hooks.clock import Clock, timestep_of
+from paradec.integrations.diffusers.hooks.session import transformers_of
+from paradec.integrations.diffusers.hooks.taps import Patch, parameters_of
+from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
+
+METRICS = ("cosine", "l1", "mse")
+
+
+def calibrate(
+    pipe: Any,
+    run: Callable[[], Any],
+    updates: int,
+    *,
+    runs: int = 1,
+    metric: str = "cosine",
+    bubbling: int = 3,
+    samples: int = 65536,
+    transformer: str = "transformer",
+) -> BlockSchedule:
+    """Find a schedule for the attention and feed-forward modules of a residual transformer.
+
+    Args:
+        pipe: a diffusers pipeline, or a transformer alone; left as it was.
+        run: makes one plain run of it, all steps; other prompts or seeds each time make the schedule more general.
+        updates: n: evaluations of each module in a run, before the bubbling union adds some. With as many as there are
+            steps, the output is the plain run's.
+        runs: how often `run` is called; the measurements are averaged.
+        metric: how features at two steps are compared: "cosine" (the paper's), "l1" or "mse".
+        bubbling: modules that are also evaluated when a feed-forward behind them is, those of the largest errors first;
+            below 2 there is no bubbling.
+        samples: entries of a feature that are compared, evenly strided; a bound on memory (4 bytes each, per module
+            and step).
+        transformer: which component of the pipeline is calibrated.
+
+    Returns:
+        The schedule, for runs of as many steps.
+
+    Raises:
+        ValueError: a setting out of its range, a transformer without such modules, or runs of unequal lengths.
+        TypeError: `pipe` is neither.
+    """
+    check_int("updates", updates, low=1)
+    check_int("runs", runs, low=1)
+    check_choice("metric", metric, METRICS)
+    check_int("bubbling", bubbling, low=0)
+    check_int("samples", samples, low=1)
+    found = transformers_of(pipe)
+    if not isinstance(pipe, nn.Module):
+        check_choice("transformer", transformer, found)
+    module = found.get(transformer, next(iter(found.values())))
+    names = [place.name for place in places(module, "module") if place.kind == "forecast"]
+    total: dict[str, np.ndarray] = {}
+    errors = dict.fromkeys(names, 0.0)
+    with _Recorder(pipe, module, names, samples) as recorder:
+        for _ in range(runs):
+            recorder.features = {name: {} for name in names}
+            run()
+            for name in names:
+                steps = sorted(recorder.features[name])
+                if steps != list(range(len(steps))) or not steps:
+                    raise ValueError(f"run: {name} was not evaluated at every step of a run, but at {steps}")
+                features = torch.stack([torch.cat(recorder.features[name][step]) for step in steps])
+                scores, error = _compare(features, metric)
+                if name in total and total[name].shape != scores.shape:
+                    raise ValueError(f"run: one run has {len(total[name])} steps, another {len(scores)}")
+                total[name] = total.get(name, 0) + scores
+                errors[name] += error
+    count = len(total[names[0]])
+    check_int("updates", updates, low=1, high=count)
+    schedules = {name: adaptive_schedule(total[name], updates, maximise=metric == "cosine") for name in names}
+    feed_forward = [name for name in names if FEED_FORWARD.fullmatch(name.split(".")[-1]) or name.endswith("proj_out")]
+    united = bubbling_union(schedules, errors, feed_forward, bubbling)
+    return BlockSchedule(count, tuple((name, tuple(united[name])) for name in names))
+
+
+class _Recorder:
+    """Keeps what modules return, per step. A context manager."""
+
+    def __init__(self, pipe: Any, module: nn.Module, names: list[str], samples: int):
+        self.features: dict[str, dict[int, list[Tensor]]] = {}
+        self.samples = samples
+        self.step = 0
+        self.inside: int | None = None
+        """The thread in which the run's call of the transformer is made."""
+        self.clock = Clock(None if isinstance(pipe, nn.Module) else pipe)
+        self.parameters = parameters_of(module)
+        modules = dict(module.named_modules())
+        self.root = Patch(module, self._call)
+        self.patches = {name: Patch(modules[name], self._around(name)) for name in names}
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.clock.see(timestep_of(args, kwargs, self.parameters), sys._getframe())
+        if run is None:
+            return self.root.inner(*args, **kwargs)
+        self.step, self.inside = run.index, threading.get_ident()
+        try:
+            return self.root.inner(*args, **kwargs)
+        finally:
+            self.inside = None
+
+    def _around(self, name: str) -> Callable[..., Any]:
+        def around(*args: Any, **kwargs: Any) -> Any:
+            output = self.patches[name].inner(*args, **kwargs)
+            if self.inside != threading.get_ident():
+                return output
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    flat = leaf.detach().flatten()
+                    flat = flat[:: max(-(-len(flat) // self.samples), 1)].float().cpu()
+                    self.features[name].setdefault(self.step, []).append(flat)
+            return output
+
+        return around
+
+    def __enter__(self) -> _Recorder:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.clock.release()
+        for patch in (self.root, *self.patches.values()):
+            patch.remove()
+
+
+def _compare(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
+    """[T, T] float64 scores of features [T, n] against each other, and their mean absolute distance."""
+    distance = torch.stack([(features - row).abs().mean(1) for row in features]).double().numpy()
+    steps = len(features)
+    error = float(distance.sum() / max(steps * (steps - 1), 1))
+    if metric == "l1":
+        return distance, error
+    if metric == "mse":
+        return torch.stack([(features - row).square().mean(1) for row in features]).double().numpy(), error
+    unit = features.double() / features.double().norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return (unit @ unit.T).numpy(), error

@@ -1,0 +1,320 @@
+"""The block cache that LLaDA2Pipeline lacks: finished blocks are evaluated once, and their keys and values are kept.
+
+The pipeline evaluates the prompt and everything decoded so far at every step, and reads the open block's logits. In a
+block-causal model what lies left of a block does not see it, so that the block alone needs evaluating: the cache is
+exact there, and refused for other models. It is Fast-dLLM v2's (arXiv 2509.26328), for a pipeline that has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paradec.core.checks import check_int
+from paradec.integrations.diffusers.hooks.stand_in import StandIn
+from paradec.integrations.diffusers.hooks.taps import Patch
+from paradec.integrations.diffusers.runs import called_by
+from paradec.models.adapter import Model
+from paradec.models.calls import Call, Calling
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Of the probe, as a share of the largest logit; narrower types get 0.1."""
+
+
+@dataclass
+class BlockCacheReport:
+    """What a `BlockCache` did since it was attached."""
+
+    calls: int = 0
+    """Calls of the model."""
+    evaluated: int = 0
+    """Positions evaluated, all rows together."""
+    whole: int = 0
+    """Positions that the pipeline would have evaluated without the cache."""
+    bytes: int = 0
+    """The most that keys and values took."""
+
+    @property
+    def short(self) -> str:
+        """The same as `str`: one line."""
+        return str(self)
+
+    def __str__(self) -> str:
+        share = self.evaluated / self.whole if self.whole else 1.0
+        return (
+            f"{self.calls} calls, {self.evaluated} of {self.whole} positions evaluated ({share:.0%}); keys and values "
+            f"took {self.bytes / 1e6:.1f} MB at most"
+        )
+
+
+class BlockCache:
+    """A block cache on a LLaDA2Pipeline; made by `paradec.accelerate(pipe, cache="block")`. A context manager.
+
+    The pipeline's model is called with the positions from the open block on (and the block before it, once, when it has
+    been finished), a transformers `DynamicCache` of what lies left of them, the whole attention mask and their position
+    ids; it must do with that what it does with all positions. What is kept is checked against every call's tokens and
+    mask, so that nothing outlives its run: other prompts, an exception in mid-run or an exchanged scheduler are safe.
+    Every thread keeps its own. Calls of the model that do not come from the pipeline itself are left alone; copies of
+    the model and the pipeline are plain.
+
+    Args:
+        pipe: a pipeline with a `model` and a `scheduler`, as LLaDA2Pipeline has them.
+
+    Raises:
+        TypeError: another kind of pipeline. ValueError: a model that takes no `past_key_values`, or (found by three
+            evaluations of two blocks of random tokens) one whose left blocks see what comes after them, or that answers
+            otherwise over a cache than without.
+    """
+
+    def __init__(self, pipe: Any):
+        model, scheduler = getattr(pipe, "model", None), getattr(pipe, "scheduler", None)
+        config = getattr(scheduler, "config", {})
+        if not isinstance(model, nn.Module) or "block_length" not in config:
+            raise TypeError(
+                "cache='block' is for LLaDA2Pipeline, with a model and a scheduler that has a block_length, not for "
+                f"{type(pipe).__name__}"
+            )
+        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+            raise ValueError(
+                f"cache='block' needs a model that takes past_key_values; {type(model).__name__} does not. A model "
+                "that paradec loaded or wrapped does as BlockCausalModule(model), of "
+                "paradec.integrations.diffusers.hooks.block_cache"
+            )
+        if hasattr(model, "_paradec_block_cache"):
+            raise ValueError(f"{type(model).__name__} has a block cache already; detach that session first")
+        self.pipe, self.model = pipe, model
+        self._report = BlockCacheReport()
+        self._kept: dict[int, _Kept] = {}
+        """By thread."""
+        self._probe(int(config["block_length"]))
+        self.patch = Patch(model, self._call)
+        self.mark = StandIn(model, "_paradec_block_cache", self)
+
+    # ---- for the user -----------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"BlockCache({type(self.pipe).__name__}: {self._report})"
+
+    def report(self) -> BlockCacheReport:
+        """What was evaluated and held so far."""
+        return self._report
+
+    def reset(self) -> None:
+        """Forget what is kept, and free its memory."""
+        self._kept = {}
+
+    def detach(self) -> None:
+        """Leave the pipeline as it was."""
+        self.patch.remove()
+        self.mark.remove()
+        self.reset()
+
+    def __enter__(self) -> BlockCache:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.detach()
+
+    # ---- the model's call -------------------------------------------------------------------------------------------
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for the model's call."""
+        if (
+            len(args) == 1
+            and kwargs.keys() == {"attention_mask", "position_ids"}
+            and all(isinstance(tensor, Tensor) for tensor in (*args, *kwargs.values()))
+            and args[0].shape == kwargs["attention_mask"].shape
+            and called_by(sys._getframe(), self.pipe)
+        ):
+            return self._answer(*args, **kwargs)
+        return self.patch.inner(*args, **kwargs)
+
+    def _answer(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
+        """Evaluate what is not kept, and answer the pipeline with the open block's logits."""
+        width, block = input_ids.shape[1], block_length_of(self.pipe.scheduler)
+        thread = threading.get_ident()
+        kept = self._kept.pop(thread, None)  # an exception in the call leaves nothing behind
+        if kept is None or not kept.serves(input_ids, attention_mask, width - block):
+            kept = _Kept(_new_cache(), input_ids[:, :0], attention_mask[:, :0])
+        start = kept.tokens.shape[1]
+        found = self.patch.inner(
+            input_ids[:, start:],
+            attention_mask=attention_mask,
+            position_ids=position_ids[:, start:],
+            past_key_values=kept.cache,
+            use_cache=True,
+        )
+        self._report.bytes = max(self._report.bytes, _bytes(kept.cache))
+        _drop(kept.cache, block)
+        # copies: the pipeline writes into its block
+        kept.tokens, kept.mask = input_ids[:, : width - block].clone(), attention_mask[:, : width - block].clone()
+        self._keep(thread, kept)
+        self._report.calls += 1
+        self._report.whole += input_ids.numel()
+        self._report.evaluated += input_ids[:, start:].numel()
+        return SimpleNamespace(logits=found.logits[:, -block:])
+
+    def _keep(self, thread: int, kept: _Kept) -> None:
+        """For this thread's next call; what dead threads kept is dropped."""
+        if self._kept:
+            living = sys._current_frames()
+            for other in list(self._kept):
+                if other not in living:
+                    self._kept.pop(other, None)
+        self._kept[thread] = kept
+
+    @torch.no_grad()
+    def _probe(self, block: int) -> None:
+        """Raise ValueError unless the model is block-causal, and answers over a cache as it does without."""
+        model, device = self.model, next(self.model.parameters()).device
+        vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
+        check_int("model.config.vocab_size", vocab, low=1)
+        generator = torch.Generator().manual_seed(0)
+        first, second, other = (torch.randint(vocab, (1, block), generator=generator).to(device) for _ in range(3))
+        positions = torch.arange(2 * block, device=device).unsqueeze(0)
+        mask = torch.ones_like(positions)
+        cache = _new_cache()
+        whole = model(torch.cat((first, second), 1), attention_mask=mask, position_ids=positions).logits
+        model(
+            torch.cat((first, other), 1),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        if not len(cache) or cache.get_seq_length() != 2 * block:
+            raise ValueError(f"{type(model).__name__} wrote nothing into past_key_values; cache='block' needs its keys")
+        left = model(torch.cat((first, other), 1), attention_mask=mask, position_ids=positions).logits[:, :block]
+        _drop(cache, block)
+        joined = model(
+            second, attention_mask=mask, position_ids=positions[:, block:], past_key_values=cache, use_cache=True
+        ).logits
+        limit = TOLERANCE.get(whole.dtype, 0.1) * whole.abs().max()
+        if (left - whole[:, :block]).abs().max() > limit:
+            raise ValueError(
+                f"cache='block' is exact for block-causal models only: in {type(model).__name__} a block's logits "
+                "depend on the block to its right"
+            )
+        if (joined[:, -block:] - whole[:, block:]).abs().max() > limit:
+            raise ValueError(
+                f"{type(model).__name__} answers otherwise over past_key_values than without: with a cache it seems to "
+                "mask its own block (causally, say); cache='block' cannot be used"
+            )
+
+
+@dataclass
+class _Kept:
+    """Keys and values of everything left of the open block."""
+
+    cache: Any
+    tokens: Tensor
+    """[B, n] int64: what they are of."""
+    mask: Tensor
+    """[B, n]: the attention mask they were made with."""
+
+    def serves(self, input_ids: Tensor, attention_mask: Tensor, stop: int) -> bool:
+        """Whether a call of these tokens, whose block begins at `stop`, can go on from here."""
+        size = self.tokens.shape[1]
+        return (
+            len(self.tokens) == len(input_ids)
+            and size <= stop
+            and torch.equal(self.tokens, input_ids[:, :size])
+            and torch.equal(self.mask, attention_mask[:, :size])
+        )
+
+
+class BlockCausalModule(nn.Module):
+    """A block-causal model that paradec loaded or wrapped, as LLaDA2Pipeline calls its model: with a 2-D mask of
+    what is no padding, position ids, and optionally a transformers cache of the positions to the left.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`, with topology "block_causal" and prediction "same".
+
+    Raises:
+        ValueError: another topology or prediction.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        facts = model.facts
+        if facts.topology != "block_causal" or facts.prediction != "same" or facts.prompt_aligned:
+            where = ", in blocks from the prompt's end" if facts.prompt_aligned else ""
+            raise ValueError(
+                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}{where}; LLaDA2Pipeline takes "
+                "block_causal models that predict in place ('same'), with blocks from position 0"
+            )
+        self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
+        self._wrap = model._wrap
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pipeline puts its tokens."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return next(self.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+    ) -> Any:
+        """Logits of the given positions.
+
+        Args:
+            input_ids, position_ids: [B, Q] int64. attention_mask: [B, K], 0 for padding; K counts what is cached too.
+        """
+        keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
+        seen = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
+        seen = seen & attention_mask[:, None, :].bool()
+        seen = seen | (position_ids[:, :, None] == keys)  # padding sees itself, so that its softmax is defined
+        with Calling(self.model, Call(self._wrap)):
+            return self.model(
+                input_ids=input_ids,
+                attention_mask=seen[:, None],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+            )
+
+
+def block_length_of(scheduler: Any) -> int:
+    """Positions per block of the run that a scheduler is in.
+
+    Raises:
+        ValueError: it does not tell.
+    """
+    held = vars(scheduler)
+    if "block_length" in held:
+        return int(held["block_length"])
+    if held.get("_transfer_schedule") is not None:  # diffusers' spreads a block's positions over its steps
+        return int(held["_transfer_schedule"].sum())
+    raise ValueError(f"{type(scheduler).__name__} does not say how long blocks are; use one of paradec.schedulers")
+
+
+def _new_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _drop(cache: Any, count: int) -> None:
+    """Forget the last `count` positions."""
+    cache.crop(-count)
+
+
+def _bytes(cache: Any) -> int:
+    """What a cache's keys and values take."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)

@@ -1,0 +1,209 @@
+"""ReCAP on AmusedPipeline: a scheduler that chooses each group's targets, and hooks that evaluate those alone.
+
+ReCAP, arXiv 2505.19089. The scheduler owns what is decided and when; the hooks own keys and values. In a local step
+the transformer's layers see the targets' cells only, and attend to them and to what the full step kept of all others.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from paradec.integrations.diffusers.hooks.stand_in import StandIn
+from paradec.integrations.diffusers.hooks.taps import Patch
+from paradec.integrations.diffusers.runs import Driver
+from paradec.samplers.masked.rules.recap import Recap
+
+
+@dataclass
+class RecapReport:
+    """What a `RecapSession` did since it was attached."""
+
+    cells: list[tuple[int, int]] = field(default_factory=list)
+    """Per call of the transformer: cells of each image that its layers evaluated, and all that there are."""
+    bytes: int = 0
+    """The most that keys, values and hidden states took."""
+
+    @property
+    def short(self) -> str:
+        """The same as `str`: one line."""
+        return str(self)
+
+    def __str__(self) -> str:
+        local = sum(some < everything for some, everything in self.cells)
+        evaluated, whole = (sum(counts) for counts in zip(*self.cells)) if self.cells else (0, 0)
+        return (
+            f"{len(self.cells)} calls, {local} local; the layers evaluated {evaluated} of {whole} cells "
+            f"({evaluated / max(whole, 1):.0%}); {self.bytes / 1e6:.1f} MB kept at most"
+        )
+
+
+class RecapSession:
+    """ReCAP on an AmusedPipeline; made by `paradec.accelerate(pipe, paradec.samplers.create("recap", ...))`. Exchanges
+    the pipeline's scheduler for a `RecapScheduler` with the sampler's settings, and hooks the transformer's layers. A
+    context manager.
+
+    Amused's convolutions before and after the layers run on the whole image; with `downsample`, layers work on cells of
+    2 x 2 tokens, and those that hold a target are evaluated. Exact where all cells are targets; else approximate, as
+    the method is. Calls that are not of the scheduler's run (another pipeline's, a callback's) are left alone. A copy
+    of the pipeline has a plain transformer, and a `RecapScheduler`.
+
+    Args:
+        pipe: a diffusers AmusedPipeline (or its variants), whose transformer is a `UVit2DModel`.
+        sampler: `paradec.samplers.create("recap", ...)`.
+
+    Raises:
+        TypeError: another pipeline. ValueError: hooked or accelerated already, or an attention processor that is not
+            diffusers' own.
+    """
+
+    def __init__(self, pipe: Any, sampler: Recap):
+        from diffusers import UVit2DModel
+        from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+        from paradec.schedulers import RecapScheduler
+
+        transformer = getattr(pipe, "transformer", None)
+        if not isinstance(transformer, UVit2DModel):
+            raise TypeError(
+                "the sampler 'recap' accelerates AmusedPipeline, whose transformer is a UVit2DModel, not "
+                f"{type(pipe).__name__} ({type(transformer).__name__}); other models: paradec.generate(cache='recap')"
+            )
+        layers = transformer.transformer_layers
+        for layer in layers:
+            if isinstance(layer.attn1.processor, _Keeping):
+                raise ValueError("the pipeline has a ReCAP session already; detach that one first")
+            if type(layer.attn1.processor) not in (AttnProcessor, AttnProcessor2_0):
+                name = type(layer.attn1.processor).__name__
+                raise ValueError(f"attention processor {name} cannot be exchanged; call set_default_attn_processor()")
+        if hasattr(transformer, "_paradec_session"):
+            raise ValueError("transformer is accelerated already; detach that session first")
+        settings = {name: getattr(sampler, name) for name in sampler.settings()}
+        scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
+        self.pipe, self.scheduler, self.before = pipe, scheduler, pipe.scheduler
+        self._report = RecapReport()
+        self.cell = 2 if transformer.down_block.downsample is not None else 1
+        """Tokens along the side of a cell."""
+        self.local: Tensor | None = None
+        """[R, M] int64: the cells of a local step."""
+        self.hidden: Tensor | None = None
+        """[R, N, D]: what the last layer made of all cells."""
+        self.inside: int | None = None
+        """The thread in which the transformer is being called for the scheduler's run."""
+        self.run: Driver | None = None
+        """The driver of the run that is remembered."""
+        pipe.scheduler = scheduler
+        self.keeping = [_Keeping(self, layer.attn1.processor) for layer in layers]
+        self.processors = [
+            StandIn(layer.attn1, "processor", keeping) for layer, keeping in zip(layers, self.keeping, strict=True)
+        ]
+        self.mark = StandIn(transformer, "_paradec_session", self)
+        self.call = Patch(transformer, self._call)
+        self.first = Patch(layers[0], self._first)
+        self.last = Patch(layers[-1], self._last)  # around the first, where there is one layer
+
+    def __repr__(self) -> str:
+        return f"RecapSession({type(self.pipe).__name__}: {self._report})"
+
+    def report(self) -> RecapReport:
+        """What the transformer's layers evaluated so far."""
+        return self._report
+
+    def detach(self) -> None:
+        """Leave the pipeline as it was."""
+        for patch in (self.last, self.first, self.call):
+            patch.remove()
+        for stand_in in (*self.processors, self.mark):
+            stand_in.remove()
+        self._forget()
+        if self.pipe.scheduler is self.scheduler:
+            self.pipe.scheduler = self.before
+
+    def _forget(self) -> None:
+        self.hidden = self.local = None
+        for keeping in self.keeping:
+            keeping.key = keeping.value = None
+
+    def __enter__(self) -> RecapSession:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.detach()
+
+    def _call(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Around the transformer: the cells that this call's layers evaluate."""
+        driver = self.scheduler.driver
+        if driver is None or not driver.calls(sys._getframe()):
+            return self.call.inner(input_ids, *args, **kwargs)
+        if self.run is not driver:
+            self._forget()
+            self.run = driver
+        targets = self.scheduler.targets()
+        self.local = None
+        height, width = input_ids.shape[1:]
+        size = self.cell
+        cells = (height // size) * (width // size)
+        if targets is not None and self.hidden is not None and len(self.hidden) == len(input_ids):
+            held = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
+            held = held.repeat(len(input_ids) // len(held), 1)  # guidance branches
+            # rows with fewer cells evaluate some more: it makes them no worse
+            most = int(held.sum(1).max())
+            self.local = (~held).int().argsort(dim=1, stable=True)[:, :most]
+        self.inside = threading.get_ident()
+        try:
+            found = self.call.inner(input_ids, *args, **kwargs)
+        finally:
+            self.inside = None
+        self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
+        kept = [tensor for keeping in self.keeping for tensor in (keeping.key, keeping.value)] + [self.hidden]
+        self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in kept if tensor is not None))
+        return found
+
+    def _first(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.local is not None and self.inside == threading.get_ident():
+            index = self.local.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
+            hidden_states = hidden_states.gather(1, index)
+        return self.first.inner(hidden_states, *args, **kwargs)
+
+    def _last(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = self.last.inner(hidden_states, *args, **kwargs)
+        if self.inside != threading.get_ident():
+            return found
+        if self.local is not None:
+            assert self.hidden is not None  # a local step follows a full one
+            index = self.local.unsqueeze(-1).expand(-1, -1, found.shape[-1])
+            found = self.hidden.scatter(1, index, found)
+        self.hidden = found.detach()
+        return found
+
+
+class _Keeping:
+    """diffusers' attention processor that also keeps keys and values of all cells; a local step renews some."""
+
+    def __init__(self, session: RecapSession, plain: Any):
+        self.session, self.plain = session, plain
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """hidden_states: [R, M, D] -> [R, M, D]."""
+        if self.session.inside != threading.get_ident():
+            return self.plain(attn, hidden_states, *args, **kwargs)
+
+        def heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+
+        query, key, value = (heads(part(hidden_states)) for part in (attn.to_q, attn.to_k, attn.to_v))
+        local = self.session.local
+        if local is not None:
+            assert self.key is not None and self.value is not None
+            index = local[:, None, :, None].expand_as(key)
+            key, value = self.key.scatter(2, index, key), self.value.scatter(2, index, value)
+        self.key, self.value = key.detach(), value.detach()
+        found = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](found)) / attn.rescale_output_factor

@@ -1,0 +1,156 @@
+"""What a session of `accelerate` tells of its latest run: every call of a transformer, and a summary."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.thumbnails import of_images
+from paradec.core.trace import Notes, Trace, drawing
+from paradec.samplers.forecast.taylorseer import TaylorSeer
+
+
+@dataclass
+class CallRecord:
+    """One call of a transformer."""
+
+    transformer: str
+    step: int
+    branch: str
+    """The pipeline's name for the call ("cond", "uncond"), where it gives one, and its number within the step."""
+    kind: str
+    """"full" (all hooked modules evaluated), "forecast" (none), or "mixed"."""
+    evaluated: int
+    """Hooked modules that were evaluated."""
+    forecast: int
+    """Hooked modules that were forecast or left out."""
+    bytes: int
+    """What all histories of this transformer took after the call."""
+    clocked: Any = field(repr=False, default=None)
+
+    @property
+    def seconds(self) -> float:
+        """How long the call took; on a GPU, waits for it."""
+        if isinstance(self.clocked, float):
+            return self.clocked
+        start, end = self.clocked
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+@dataclass(repr=False)
+class Report:
+    """What a session did in its latest run."""
+
+    settings: dict[str, TaylorSeer]
+    """Of each transformer, as used: `max_memory` may have chosen another target or order."""
+    modules: dict[str, list[str]]
+    """Names of the hooked modules of each transformer."""
+    coverage: dict[str, float]
+    """Share of each transformer's parameters that a forecast step leaves out."""
+    runs: int
+    calls: list[CallRecord]
+    notes: list[str]
+    """What was decided for the user: the target, say."""
+
+    @property
+    def full_steps(self) -> list[int]:
+        """Steps at which a transformer was evaluated."""
+        return sorted({call.step for call in self.calls if call.kind == "full"})
+
+    @property
+    def bytes(self) -> int:
+        """The most that all histories took at once."""
+        peak: dict[str, int] = {}
+        for call in self.calls:
+            peak[call.transformer] = max(peak.get(call.transformer, 0), call.bytes)
+        return sum(peak.values())
+
+    @property
+    def summary(self) -> str:
+        """The lines above the table of calls."""
+        lines = []
+        for name, settings in self.settings.items():
+            target = "named modules" if settings.modules else settings.target
+            lines.append(
+                f"{name}: target {target}, basis {settings.forecaster.name}, order {settings.order}; "
+                f"{len(self.modules[name])} modules hooked, "
+                f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
+            )
+        return "\n".join([*lines, *self.notes, self.short])
+
+    @property
+    def short(self) -> str:
+        """The run in one line."""
+        kinds = [call.kind for call in self.calls]
+        return (
+            f"run {self.runs}: {len(kinds)} calls, {kinds.count('full')} full, {kinds.count('forecast')} forecast, "
+            f"{kinds.count('mixed')} mixed; histories took {self.bytes / 1e6:.1f} MB at most"
+        )
+
+    def trace(self, images: Any = None) -> Trace:
+        """The run as a trace, a step for each of the pipeline's, for `Trace.to_html` and its like.
+
+        Args:
+            images: what the pipeline made, PIL images or a tensor [B, C, H, W] in [0, 1], to be shown with it.
+        """
+        steps: dict[int, list[CallRecord]] = {}
+        for call in self.calls:
+            steps.setdefault(call.step, []).append(call)
+        settings = next(iter(self.settings.values())).to_dict() if self.settings else {}
+        trace = Trace([], settings, family="forecast", unit="modules")
+        for _, calls in sorted(steps.items()):
+            kinds = {call.kind for call in calls}
+            notes = Notes([sum(call.kind != "forecast" for call in calls)])
+            trace.add(
+                [],
+                [sum(call.evaluated for call in calls)],
+                kinds.pop() if len(kinds) == 1 else "mixed",
+                notes,
+                sum(call.seconds for call in calls),
+            )
+        trace.images = None if images is None else of_images(images)
+        return trace
+
+    def _repr_html_(self) -> str:
+        return str(drawing("report")(self))
+
+    def __repr__(self) -> str:
+        kinds = [call.kind for call in self.calls]
+        return (
+            f"Report({', '.join(self.settings)}: run {self.runs}, {len(kinds)} calls, {kinds.count('full')} full, "
+            f"{kinds.count('forecast')} forecast)"
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        lines.append(f"{'step':>4} {'branch':<10} {'kind':<9} {'evaluated':>9} {'forecast':>8} {'MB':>9} {'ms':>9}")
+        for call in self.calls:
+            lines.append(
+                f"{call.step:>4} {call.branch:<10} {call.kind:<9} {call.evaluated:>9} {call.forecast:>8} "
+                f"{call.bytes / 1e6:>9.2f} {call.seconds * 1000:>9.2f}"
+            )
+        return "\n".join(lines)
+
+
+class Stopwatch:
+    """Time of a call with these inputs: CUDA events where tensors are there, so that nothing waits."""
+
+    def __init__(self, inputs: list[Any]):
+        tensor = next((leaf for leaf in inputs if isinstance(leaf, Tensor)), None)
+        self.cuda = tensor is not None and tensor.is_cuda
+        self.start: Any = time.perf_counter()
+        if self.cuda:
+            self.start, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.start.record()
+
+    def stop(self) -> Any:
+        """Seconds, or the two events."""
+        if not self.cuda:
+            return time.perf_counter() - self.start
+        self.end.record()
+        return self.start, self.end

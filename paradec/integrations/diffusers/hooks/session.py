@@ -1,0 +1,161 @@
+"""`accelerate`: attach a sampler of the forecast family to a diffusers pipeline, see what it did, take it off again.
+
+Kept free of diffusers' own hook system: it needs no `CacheMixin` and no `cache_context`, and nothing outlives `detach`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from paradec import samplers
+from paradec.core.checks import MODELS, check_choice, shown, wrong_model
+from paradec.integrations.diffusers.hooks.clock import Clock, Run
+from paradec.integrations.diffusers.hooks.guard import Guard
+from paradec.integrations.diffusers.hooks.report import CallRecord, Report
+from paradec.integrations.diffusers.hooks.transformer import Transformer
+from paradec.samplers.forecast.probes import Probe
+from paradec.samplers.forecast.rules import RULES, Rule
+from paradec.samplers.forecast.taylorseer import TaylorSeer
+
+TRANSFORMERS = ("transformer", "transformer_2", "unet")
+"""Components of a pipeline that denoise."""
+
+
+class Session:
+    """What `accelerate` returns. A context manager: leaving it detaches."""
+
+    def __init__(self, pipe: Any, sampler: TaylorSeer):
+        if not isinstance(sampler, TaylorSeer):
+            raise TypeError(f"sampler={shown(sampler)} must be a paradec.TaylorSeer")
+        if sampler.target is None:
+            sampler = replace(sampler, target="stack" if isinstance(sampler.refresh, Probe) else "module")
+        found = transformers_of(pipe)
+        watched = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
+        self.clock = Clock(None, self._finished)
+        self.guard: Guard | None = None
+        self.transformers: list[Transformer] = []
+        try:
+            for name, module in found.items():
+                self.transformers.append(Transformer(name, module, sampler, self.clock))
+        except BaseException:
+            self.detach()
+            raise
+        if watched is not None:
+            self.clock.owner = watched
+            self.clock.watch(watched.scheduler)
+            self.guard = Guard(watched, lambda: self.clock.running, self.clock.returned)
+
+    def report(self) -> Report:
+        """What the latest run did so far; `print` shows it as a table, `.short` is one line."""
+        calls: list[CallRecord] = [record for t in self.transformers for record in t.state.records]
+        notes = [note for t in self.transformers for note in t.notes.values()]
+        if self.clock.latest.strays:
+            notes.append(f"{self.clock.latest.strays} calls of a transformer were not the run's, and left alone")
+        return Report(
+            settings={t.name: t.settings for t in self.transformers},
+            modules={t.name: list(t.names) for t in self.transformers},
+            coverage={t.name: t.coverage for t in self.transformers},
+            runs=self.clock.run,
+            calls=sorted(calls, key=lambda call: call.step),
+            notes=notes,
+        )
+
+    def reset(self) -> None:
+        """End the runs that are going on, and drop what is remembered of them.
+
+        A pipeline's runs begin and end by themselves; a loop of one's own that was broken off may need this.
+        """
+        self.clock.end_all()
+
+    def detach(self) -> None:
+        """Restore the pipeline as it was. The last report stays readable; detaching twice does nothing."""
+        self.clock.release()
+        if self.guard is not None:
+            self.guard.remove()
+        for transformer in self.transformers:
+            transformer.remove()
+        self.clock.end_all()
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{t.name} by {t.settings.name} (target {t.settings.target}, {len(t.names)} modules hooked)"
+            for t in self.transformers
+        ]
+        calls = sum(len(t.state.records) for t in self.transformers)
+        return f"Session({'; '.join(parts)}; {self.clock.run} runs, the latest of {calls} calls)"
+
+    def _finished(self, run: Run) -> None:
+        for state in run.states.values():
+            state.forget()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.detach()
+
+
+def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None) -> Any:
+    """Attach a sampler of the forecast family, ReCAP, or a cache to a diffusers pipeline, in place.
+
+    >>> session = paradec.accelerate(pipe, paradec.TaylorSeer(interval=5, order=1))    # doctest: +SKIP
+    >>> pipe("a tiger"); print(session.report()); session.detach()                     # doctest: +SKIP
+
+    Args:
+        pipe: a diffusers pipeline with a `transformer` (`transformer_2` and `unet` too, where there), or a transformer
+            alone: then steps are told by its argument `timestep`, and a run begins when timesteps turn around.
+        sampler: `TaylorSeer`, by default with its own defaults; or a rule by itself (`FirstBlock()`), which is
+            `TaylorSeer(refresh=rule)`; or `paradec.samplers.create("recap", ...)`, for
+            AmusedPipeline (`paradec.integrations.diffusers.hooks.recap.RecapSession`); or the name of one, "taylorseer"
+            or "recap".
+        cache: "block", for LLaDA2Pipeline (`paradec.integrations.diffusers.hooks.block_cache.BlockCache`), without a
+            sampler.
+
+    Returns:
+        The session. The pipeline is used as before; all calls of a step (guidance in two calls) keep their own history,
+        every run starts without one, and other shapes start it anew.
+
+    Raises:
+        TypeError: nothing that could be accelerated. ValueError: an unknown name, what the settings name is not in the
+            transformer, it is accelerated already, or diffusers' own cache is enabled. Nothing is changed then.
+    """
+    if getattr(pipe, "makes", None) in MODELS:
+        raise wrong_model("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
+    if cache is not None:
+        check_choice("cache", cache, ("block",))
+        if sampler is not None:
+            raise ValueError(f"cache={cache!r} and sampler={shown(sampler)} attach to different pipelines; give one")
+        from paradec.integrations.diffusers.hooks.block_cache import BlockCache
+
+        return BlockCache(pipe)
+    given, sampler = sampler, samplers.create(sampler) if isinstance(sampler, str) else sampler
+    if isinstance(sampler, Rule):
+        sampler = TaylorSeer(refresh=sampler)
+    if getattr(sampler, "name", None) == "recap":
+        from paradec.integrations.diffusers.hooks.recap import RecapSession
+
+        return RecapSession(pipe, sampler)
+    if not isinstance(sampler, (TaylorSeer, type(None))):
+        rules = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
+        raise TypeError(
+            f"sampler={shown(given)} is not for pipelines: accelerate takes 'taylorseer' and 'recap', such a sampler "
+            f"made with settings, a rule by itself ({rules}), or cache='block' without a sampler"
+        )
+    return Session(pipe, TaylorSeer() if sampler is None else sampler)
+
+
+def transformers_of(pipe: Any) -> dict[str, nn.Module]:
+    """The modules to attach to, by name."""
+    if isinstance(pipe, nn.Module):
+        return {type(getattr(pipe, "_orig_mod", pipe)).__name__: pipe}
+    components = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
+    found = {name: module for name, module in components.items() if isinstance(module, nn.Module)}
+    if not found or not hasattr(pipe, "scheduler"):
+        raise TypeError(
+            f"pipe={shown(pipe)} must be a diffusers pipeline with a scheduler and a component called "
+            f"{', '.join(TRANSFORMERS)}, or such a transformer itself"
+        )
+    return found

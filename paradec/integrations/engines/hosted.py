@@ -1,0 +1,415 @@
+"""Rows of masked samplers whose logits somebody else computes.
+
+An engine forwards the open block of each of its requests and hands the logits to `Hosted.step`. A row is the state that
+the sampler itself starts for its prompt; the sampler's own `propose` and `commit` decide what becomes final. So memory,
+schedules, stop rules, edits and random numbers are those of `paradec.generate`, and so are the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paradec import samplers
+from paradec.batching.batch import OWN_MASKED
+from paradec.batching.slots import Group
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import NotFinite, Query, Sampler
+from paradec.core.registry import unknown
+from paradec.request import DEFAULTS, Request
+from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.state import MaskedState
+
+FIELDS = (
+    *("max_new_tokens", "block_length", "steps", "temperature", "top_p", "top_k", "top_n_sigma", "seed"),
+    *("eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
+)
+"""Fields of `paradec.Request` that a hosted row may have. The others are the engine's business, or need the model."""
+MOST_ROWS = 2**20
+"""That share a state."""
+OWN = ("start", "query", "query_part", "step")
+"""What a sampler must leave to the family, since the engine makes its calls."""
+
+
+def refusal(sampler: Any) -> str | None:
+    """Why an engine cannot host a sampler, as a clause with "it" for the sampler; None where it can."""
+    if not isinstance(sampler, MaskedSampler):
+        return f"it is of family {sampler.family!r}, and engines host the masked one"
+    if "text" not in sampler.models:
+        return f"it decodes models that make {', '.join(sampler.models)}"
+    if sampler.drafts:
+        return "it evaluates drafts of later steps beside the row"
+    if sampler.shadows:
+        return "it evaluates masks that the rest of the row does not see"
+    if sampler.blocks(None) is not None:
+        return "it cuts the blocks itself, and an engine's are fixed"
+    if "height" in sampler.settings():
+        return "it reads the answer as a picture"
+    if own := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
+        return f"it has a `{own[0]}` of its own, and the engine calls the model"
+    return None
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one step did to a row."""
+
+    tokens: Tensor
+    """[W] int64, on the rows' device: the window that was stepped, as it stands now."""
+    changed: bool
+    """Whether any of them is another one than before. If not, the engine has just evaluated them as they stand."""
+    closed: bool
+    """Whether the window is final. `Hosted.window` is the next one then, unless the row is done."""
+    done: bool
+    """Whether the answer is whole, or has ended."""
+    error: FloatingPointError | None = None
+    """The logits were not finite: nothing was written, and the row is where it was."""
+
+
+class Hosted:
+    """The rows of one sampler and one model that an engine evaluates. Any number of rows, by keys of the engine's.
+
+    A row is one that `paradec.generate` is given alone: equal prompts with equal seeds draw alike, so give each its own
+    seed. It belongs to one thread at a time.
+
+    Args:
+        sampler: a masked sampler, its name, or several that are joined ("credit+localleap").
+        facts: of the model that the engine runs: mask id, topology, block length, where logits stand.
+        device: where the logits will be.
+
+    Raises:
+        ValueError: a sampler that engines cannot host (`refusal`), or a model without a mask.
+    """
+
+    def __init__(self, sampler: str | Sampler, facts: ModelFacts, device: str | torch.device = "cpu"):
+        method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
+        if not isinstance(method, Sampler):
+            raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+        why = refusal(method)
+        if why is not None or not isinstance(method, MaskedSampler):
+            raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
+        if not isinstance(facts, ModelFacts):
+            raise TypeError(f"facts={shown(facts)} must be paradec.core.facts.ModelFacts")
+        if facts.mask_token_id is None or facts.topology not in ("bidirectional", "block_causal"):
+            raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
+        if facts.prompt_aligned:
+            raise ValueError(
+                f"{facts.name} counts its blocks from the end of the prompt, and engines count theirs from position 0; "
+                "use paradec.generate"
+            )
+        self.sampler = method
+        self.facts, self.device = facts, torch.device(device)
+        self._answering = _Answering(facts, self.device)
+        self._rows: dict[Hashable, _Row] = {}
+        self._groups: list[Group] = []
+        self._gone: deque[Hashable] = deque()
+
+    def __contains__(self, key: Hashable) -> bool:
+        self._sweep()
+        return key in self._rows
+
+    def __len__(self) -> int:
+        self._sweep()
+        return len(self._rows)
+
+    def keys(self) -> list[Hashable]:
+        """The keys of the rows, in the order in which they were opened."""
+        self._sweep()
+        return list(self._rows)
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def open(self, key: Hashable, prompt_ids: Any, max_new_tokens: int, **fields: Any) -> None:
+        """Begin a row.
+
+        Args:
+            key: what the engine calls it; of no row that is open.
+            prompt_ids: ids, a sequence or [L] int64. Mask ids among them are holes to fill.
+            max_new_tokens: masks behind it, at least 0.
+            fields: of `paradec.Request`, those in `FIELDS`, with its defaults.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, or one that no hosted row can have; nothing is opened.
+        """
+        self._sweep()
+        if key in self._rows:
+            raise ValueError(f"key={shown(key)} is open already; close it first")
+        for name in fields:
+            if name in DEFAULTS and name not in FIELDS:
+                raise ValueError(
+                    f"{name}={shown(fields[name])} has no meaning for a row inside an engine: leave it out"
+                )
+            if name not in FIELDS:
+                raise TypeError(unknown("argument", name, FIELDS))
+        if isinstance(prompt_ids, (str, bytes, Mapping)):
+            raise TypeError(f"prompt_ids={shown(prompt_ids)} must be token ids")
+        check_int("max_new_tokens", max_new_tokens, low=0)
+        request = Request(sampler=self.sampler, max_new_tokens=max_new_tokens, **fields)
+        with _plain():
+            state = self.sampler.start(self._answering, prompt_ids, request)
+        if state.batch != 1:
+            raise ValueError(f"prompt_ids holds {state.batch} rows; open one at a time")
+        if state.early_rules:
+            raise ValueError(f"stop={shown(request.stop)} reads the logits behind the open block: engines have none")
+        unit = self.facts.block_unit
+        if (request.block_length or 1) > unit > 1:
+            raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
+        if why := state.fixed():
+            raise ValueError(f"this row cannot run in an engine: {why}")
+        self._enter(key, request, state)
+
+    def _enter(self, key: Hashable, request: Request, state: MaskedState) -> None:
+        """Give a row a slot among those that are stepped together: rows of alike requests."""
+        kind = {name: value for name, value in request.changes().items() if name not in OWN_MASKED}, state.blocks
+        group = next((group for group in self._groups if group.key == kind), None)
+        row = _Row(group or Group(kind, self.sampler, state, 0, self._answering, self._answering))
+        if group is None:
+            self._groups.append(row.group)
+        else:
+            with _plain():
+                group.make_room(MOST_ROWS, 0, max(group.width, state.extent(np.zeros(1, np.int64))))
+        with _plain():
+            row.group.enter(row, state, self._answering)  # type: ignore[arg-type] # a ticket elsewhere
+        self._rows[key] = row
+
+    def close(self, key: Hashable) -> None:
+        """Forget a row, whether it is done or not."""
+        self._leave(self._row(key))
+        del self._rows[key]
+
+    def discard(self, key: Hashable) -> None:
+        """`close` when there is time, if the row is still open. May be called from anywhere, a finalizer too."""
+        self._gone.append(key)
+
+    def _sweep(self) -> None:
+        """Close the rows that were discarded."""
+        while self._gone:
+            key = self._gone.popleft()
+            if key in self._rows:
+                self.close(key)
+
+    def _leave(self, row: _Row) -> None:
+        group, slot = row.group, row.slot
+        group.tickets[slot] = None
+        if not group.occupied:
+            self._groups.remove(group)
+            return
+        with _plain():
+            group.state.dismiss(np.array([slot]))
+            group.compact()
+
+    def remembered(self, key: Hashable) -> dict[str, Tensor]:
+        """What the sampler remembers of a row beyond its blocks, by name, each [1, ...]: for a row that goes on where
+        this one ends (`remember`). Empty for most samplers."""
+        state, slot = self._place(key)
+        kept = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
+        return {name: state.memory[name][slot : slot + 1].clone() for name in kept}
+
+    def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
+        """Begin a row with what another one `remembered`. Before its first step.
+
+        Raises:
+            ValueError: the row has been stepped, or the sampler remembers nothing of such a name or shape.
+        """
+        state, slot = self._place(key)
+        if state.row_step[slot]:
+            raise ValueError(f"key={shown(key)} has been stepped; what it remembers is its own")
+        for name, value in memory.items():
+            if name not in state.memory or state.memory[name][:1].shape != value.shape:
+                raise ValueError(f"sampler {self.sampler.name!r} remembers no {name!r} of shape {list(value.shape)}")
+        with _plain():
+            for name, value in memory.items():
+                state.memory.write(name, np.array([slot]), value.clone())
+
+    def state(self, key: Hashable) -> MaskedState:
+        """The sampler's own state of a row, to look at: of a row among several a copy."""
+        state, slot = self._place(key)
+        if state.batch == 1:
+            return state
+        with _plain():
+            alone = state.taken(np.array([slot]))
+            if not self._rows[key].done:
+                alone.let_run(np.zeros(1, np.int64))
+        return alone
+
+    def window(self, key: Hashable) -> tuple[int, Tensor]:
+        """What to evaluate next: the position of the open block's first token, and its tokens [W] int64 (a copy).
+
+        On a block-causal model it is the model's whole block: what was given of it stands in it, and masks at all that
+        is undecided.
+
+        Raises:
+            ValueError: the row is done.
+        """
+        state, slot = self._running(key)
+        start, stop = self._window(state, slot)
+        return start, state.canvas[slot, start:stop].clone()
+
+    def answer(self, key: Hashable) -> list[int]:
+        """The ids of the answer that are final: all of them once the row is done, its end token included."""
+        state, slot = self._place(key)
+        final = min(int(state.final(np.array([slot]))[0]), int(state.asked[slot]))
+        ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
+        return ids
+
+    def done(self, key: Hashable) -> bool:
+        """Whether a row has nothing left to decide."""
+        return self._row(key).done
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, logits: Mapping[Hashable, Tensor]) -> dict[Hashable, Stepped]:
+        """One step of some rows. Those of alike requests take it together.
+
+        Args:
+            logits: by key [W, V] of the row's `window`, any floating dtype: row i are those from which the token at
+                start + i is predicted. (A model that predicts "shifted" gives them one position to the left.) Not
+                written to.
+
+        Raises:
+            ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape; no row has
+                changed then.
+        """
+        self._sweep()
+        for key, given in logits.items():
+            self._check(key, given)
+        found: dict[Hashable, Stepped] = {}
+        with _plain():
+            for group in self._groups:
+                keys = {self._rows[key].slot: key for key in logits if self._rows[key].group is group}
+                stepped = self._together(group.state, {slot: logits[keys[slot]] for slot in sorted(keys)})
+                found |= {keys[slot]: each for slot, each in stepped.items()}
+                for slot, each in stepped.items():
+                    self._rows[keys[slot]].done = each.done
+        return {key: found[key] for key in logits}
+
+    def _check(self, key: Hashable, logits: Any) -> None:
+        start, stop = self._window(*self._running(key))
+        wanted = (stop - start, self.facts.vocab_size)
+        if not isinstance(logits, Tensor) or not logits.is_floating_point():
+            what = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+            raise TypeError(f"logits of key={shown(key)} are {what}; give a floating-point tensor {list(wanted)}")
+        if tuple(logits.shape) != wanted:
+            raise ValueError(f"logits of key={shown(key)} have shape {list(logits.shape)}, not {list(wanted)}")
+
+    def _together(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, Stepped]:
+        """One step of the slots for which there are logits [W, V], in ascending order."""
+        if not logits:
+            return {}
+        slots = list(logits)
+        windows = np.array([self._window(state, slot) for slot in slots])
+        columns = (
+            np.minimum(windows[:, :1] + np.arange((windows[:, 1] - windows[:, 0]).max()), windows[:, 1:] - 1)
+            + np.array(slots)[:, None] * state.canvas.shape[1]
+        )
+        places = torch.as_tensor(columns, device=state.canvas.device)
+        before, errors = (
+            state.canvas.take(places),
+            self._commit(state, logits, dict(zip(slots, windows[:, 0].tolist()))),
+        )
+        after = state.canvas.take(places)
+        changed = (before != after).any(1).tolist()
+        found = {}
+        for index, (slot, (start, stop)) in enumerate(zip(slots, windows.tolist(), strict=True)):
+            done = slot not in errors and not state.running[slot]
+            closed = done or int(state.block_start[slot]) >= stop
+            found[slot] = Stepped(after[index, : stop - start], changed[index], closed, done, errors.get(slot))
+        return found
+
+    def _commit(
+        self, state: MaskedState, logits: dict[int, Tensor], starts: dict[int, int]
+    ) -> dict[int, FloatingPointError]:
+        """Step and commit these slots; what has no finite logits stays as it is, and is what is returned."""
+        errors: dict[int, FloatingPointError] = {}
+        while left := [slot for slot in logits if slot not in errors]:
+            state.let_run(np.array(left))
+            for slot in left:
+                begin, stop = int(state.block_start[slot]), int(state.block_end[slot])
+                self._answering.logits[slot] = logits[slot][begin - starts[slot] : stop - starts[slot]]
+            try:
+                self.sampler.commit(state, self.sampler.step(self._answering, state))
+                break
+            except NotFinite as found:
+                for slot in found.rows.tolist():
+                    step = int(state.row_step[slot])
+                    errors[slot] = FloatingPointError(f"the model returned NaN or infinite logits at its step {step}")
+            finally:
+                self._answering.logits = {}
+        return errors
+
+    def _row(self, key: Hashable) -> _Row:
+        if key not in self._rows:
+            raise ValueError(f"key={shown(key)} is not open; {len(self._rows)} rows are")
+        return self._rows[key]
+
+    def _place(self, key: Hashable) -> tuple[MaskedState, int]:
+        """The state that has a row, and the row's number in it."""
+        row = self._row(key)
+        return row.group.state, row.slot
+
+    def _running(self, key: Hashable) -> tuple[MaskedState, int]:
+        if self._row(key).done:
+            raise ValueError(f"key={shown(key)} is done; its answer is whole")
+        return self._place(key)
+
+    def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
+        """The first position of the engine's block, and the one behind it."""
+        unit, longest = self.facts.block_unit, self.facts.max_length
+        stop = -(-int(state.block_end[slot]) // unit) * unit
+        if longest is not None:  # where a model's last block is cut off
+            stop = min(stop, longest)
+        return int(state.block_start[slot]) // unit * unit, stop
+
+
+@dataclass(eq=False)
+class _Row:
+    """One row: the state that it shares with others of its kind."""
+
+    group: Group
+    done: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Its number in the state."""
+        return self.group.tickets.index(self)  # type: ignore[arg-type] # what holds a slot is a ticket elsewhere
+
+
+class _Answering:
+    """Stands where the sampler expects a model: the engine has evaluated it, and what it answered of the open blocks is
+    `logits`, by row [W, V]."""
+
+    tokenizer = None
+    kind = "hosted"
+    pads = True
+    supports_store = False
+    supports_visibility = False
+    default_max_new_tokens = 0
+    default_block_length = None
+
+    def __init__(self, facts: ModelFacts, device: torch.device):
+        self.facts, self.device = facts, device
+        self.logits: dict[int, Tensor] = {}
+
+    def __call__(self, query: Query) -> Tensor:
+        """[N, W, V], a copy: the sampler writes to what it is given. Behind a shorter block stands nothing."""
+        assert query.wanted is not None  # a sampler that wants more is not hosted
+        parts, width = [self.logits[row] for row in query.rows.tolist()], query.wanted.shape[1]
+        if all(len(part) == width for part in parts):
+            return torch.stack(parts)
+        return torch.stack([pad(part, (0, 0, 0, width - len(part))) for part in parts])
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Neither gradients nor inference tensors: a row may be stepped under either, and go on under the other."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

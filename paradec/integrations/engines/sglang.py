@@ -1,0 +1,334 @@
+"""paradec's masked samplers as diffusion algorithms of SGLang: `--dllm-algorithm ParadecThreshold`.
+
+SGLang asks an algorithm for one step at a time: the open blocks of its requests, their logits, and which blocks are
+final. It loads this file by the entry point group "sglang.srt.plugins"; nothing here needs SGLang to be imported.
+Written for SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec import samplers
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import MemorySpec
+from paradec.core.registry import unknown
+from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
+from paradec.request import Request
+from paradec.samplers.masked.base import MaskedSampler
+
+PREFIX = "Paradec"
+"""Comes before a sampler's class name in SGLang's list of algorithms."""
+REQUEST = (
+    *("block_length", "steps", "temperature", "top_p", "top_k", "top_n_sigma", "seed"),
+    *("logits_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
+)
+"""Keys of the configuration that are fields of `paradec.Request`."""
+FACTS = {"eos_token_ids": (), "model_name": "model"}
+"""Keys that say about the model what SGLang does not tell an algorithm, with their defaults."""
+ENGINE = ("block_size", "capture_input_preparation")
+"""Keys that SGLang reads itself."""
+IGNORED = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "min_p": 0.0,
+    "logit_bias": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+"""Sampling parameters of a request that no algorithm here reads, with the values that ask for nothing."""
+MOST_BETWEEN = 65536
+"""Requests of which something is kept from block to block; of more, those that waited longest begin anew."""
+
+log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Add the algorithms to SGLang's list. Its entry point: called in each of its processes before it reads its
+    arguments."""
+    from sglang.srt.dllm.algorithm import algo_name_to_cls
+    from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+
+    for name, algorithm in algorithms(DllmAlgorithm).items():
+        algo_name_to_cls.setdefault(name, algorithm)
+
+
+def algorithms(base: type) -> dict[str, type]:
+    """A subclass of SGLang's `DllmAlgorithm` (`base`) for every masked sampler of text, those of other packages too, by
+    name; and "ParadecCombination", which joins several (`combination: credit+localleap`).
+
+    Samplers that cannot run inside an engine are among them: one that is asked for says why, when it is made.
+    """
+    found = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
+    for name in samplers.names():
+        try:
+            kind = samplers.get(name)
+        except ImportError as error:  # of another package
+            log.warning("%s", error)
+            continue
+        if issubclass(kind, MaskedSampler) and "text" in kind.models:
+            found[PREFIX + kind.__name__] = _algorithm(PREFIX + kind.__name__, name, base)
+    return found
+
+
+def _algorithm(name: str, sampler: str | None, base: type) -> type:
+    return type(name, (BlockSteps, base), {"sampler_name": sampler, "__module__": __name__})
+
+
+class BlockSteps:
+    """What SGLang calls of an algorithm, for any sampler; its loops are those of the base that stands behind this one.
+
+    A block is a row of its own: the prompt's tokens in it are given, the masks behind them are to be filled. It is
+    final where the sampler's row is done. SGLang keeps the keys and values of the forward that says so, so that is the
+    first one that evaluates the tokens as they stay: the step that changes nothing, or one forward more.
+
+    Args:
+        config: SGLang's `DllmConfig`: block_size, mask_id, algorithm_config (the YAML file as a mapping).
+
+    Raises:
+        ValueError: a sampler that engines cannot host, a key that nothing knows, a value out of its range, or a model
+            without a mask.
+    """
+
+    sampler_name: ClassVar[str | None]
+    """In the registry; None makes the combination that the configuration names."""
+    block_size: int
+    mask_id: int
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # type: ignore[call-arg]
+        given = {} if config.algorithm_config is None else config.algorithm_config
+        if not isinstance(given, Mapping):
+            raise ValueError(f"the configuration of {type(self).__name__} must be a mapping, not {shown(given)}")
+        if self.mask_id < 0:
+            raise ValueError(
+                f"{type(self).__name__} fills masks, and mask_id={self.mask_id}: this model decodes canvases of noise"
+            )
+        self.sampler = self._sampler(given)
+        if why := refusal(self.sampler):
+            raise ValueError(f"sampler {self.sampler.name!r} cannot run inside SGLang: {why}; use paradec.generate")
+        self.fields = {name: given[name] for name in REQUEST if name in given}
+        self.fields.setdefault("seed", 0)  # the same in all processes of a tensor-parallel group
+        check_int("seed", self.fields["seed"], low=0, high=2**63 - 1)
+        Request(sampler=self.sampler, **self.fields)  # refuses what is out of its range
+        self._check_steps()
+        self.ends = _ids(given.get("eos_token_ids", FACTS["eos_token_ids"]))
+        self.model_name = given.get("model_name", FACTS["model_name"])
+        if not isinstance(self.model_name, str):
+            raise ValueError(f"model_name={shown(self.model_name)} must be text")
+        self._hosted: Hosted | None = None
+        self._opened = 0
+        specs = self.sampler.memory().values()
+        self._remembers = any(isinstance(spec, MemorySpec) and spec.reset == "sequence" for spec in specs)
+        self._between: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
+        """By request: where its next block begins, and what the sampler remembers of the blocks before."""
+
+    def _sampler(self, given: Mapping[str, Any]) -> Any:
+        """The sampler with the settings among the keys of the configuration."""
+        name = self.sampler_name
+        if name is None:
+            allowed = {"combination"}
+        else:
+            allowed = {"preset", *samplers.get(name).settings()}
+        for key in given:
+            if key not in allowed and key not in (*REQUEST, *FACTS, *ENGINE):
+                raise ValueError(unknown(f"key for {type(self).__name__}", key, [*allowed, *REQUEST, *FACTS]))
+        settings = {key: given[key] for key in given if key in allowed}
+        if name is not None:
+            return samplers.create(name, **settings)
+        if not isinstance(settings.get("combination"), str):
+            raise ValueError(f"combination={shown(settings.get('combination'))} must be text, e.g. 'credit+localleap'")
+        return samplers.create(settings["combination"])
+
+    def _check_steps(self) -> None:
+        """Raise ValueError unless block_length divides the engine's block, and steps can be spread over the parts."""
+        length, steps = self.fields.get("block_length"), self.fields.get("steps")
+        if self.block_size % (length or self.block_size):
+            raise ValueError(f"block_length={length} must divide the engine's block of {self.block_size}")
+        self.parts = self.block_size // (length or self.block_size)
+        if steps is None:
+            return
+        if not self.sampler.uses_steps:
+            raise ValueError(f"steps={steps} has no effect: sampler {self.sampler.name!r} has no schedule")
+        if steps % self.parts:
+            raise ValueError(f"steps={steps} must be a multiple of the parts of a block ({self.parts})")
+
+    # ---- what SGLang calls ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def validate_request(cls, req: Any) -> str | None:
+        """Why a request cannot be served as it asks; None where it can. Temperature, top_p and top_k of requests are
+        not read: the configuration says them, as for SGLang's own algorithms."""
+        asked = req.sampling_params
+        ignored = [name for name, idle in IGNORED.items() if (getattr(asked, name, idle) or idle) != idle]
+        ignored += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
+        return f"{cls.__name__} does not read {', '.join(ignored)}" if ignored else None
+
+    def init_step_state(self, forward_batch: Any) -> list[Any]:
+        """A fresh block for each row; it is opened at its first step, when its logits are there."""
+        return [_Block() for _ in range(forward_batch.batch_size)]
+
+    def max_steps(self, block_size: int) -> int:
+        """The most steps that a block takes, and the one that finds it final."""
+        part = block_size // self.parts
+        most = part
+        if self.sampler.revises:
+            most = int(self.sampler.most_steps(np.array([part]))[0])
+        elif self.sampler.may_wait:
+            most = max(part, (self.fields.get("steps") or 0) // self.parts)
+        return most * self.parts + 1
+
+    def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
+        """One step of every block, written to `forward_batch.input_ids`; which of them are final, and evaluated so.
+
+        Raises:
+            FloatingPointError: logits that are not finite, with the request's name.
+        """
+        size = self.block_size
+        ids = forward_batch.input_ids.view(-1, size)
+        logits = full_logits.view(len(states), size, -1)
+        hosted = self._host(logits)
+        now = ids.tolist()
+        given = self._given(forward_batch, now)
+        for index, block in enumerate(states):
+            if block.tokens is not None and block.tokens != now[index]:
+                block.forget()  # the engine has begun it anew
+            if block.tokens is None:
+                self._open(hosted, block, forward_batch, index, now[index], given[index])
+        stepping = {block.key: index for index, block in enumerate(states) if not block.final}
+        done = [block.final for block in states]
+        found = hosted.step({key: logits[index] for key, index in stepping.items()})
+        for key, each in found.items():
+            if each.error is not None:
+                for block in states:
+                    block.forget()  # nothing is written: whoever goes on begins with what stands there
+                name, start = self._place(forward_batch, stepping[key])
+                raise FloatingPointError(f"{each.error}: request {name!r}, block at position {start}")
+        written = ids
+        if found:
+            rows = torch.tensor(list(stepping.values()), device=ids.device)
+            written = ids.index_copy(0, rows, torch.stack([each.tokens for each in found.values()]).to(ids.dtype))
+            if forward_batch.dllm_prompt_mask is not None:  # a mask that the prompt spells out stays one
+                written = torch.where(forward_batch.dllm_prompt_mask.view(-1, size), ids, written)
+            now = written.tolist()
+        for key, index in stepping.items():
+            self._after(hosted, states[index], found[key], forward_batch, index)
+            states[index].tokens = now[index]
+            done[index] = states[index].final and not found[key].changed
+        # in place: CUDA graphs hold this tensor
+        forward_batch.input_ids.copy_(written.reshape(-1))
+        return done
+
+    # ---- blocks -----------------------------------------------------------------------------------------------------
+
+    def _host(self, logits: Tensor) -> Hosted:
+        """The rows, for a model of which the first logits have come."""
+        if self._hosted is None:
+            facts = ModelFacts(
+                vocab_size=logits.shape[-1],
+                mask_token_id=self.mask_id,
+                eos_token_ids=self.ends,
+                topology="block_causal",
+                block_length=self.block_size,
+                name=self.model_name,
+            )
+            self._hosted = Hosted(self.sampler, facts, logits.device)
+        return self._hosted
+
+    def _given(self, forward_batch: Any, ids: list[list[int]]) -> list[list[bool]]:
+        """What is not to be decided of each block, where one begins now."""
+        mask = forward_batch.dllm_prompt_mask
+        if mask is not None:
+            found: list[list[bool]] = mask.view(-1, self.block_size).tolist()
+            return [[a or b != self.mask_id for a, b in zip(*row)] for row in zip(found, ids)]
+        return [[token != self.mask_id for token in row] for row in ids]
+
+    def _open(
+        self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], given: list[bool]
+    ) -> None:
+        """Begin a block of ids [W] of which `given` [W] stays; without anything else it is final as it is."""
+        block.tokens = ids
+        if all(given):
+            block.final = True
+            return
+        name, start = self._place(forward_batch, index)
+        filler = hosted.facts.fill_token_id  # for masks that the prompt spells out
+        prompt = [filler if kept and token == self.mask_id else token for token, kept in zip(ids, given)]
+        text = f"{self.fields['seed']} {start} {name}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        before = self._between.pop(name, None)
+        fields = self.fields | {"seed": seed}
+        if "steps" in fields:  # the prompt may reach into the block's later parts
+            fields["steps"] = fields["steps"] // self.parts * (self.parts - sum(given) * self.parts // self.block_size)
+        self._opened += 1
+        block.key = self._opened
+        hosted.open(block.key, prompt, 0, **fields)
+        # a request that is taken back leaves its block to the garbage collector, and nobody else hears of it
+        block.release = weakref.finalize(block, hosted.discard, block.key)
+        block.release.atexit = False
+        if before is not None and before[0] == start:
+            hosted.remember(block.key, before[1])
+
+    def _after(self, hosted: Hosted, block: _Block, stepped: Stepped, forward_batch: Any, index: int) -> None:
+        """What a step leaves of a block."""
+        if not stepped.done:
+            return
+        block.final = True
+        if self._remembers:
+            name, start = self._place(forward_batch, index)
+            self._between[name] = start + self.block_size, hosted.remembered(block.key)
+            if len(self._between) > MOST_BETWEEN:
+                self._between.popitem(last=False)
+        block.close()
+
+    def _place(self, forward_batch: Any, index: int) -> tuple[str, int]:
+        """The request's name, and the position of its block; where SGLang says neither, "" and 0."""
+        names, positions = getattr(forward_batch, "rids", None), getattr(forward_batch, "positions", None)
+        name = "" if names is None else str(names[index])
+        return name, 0 if positions is None else int(positions[index * self.block_size])
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """One id or several, as a tuple."""
+    found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for token in found:
+        check_int("eos_token_ids", token, low=0)
+    return found
+
+
+@dataclass(eq=False)
+class _Block:
+    """What SGLang carries of a row from step to step of one block."""
+
+    key: int | None = None
+    """Of the hosted row; None where there is none."""
+    tokens: list[int] | None = None
+    """[W], as the last step left them; None before the first."""
+    final: bool = False
+    release: Any = None
+
+    def close(self) -> None:
+        """Let the hosted row go."""
+        if self.release is not None:
+            self.release()
+            self.release, self.key = None, None
+
+    def forget(self) -> None:
+        """Be a fresh block."""
+        self.close()
+        self.tokens, self.final = None, False

@@ -1,0 +1,150 @@
+"""Inputs and attention of a forward, for vLLM's second model runner.
+
+Attention is block-causal. vLLM's attention has one flag for each request, causal or not, so a prompt of several blocks
+is given to it as that many requests: each sees itself, and what stands in the pages before it, which every layer writes
+before it reads. Positions, slots of the pages and tokens stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from paradec.integrations.engines.vllm.pieces import pieces_of
+from paradec.integrations.engines.vllm.sampler import BlockSampler
+from paradec.integrations.engines.vllm.settings import settings_of
+from paradec.integrations.engines.vllm.slots import Slot, served_by
+
+
+class BlockModelState(DefaultModelState):
+    """See the module. vLLM asks the model class for it (`models.py`)."""
+
+    supports_prompt_embeds = False
+    num_new_sampled_tokens_per_step = 0
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device):
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.served = served_by(self.model_config)
+        self.slots: dict[int, Slot | None] = {}
+        """By vLLM's slot numbers; None is a request that could not be begun."""
+        self.numbers: dict[str, int] = {}
+        """Slot numbers by request."""
+        self.shifts = bool(self.served.facts.shift)
+        if self.shifts:
+            model.make_left(self.max_num_reqs, self.max_num_tokens, device)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """The sampler in place of vLLM's; nothing is verified or rejected behind it."""
+        mask, width = self.served.facts.mask_id, self.served.block
+        return BlockSampler(sampler, self.slots, width, mask, self.shifts, SamplerOutput), None
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """Begin a request, or go on with one that vLLM had taken out for a while."""
+        name = new_req_data.req_id
+        self.numbers[name] = req_index
+        tokens, prompt = list(new_req_data.prefill_token_ids), list(new_req_data.prompt_token_ids or ())
+        self.slots[req_index] = None
+        try:
+            settings = settings_of(new_req_data.sampling_params, self.served.defaults, name)
+            hosted = self.served.opened(prompt, settings, tokens[len(prompt) :], self.device)
+        except (ValueError, TypeError):
+            return  # the scheduler says why (`BlockScheduler`)
+        self.slots[req_index] = Slot(self.served, hosted, len(tokens))
+
+    def remove_request(self, req_id: str) -> None:
+        """Forget a request that has ended, was aborted or was taken out."""
+        super().remove_request(req_id)
+        number = self.numbers.pop(req_id, None)
+        if number is not None:
+            self.slots.pop(number, None)
+
+    # ---- a forward --------------------------------------------------------------------------------------------------
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """For models that predict shifted: which hidden state stands left of each position."""
+        found = super().prepare_inputs(input_batch, req_states)
+        if self.shifts:
+            self._say_left(input_batch)
+        return found
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        if self.shifts:
+            self.model.left.say(np.arange(num_tokens), {}, num_tokens)
+        return super().prepare_dummy_inputs(num_reqs, num_tokens)
+
+    def _say_left(self, input_batch: Any) -> None:
+        count, total = input_batch.num_reqs, input_batch.num_tokens_after_padding
+        begins = input_batch.query_start_loc_np[: count + 1]
+        source = np.arange(-1, total - 1)
+        kept = {}
+        for index, number in enumerate(input_batch.idx_mapping_np[:count].tolist()):
+            slot = self.slots.get(number)
+            source[begins[index]] = total + number
+            computed = int(input_batch.num_computed_tokens_np[index])
+            end = computed + int(begins[index + 1] - begins[index])
+            # a prompt's tail is evaluated again with its canvas
+            if slot is not None and (slot.storing or end <= slot.begin) and end % self.served.block == 0:
+                kept[number] = int(begins[index + 1]) - 1
+            elif slot is not None and computed < slot.begin < end:
+                kept[number] = int(begins[index]) + slot.begin - computed - 1
+        self.model.left.say(source, kept, total)
+
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: Any,
+        block_tables: Any,
+        slot_mappings: Any,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """The attention's description of the batch, one request for each block of it."""
+        from vllm.config.compilation import CUDAGraphMode
+
+        padded = cudagraph_mode == CUDAGraphMode.FULL
+        count = input_batch.num_reqs_after_padding if padded else input_batch.num_reqs
+        tokens = input_batch.num_tokens_after_padding if padded else input_batch.num_tokens
+        begins = input_batch.query_start_loc_np[: count + 1]
+        seq_lens, upper = input_batch.seq_lens, input_batch.seq_lens_cpu_upper_bound
+        begins_on_device, longest = input_batch.query_start_loc[: count + 1], int(np.diff(begins).max())
+        if longest > self.served.block and self._all_known(input_batch):
+            rows, begins, ends = pieces_of(begins, input_batch.num_computed_tokens_np, self.served.block)
+            count, longest = len(rows), int(np.diff(begins).max())
+            index = torch.as_tensor(rows, device=self.device)
+            block_tables = [table[index] for table in block_tables]
+            upper = torch.as_tensor(ends, dtype=torch.int32)
+            seq_lens = upper.to(self.device)
+            begins_on_device = torch.as_tensor(begins, dtype=torch.int32, device=self.device)
+        found: dict[str, Any] = build_attn_metadata(
+            attn_groups=attn_groups,
+            num_reqs=count,
+            num_tokens=tokens,
+            query_start_loc_gpu=begins_on_device,
+            query_start_loc_cpu=torch.as_tensor(begins, dtype=torch.int32),
+            max_query_len=longest,
+            seq_lens=seq_lens,
+            max_seq_len=self.max_model_len if for_capture or upper is None else int(upper[:count].max()),
+            block_tables=block_tables,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            seq_lens_cpu_upper_bound=upper,
+            positions=input_batch.positions,
+            for_cudagraph_capture=for_capture,
+            causal=False,
+            ubatch_idx=ubatch_idx,
+        )
+        return found
+
+    def _all_known(self, input_batch: Any) -> bool:
+        """Whether these are requests, and no batch by which vLLM measures its memory."""
+        numbers = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
+        return all(number in self.slots for number in numbers) and len(self.numbers) > 0

@@ -1,0 +1,84 @@
+"""vLLM's own model classes under the architecture names of the checkpoints, with the model state of this package.
+
+Names of weights are brought to vLLM's where the published ones differ (LLaDA2). Fast-dLLM v2 predicts shifted: `Left`
+turns that into logits in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.glm4_moe import Glm4MoeForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+from paradec.integrations.engines.vllm.left import Left
+from paradec.models.checkpoint import published_to_own
+from paradec.models.text.llada2 import FUSED, KEY_MAPPING
+
+
+class _InBlocks:
+    """What the four have in common."""
+
+    @staticmethod
+    def get_model_state_cls() -> Any:
+        """vLLM asks for it once the model is loaded."""
+        from paradec.integrations.engines.vllm.model_state import BlockModelState
+
+        return BlockModelState
+
+
+class SDAR(_InBlocks, Qwen3ForCausalLM):
+    """SDAR and TraDo."""
+
+
+class SDARMoe(_InBlocks, Qwen3MoeForCausalLM):
+    """SDAR's mixtures of experts."""
+
+
+class LLaDA2(_InBlocks, Glm4MoeForCausalLM):
+    """LLaDA2.0 and 2.1."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Read the published files: other names, and one matrix for queries, keys and values."""
+        config: Any = self.config
+        width = config.head_dim
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        found: set[str] = super().load_weights(_of_glm(weights, [count * width for count in heads]))
+        return found
+
+
+def _of_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """LLaDA2's weights under Glm4Moe's names. rows: of queries, keys and values."""
+    for published, tensor in weights:
+        name = published_to_own(published, KEY_MAPPING)
+        for whole, parts in FUSED.items():
+            if name.endswith(whole):
+                for part, piece in zip(parts, tensor.split(rows), strict=True):
+                    yield name.removesuffix(whole) + part, piece
+                break
+        else:
+            yield name, tensor
+
+
+class FastDLLM(_InBlocks, Qwen2ForCausalLM):
+    """Fast-dLLM v2."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.left: Left | None = None
+
+    def make_left(self, requests: int, tokens: int, device: torch.device) -> None:
+        """Make the buffers, once the model is loaded."""
+        config: Any = self.config
+        dtype = next(self.parameters()).dtype
+        self.left = Left(requests, tokens, config.hidden_size, dtype, device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states [N, D] of the left neighbours."""
+        hidden = super().forward(*args, **kwargs)
+        return hidden if self.left is None else self.left(hidden)

@@ -1,0 +1,97 @@
+"""What becomes of the logits of a vLLM step: the object that takes the place of vLLM's sampler.
+
+It writes the next canvas of each request to `draft_tokens`, from where vLLM forwards it, and says how many tokens of a
+request became final (`num_sampled`), and how many of those that were evaluated must be evaluated again
+(`num_rejected`). Imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.integrations.engines.vllm.slots import Slot
+
+NO_PENALTIES = SimpleNamespace(output_bin_counts=None)
+"""vLLM reads this of a sampler; None says that there is no bookkeeping."""
+
+
+class BlockSampler:
+    """A step of all rows of a batch.
+
+    Args:
+        base: vLLM's own sampler, for its buffers of requests.
+        slots: the requests of the engine by vLLM's slot numbers; None is one that could not be begun.
+        width: W, positions of a canvas. mask: what stands for a request that has failed.
+        again: see `Slot.step`.
+        output: vLLM's `SamplerOutput`.
+    """
+
+    compute_nans = False
+
+    def __init__(
+        self,
+        base: Any,
+        slots: Mapping[int, Slot | None],
+        width: int,
+        mask: int,
+        again: bool,
+        output: Callable[..., Any],
+    ):
+        self.sampling_states, self.req_states = base.sampling_states, base.req_states
+        self.slots, self.width, self.mask, self.again, self.output = slots, width, mask, again, output
+
+    @property
+    def penalties_state(self) -> Any:
+        """None of them are served."""
+        return NO_PENALTIES
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """The model state has begun the request already."""
+        self.sampling_states.add_request(req_idx, sampling_params)
+
+    def apply_staged_writes(self) -> None:
+        """As vLLM's own."""
+        self.sampling_states.apply_staged_writes()
+
+    def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None) -> Any:
+        """One step. logits: [N, V], of the canvases alone, one behind the other in the order of the batch."""
+        count = input_batch.num_reqs
+        begins = np.zeros(count + 1, np.int64) if input_batch.num_draft_tokens == 0 else input_batch.cu_num_logits_np
+        evaluated = np.diff(input_batch.query_start_loc_np[: count + 1])
+        sampled = np.zeros((count, self.width), np.int64)
+        numbers, rejected = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        for index, number in enumerate(input_batch.idx_mapping_np[:count].tolist()):
+            if number not in self.slots:
+                continue  # vLLM measures its memory
+            slot = self.slots[number]
+            first, last = int(begins[index]), int(begins[index + 1])
+            if first == last:
+                known = int(input_batch.prefill_len_np[index])
+                done = int(input_batch.num_computed_tokens_np[index] + evaluated[index])
+                if done < known:
+                    continue
+                tokens: list[int] = [self.mask] if slot is None else []
+                rejected[index] = 0 if slot is None else done - slot.begin
+            elif slot is None:
+                tokens = [self.mask]
+            else:
+                tokens = slot.step(logits[first:last], self.again)
+                rejected[index] = 0 if tokens else evaluated[index]
+            sampled[index, : len(tokens)], numbers[index] = tokens, len(tokens)
+            if slot is not None and not slot.failed:
+                canvas = slot.canvas()
+                self.req_states.draft_tokens[number, : len(canvas)] = canvas
+        device = self.req_states.draft_tokens.device
+        return self.output(
+            sampled_token_ids=torch.as_tensor(sampled, device=device),
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=torch.as_tensor(numbers, device=device),
+            num_rejected=torch.as_tensor(rejected, device=device),
+        )

@@ -1,0 +1,72 @@
+"""vLLM's scheduler for models whose blocks count from the prompt's first token.
+
+Three things differ from its own. Prompts are evaluated in chunks of whole blocks, since the tokens of a block see each
+other. A prompt that ends within a block has its tail evaluated again with every step of the first canvas, which is the
+rest of that block: `num_computed_tokens` always stands at the beginning of a block. And a canvas is scheduled whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.core.sched.diffusion_scheduler import DiffusionScheduler
+from vllm.v1.request import RequestStatus
+
+from paradec.integrations.engines.vllm import slots
+
+logger = logging.getLogger("vllm.plugins.paradec")
+
+
+class BlockScheduler(DiffusionScheduler):
+    """See the module. Made by vLLM for the models of this package (`registration.EngineConfig`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.served = slots.served_by(self.vllm_config.model_config)
+        page = self.cache_config.block_size
+        if self.cache_config.enable_prefix_caching and page % self.served.block:
+            raise ValueError(
+                f"prefix caching takes pages of whole blocks, and {page} is no multiple of {self.served.block}: give "
+                "--block-size a multiple, or --no-enable-prefix-caching"
+            )
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """How many tokens are evaluated, at most `num_new_tokens`: vLLM asks before it schedules any."""
+        new = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        end, block = num_computed_tokens + new, self.served.block
+        known = request.num_tokens + len(request.spec_token_ids)
+        if end % block == 0 or end == known or end >= self.max_model_len:
+            return new
+        return max(0, end - end % block - num_computed_tokens)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As vLLM does; then requests stand at the beginning of a block again."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(name)
+            if request is not None and not request.is_finished():
+                request.num_computed_tokens -= request.num_computed_tokens % self.served.block
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """The next canvas is the rest of the block, which is shorter than the others behind a prompt's tail."""
+        for index, name in enumerate(draft_token_ids.req_ids):
+            if (request := self.requests.get(name)) is not None:
+                stop = request.num_computed_tokens + self.served.block
+                del draft_token_ids.draft_token_ids[index][max(0, stop - request.num_tokens) :]
+        super().update_draft_token_ids(draft_token_ids)
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """A mask, which no sampler proposes, stands for a request that could not be begun: it ends with an error."""
+        if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
+            request.status = RequestStatus.FINISHED_ERROR
+            request.stop_reason = self.served.refusal(request.prompt_token_ids, request.sampling_params)
+            logger.error("request %s: %s", request.request_id, request.stop_reason)
+            new_token_ids.clear()
+            return new_token_ids, True
+        found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return found

@@ -1,0 +1,127 @@
+"""What a request says to its sampler: `SamplingParams.extra_args["paradec"]`, over HTTP `vllm_xargs`.
+
+It is a mapping of the fields of `paradec.Request` that a row inside an engine can have, or the same as JSON text, since
+`vllm_xargs` holds no mappings. "sampler" is a name, or a mapping of the name and settings, as presets have it. One more
+name is for infilling: "template". Names that a request leaves out are the server's: those of
+`--hf-overrides '{"paradec": ...}'`, then of the environment variable PARADEC_VLLM, both of the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paradec import samplers
+from paradec.core.checks import LARGEST_INT64, check_int, shown
+from paradec.core.protocol import Sampler
+from paradec.core.registry import unknown
+from paradec.integrations.engines.hosted import FIELDS
+from paradec.request import Request
+
+KEY = "paradec"
+VARIABLE = "PARADEC_VLLM"
+ELSEWHERE = {"max_new_tokens": "max_tokens of the request", "stop": "a rule made in Python, with paradec.generate"}
+"""Fields that a request cannot give here, and what serves instead."""
+NAMES = ("sampler", "template", *(name for name in FIELDS if name not in ELSEWHERE))
+PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a request says, as the fields that a row is opened with."""
+
+    sampler: Sampler
+    template: tuple[int, ...]
+    """Ids that the answer begins with; masks among them are filled, everything else stays."""
+    max_new_tokens: int
+    """Masks behind the template."""
+    fields: dict[str, Any]
+    """Of `paradec.Request`."""
+    stop_ids: tuple[int, ...]
+    """What ends the answer for vLLM."""
+
+
+def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_id: str = "") -> Settings:
+    """The settings of a request.
+
+    Args:
+        params: vLLM's `SamplingParams`. defaults: those of the server (`server_defaults`).
+        request_id: what random numbers follow where a request that draws gives no seed: equal in all processes.
+
+    Raises:
+        ValueError, TypeError: an unknown name, or a value out of its range; the message names it.
+    """
+    for name, neutral in PENALTIES.items():
+        if getattr(params, name) != neutral:
+            raise ValueError(f"{name}={getattr(params, name)} is not served for diffusion models: leave it out")
+    for name in LOGPROBS:
+        if getattr(params, name, None) is not None:
+            raise ValueError(f"{name}={shown(getattr(params, name))} is not served here: leave it out")
+    plain: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
+    plain |= {"top_k": params.top_k} if params.top_k > 0 else {}
+    said = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
+    template = _template(said.pop("template", ()))
+    longest = params.max_tokens
+    if longest is not None and len(template) > longest:
+        raise ValueError(f"template holds {len(template)} tokens, more than max_tokens={longest}")
+    sampler = said.pop("sampler", "threshold")
+    method: Any = samplers.registry.from_dict(sampler) if isinstance(sampler, Mapping) else samplers.create(sampler)
+    if params.ignore_eos:
+        said["eos_early_stop"] = bool(params.stop_token_ids)
+    fields = Request(sampler=method, **said)  # checks them
+    if fields.temperature > 0 and fields.seed is None:
+        said["seed"] = _number(request_id)
+    check_int("seed", said.get("seed"), low=0, high=LARGEST_INT64, none=True)
+    own_end = None if params.ignore_eos else params.eos_token_id
+    ends = {*(params.stop_token_ids or ()), *(() if own_end is None else (own_end,))}
+    new = 0 if longest is None else longest - len(template)
+    return Settings(method, template, new, said, tuple(sorted(ends)))
+
+
+def server_defaults(hf_config: Any = None) -> dict[str, Any]:
+    """What the server says for requests that do not.
+
+    Raises:
+        ValueError, TypeError: no such form, or an unknown name.
+    """
+    found = _mapping(os.environ.get(VARIABLE) or None, VARIABLE)
+    return found | _mapping(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
+
+
+def _mapping(value: Any, place: str) -> dict[str, Any]:
+    """What stands in one place, by name."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place}={shown(value)} is no JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{place}={shown(value)} must be a mapping, or JSON text of one")
+    for name in value:
+        if name in ELSEWHERE:
+            raise ValueError(f"{place}: {name} is not given here, but by {ELSEWHERE[name]}")
+        if name not in NAMES:
+            raise TypeError(f"{place}: {unknown('name', name, NAMES)}")
+    return dict(value)
+
+
+def _template(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise TypeError(f"template={shown(value)} must be token ids")
+    ids = tuple(value)
+    for entry in ids:
+        check_int("template", entry, low=0)
+    return ids
+
+
+def _number(text: str) -> int:
+    """A seed that follows from a text alone."""
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

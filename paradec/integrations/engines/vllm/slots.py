@@ -1,0 +1,157 @@
+"""A request inside vLLM: its row, and which block of it the engine is at. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.facts import ModelFacts
+from paradec.integrations.engines.hosted import Hosted
+from paradec.integrations.engines.vllm.settings import Settings, server_defaults, settings_of
+
+ROW = 0
+"""A slot's row has one state, under this key."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of an engine, and what its server says for requests."""
+
+    facts: ModelFacts
+    defaults: dict[str, Any]
+
+    @property
+    def block(self) -> int:
+        """Positions of a block, which is vLLM's canvas."""
+        return self.facts.block_unit
+
+    def opened(
+        self, prompt: Sequence[int], settings: Settings, written: Sequence[int] = (), device: Any = "cpu"
+    ) -> Hosted:
+        """The row of a request. written: what of its answer stands already, where vLLM had taken it out for a while.
+
+        Raises:
+            ValueError, TypeError: what this model, or this prompt, cannot have.
+        """
+        facts = self.facts
+        if facts.mask_id in prompt:
+            raise ValueError(
+                f"the prompt holds the mask id {facts.mask_id}, and vLLM never writes to a prompt: begin the answer "
+                "with a template instead"
+            )
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        ends = tuple(end for end in settings.stop_ids if end != facts.mask_id) or facts.eos_token_ids
+        fields = dict(settings.fields)
+        if not settings.stop_ids:
+            fields["eos_early_stop"] = False  # vLLM would not end the request
+        template = settings.template[len(written) :]
+        new = settings.max_new_tokens - max(0, len(written) - len(settings.template))
+        hosted = Hosted(settings.sampler, dataclasses.replace(facts, eos_token_ids=ends), device)
+        hosted.open(ROW, [*prompt, *written, *template], new, **fields)
+        return hosted
+
+    def refusal(self, prompt: Sequence[int], params: Any) -> str:
+        """Why a request could not be begun."""
+        try:
+            self.opened(prompt, settings_of(params, self.defaults))
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return "the model returned NaN or infinite logits"
+
+
+def served_by(model: Any) -> Served:
+    """The model of an engine, by its checkpoint's own files. model: vLLM's `ModelConfig`.
+
+    Raises:
+        CheckpointError: files that do not say what is needed.
+    """
+    from paradec.models.checkpoint import read_json
+    from paradec.models.loading import FAMILIES
+    from paradec.models.vocabulary import facts_of, tokenizer_of
+
+    own, source, revision = model.hf_config, model.model, model.revision
+    family = FAMILIES[own.model_type]
+    stated = dict(own.published)
+    generation = read_json(source, "generation_config.json", revision)
+    tokenizer = tokenizer_of(source, family, revision)
+    mask = getattr(own, "mask_token_id", None)
+    facts = facts_of(source, stated, generation, tokenizer, own, family, mask, own.canvas_length)
+    longest = min(model.max_model_len, facts.max_length or model.max_model_len)
+    return Served(dataclasses.replace(facts, max_length=longest), server_defaults(own))
+
+
+class Slot:
+    """One request of the batch. `block` is what is forwarded next, from `begin` on; `storing` says that it is final, so
+    that this forward's keys and values stay.
+
+    Args:
+        known: tokens of the request that vLLM has: the prompt, and what of the answer it was given before.
+    """
+
+    def __init__(self, served: Served, hosted: Hosted, known: int):
+        self.served, self.hosted, self.known = served, hosted, known
+        self.begin = known - known % served.block
+        self.storing = False
+        self.prefilling = True
+        self.failed = False
+        self._arrive()
+
+    @property
+    def stop(self) -> int:
+        """The position behind the block."""
+        return min(self.begin + self.served.block, int(self.state.canvas.shape[1]))
+
+    @property
+    def state(self) -> Any:
+        """The row's state."""
+        return self.hosted.state(ROW)
+
+    def canvas(self) -> Tensor:
+        """[n] int64: the tokens of the block that are not the prompt's, as they are forwarded next."""
+        found: Tensor = self.state.canvas[0, self.known : self.stop]
+        return found
+
+    def step(self, logits: Tensor, again: bool) -> list[int]:
+        """What becomes final of the canvas once its forward [n, V] is done: the tokens to emit, none as a rule.
+
+        Args:
+            again: whether tokens that a step leaves as they are must be forwarded once more to be stored.
+        """
+        if self.storing:
+            return self._emitted()
+        tail = self.known - self.begin
+        if tail:  # the given ones are not read
+            logits = torch.cat((logits.new_zeros((tail, logits.shape[1])), logits))
+        found = self.hosted.step({ROW: logits})[ROW]
+        if found.error is not None:
+            self.failed = True
+            return [self.served.facts.mask_id]
+        if found.done and min(int(self.state.end[0]), int(self.state.asked[0])) <= self.stop:
+            return self._emitted()  # vLLM ends the request: nothing reads what would be stored
+        if found.closed:
+            self.storing = True
+            if not found.changed and not again:
+                return self._emitted()
+        return []
+
+    def _emitted(self) -> list[int]:
+        """The canvas as it stands; the next block is open then."""
+        state = self.state
+        tokens = state.canvas[0, self.known : min(self.stop, int(state.end[0]))].tolist()
+        if state.done and int(state.end[0]) < int(state.asked[0]):
+            ends = state.facts.eos_token_ids
+            if not tokens or tokens[-1] not in ends:
+                tokens.append(ends[0])  # the sampler cut the row off, and vLLM must hear of it
+        self.known = self.begin = self.stop
+        self._arrive()
+        return tokens
+
+    def _arrive(self) -> None:
+        """At a block: is there anything to decide in it?"""
+        self.storing = self.hosted.done(ROW) or self.hosted.window(ROW)[0] > self.begin

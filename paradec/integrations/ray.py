@@ -1,0 +1,191 @@
+"""Ray Data: a class for `map_batches`, and a job that can be stopped and gone on with.
+
+>>> import ray, paradec.integrations.ray                                                                    # doctest:
++SKIP
+>>> prompts = ray.data.read_json("prompts.jsonl")                    # columns "id" and "prompt" # doctest: +SKIP
+>>> paradec.integrations.ray.answer(prompts, "answers", workers=4, source="GSAI-ML/LLaDA-8B-Instruct")       # doctest:
++SKIP
+
+Ray Data starts a worker that died anew, and its batch is done again: from 2.60 on it sets `max_restarts=-1` and
+`max_task_retries=-1` itself, and deprecates giving them (older releases end the job without them). It does not go on
+with a job that was stopped as a whole: `answer` writes parts of Parquet, and begins with the ids that no part holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paradec.core.checks import check_int, shown
+
+log = logging.getLogger(__name__)
+LARGEST = 2**63 - 1
+
+
+class Predictor:
+    """Answers to prompts, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
+
+    A row's answer depends on its prompt, its id and the seed alone: not on worker, batch, order, or how often a batch
+    was begun again.
+
+    Args:
+        source: what `paradec.load` takes; None is the packaged model. load: its further arguments (dtype, device, ...).
+        prompt, id: names of the columns. Ids are texts or ints, each once.
+        batch_size: rows that are decoded at once.
+        seed: of all draws; a row's own is `seed_of(seed, id)`.
+        model: a function without arguments that makes the model, in the place of `source`.
+        arguments: fields of `paradec.Request`, as for `paradec.generate_many`.
+    """
+
+    def __init__(
+        self,
+        source: str | None = None,
+        *,
+        load: Mapping[str, Any] | None = None,
+        prompt: str = "prompt",
+        id: str = "id",
+        batch_size: int = 8,
+        seed: int = 0,
+        model: Callable[[], Any] | None = None,
+        **arguments: Any,
+    ):
+        import paradec
+
+        self.model = paradec.load(source, **(load or {})) if model is None else model()
+        self.prompt, self.id, self.seed = prompt, id, seed
+        self.arguments = {"batch_size": batch_size, **arguments}
+
+    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Columns of a batch -> the same, and "text", "tokens", "forwards" and "error" (empty where there is none)."""
+        import paradec
+
+        for name in (self.prompt, self.id):
+            if name not in rows:
+                raise ValueError(f"the rows have no column {name!r}; they have {sorted(rows)}")
+        asked = [
+            {"prompt": _plain(prompt), "id": _plain(name), "seed": seed_of(self.seed, _plain(name))}
+            for prompt, name in zip(rows[self.prompt], rows[self.id], strict=True)
+        ]
+        outputs = list(paradec.generate_many(self.model, asked, **self.arguments))
+        return dict(rows) | {
+            "text": [output.text or "" for output in outputs],
+            "tokens": [output.tokens[0] for output in outputs],
+            "forwards": [output.row_nfe[0] for output in outputs],
+            "error": ["" if output.error is None else str(output.error) for output in outputs],
+        }
+
+
+def seed_of(seed: int, id: str | int) -> int:
+    """The seed of a row: equal prompts under different ids draw different numbers."""
+    digest = hashlib.blake2b(f"{seed}:{type(id).__name__}:{id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & LARGEST
+
+
+def answer(
+    dataset: Any, folder: str | Path, *, workers: int = 1, rows_per_part: int = 64, id: str = "id", **arguments: Any
+) -> None:
+    """Answer the prompts of a Ray dataset into parts of Parquet in a folder. Called again after the job was stopped,
+    it answers those that are missing.
+
+    Args:
+        dataset: with columns "id" and "prompt", and any others, which are kept.
+        folder: of this job alone. A part that was half written is set aside as NAME.broken; its rows are done again.
+            Rows with an error count as answered.
+        workers: processes that decode, each with a model of its own. Each takes a CPU of Ray's, unless `num_cpus` says
+            otherwise; leave one for reading and writing.
+        rows_per_part: what is lost at most per worker when the job is stopped.
+        arguments: as for `Predictor`; `num_gpus` and `num_cpus` are what Ray gives each worker.
+
+    Raises:
+        ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not each
+            there once, before anything is decoded.
+    """
+    check_installed()
+    import ray.data
+
+    check_int("workers", workers, low=1)
+    check_int("rows_per_part", rows_per_part, low=1)
+    check_ids(dataset, id)
+    resources = {name: arguments.pop(name) for name in ("num_gpus", "num_cpus") if name in arguments}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    left = unanswered(dataset, folder, id=id)
+    if left.count() == 0:
+        return
+    left.repartition(target_num_rows_per_block=rows_per_part).map_batches(
+        Predictor,
+        batch_size=rows_per_part,
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        fn_constructor_kwargs={"id": id, **arguments},
+        **resources,
+    ).write_parquet(str(folder))
+
+
+def check_ids(dataset: Any, id: str = "id") -> None:
+    """Read the ids of a Ray dataset.
+
+    Raises:
+        ValueError: no such column, an id that is neither a text nor an int, or one that stands twice.
+    """
+    columns = dataset.columns()
+    if not columns:
+        return  # Ray knows none where there are no rows
+    if id not in columns:
+        raise ValueError(f"the dataset has no column {id!r}; it has {sorted(columns)}")
+    _once((_plain(row[id]) for row in dataset.select_columns([id]).iter_rows()), set(), "the dataset")
+
+
+def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
+    """The rows of a dataset whose id stands in no part of the folder (an anti-join)."""
+    done = answered_ids(folder, id=id)
+    return dataset.filter(lambda row: _plain(row[id]) not in done) if done else dataset
+
+
+def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
+    """The ids in a folder's parts. A part that cannot be read is renamed to NAME.broken.
+
+    Raises:
+        ValueError: an id that stands twice.
+    """
+    check_installed()
+    import pyarrow
+    import pyarrow.parquet
+
+    found: set[Any] = set()
+    for part in sorted(Path(folder).rglob("*.parquet")):
+        try:
+            ids = pyarrow.parquet.read_table(part, columns=[id]).column(id).to_pylist()
+        except (pyarrow.ArrowInvalid, OSError) as error:  # the job was stopped while it was written
+            log.warning("%s cannot be read and is done again: %s", part, error)
+            part.rename(part.with_name(part.name + ".broken"))
+            continue
+        found |= _once(ids, found, part)
+    return found
+
+
+def check_installed() -> None:
+    """Raise ImportError unless ray[data] is installed; the message says how it is."""
+    missing = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"{' and '.join(missing)} missing: install paradec's extra 'ray', e.g. pip install -e '.[ray]'"
+        )
+
+
+def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
+    new: set[Any] = set()
+    for name in ids:
+        if isinstance(name, bool) or not isinstance(name, (str, int)):
+            raise ValueError(f"id {shown(name)} in {part} is neither a text nor an int")
+        if name in new or name in before:
+            raise ValueError(f"id {shown(name)} stands twice, the second time in {part}; each must be there once")
+        new.add(name)
+    return new
+
+
+def _plain(value: Any) -> Any:
+    """A cell as Python has it: numpy's numbers and arrays become ints and lists."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,165 @@
+"""The two endpoints: transformers' handlers, with bodies that are checked and read by `asked`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.utils import BaseHandler, Modality
+
+from paradec.core.checks import shown
+from paradec.integrations.server import asked
+from paradec.integrations.server.asked import Asked, Refused
+from paradec.integrations.server.hosts import CALL, Models, State
+from paradec.integrations.server.streams import Draft
+
+ERROR = re.compile(r'data: \{"error": ("(?:[^"\\]|\\.)*")\}\n\n\Z')
+"""How transformers' handlers end a stream that failed."""
+NOT_FOR_TEMPLATES = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""Names that no variable of a chat template may have: a template among them, which would be a client's program."""
+NOT_FOR_TEMPLATES -= {"documents"}  # which is one
+
+
+class Handler(BaseHandler):
+    """What both have in common."""
+
+    fields: tuple[str, ...] = ()
+
+    def __init__(self, models: Models, state: State, presets: Mapping[str, Mapping[str, Any]]):
+        super().__init__(models, state)
+        self.presets = presets
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """As transformers', with the prompt read in a thread."""
+        self._validate_request(body)
+        CALL.get().inputs = await asyncio.to_thread(self._read, body)
+        return await super().handle_request(body, request_id)
+
+    def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
+        """The ids of a body that was checked."""
+        raise NotImplementedError
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        asked.check_fields(body, self.fields)
+
+    def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
+        name = self.model_manager.force_model
+        requested = body.get("model")
+        if requested is not None and requested != name:
+            raise Refused(f"model={shown(requested)} is not served here; {name!r} is", 404, "model")
+        model, processor = self.model_manager.load_model_and_processor(name)
+        return name, model, processor
+
+    def _build_generation_config(
+        self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
+    ) -> Asked:
+        return asked.read(body, self.presets)
+
+    def _streaming(self, *arguments: Any, **named: Any) -> StreamingResponse:
+        response = super()._streaming(*arguments, **named)
+        response.body_iterator = to_the_end(response.body_iterator)
+        return response
+
+
+class Chat(Handler, ChatCompletionHandler):
+    """/v1/chat/completions"""
+
+    fields = ("messages", "tools", "chat_template_kwargs")
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise Refused(f"messages={shown(messages)} must be a list of messages", 422, "messages")
+        for message in messages:
+            if not isinstance(message.get("role"), str):
+                raise Refused(f"message {shown(message)} must have a role", 422, "messages")
+            if not isinstance(message.get("content") or "", (str, list)):
+                raise Refused(f"message {shown(message)} must have a text as its content", 422, "messages")
+            parts = message["content"] if isinstance(message.get("content"), list) else []
+            for part in parts:
+                if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    raise Refused(
+                        f"content part {shown(part)} must be of type text: texts are read alone", 422, "messages"
+                    )
+        options = body.get("chat_template_kwargs", {})
+        if not isinstance(options, dict):
+            raise Refused("chat_template_kwargs must be an object", 422, "chat_template_kwargs")
+        for name in options:
+            if name in NOT_FOR_TEMPLATES:
+                raise Refused(
+                    f"chat_template_kwargs: {name} is for the server to choose; give variables of the template",
+                    422,
+                    "chat_template_kwargs",
+                )
+        own = body.get(asked.OWN)
+        if isinstance(own, Mapping) and "chat" in own:
+            raise Refused("chat is for /v1/completions; messages are a chat", 422, asked.OWN)
+
+    def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
+        messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        return self.model_manager.processor.read_chat(messages, body.get("tools"), body.get("chat_template_kwargs", {}))
+
+    def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:  # type: ignore[override]
+        """Messages as the chat template takes them."""
+        try:
+            return super().get_processor_inputs_from_messages(messages, modality)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise Refused(f"messages cannot be read: {type(error).__name__} {error}", 422, "messages") from error
+
+    def _build_chunk_sse(self, request_id: str = "", content: str | None = None, *more: Any, **named: Any) -> str:
+        if isinstance(content, Draft):
+            return comment(content)
+        return super()._build_chunk_sse(request_id, content, *more, **named)
+
+
+class Completions(Handler, CompletionHandler):
+    """/v1/completions: text as it is, without the chat template unless the body says so."""
+
+    fields = ("prompt", "suffix")
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        own = body.get(asked.OWN) or {}
+        chat = own.get("chat", False) if isinstance(own, Mapping) else False
+        if not isinstance(chat, bool):
+            raise Refused(f"chat={shown(chat)} must be true or false", 422, asked.OWN)
+        if not isinstance(body.get("prompt"), str) or not body["prompt"].strip():
+            raise Refused(f"prompt={shown(body.get('prompt'))} must be one text with a word in it", 422, "prompt")
+        if body.get("suffix") is not None:
+            raise Refused("suffix is not offered; leave it out", 422, "suffix")
+
+    def _read(self, body: Mapping[str, Any]) -> BatchEncoding:
+        own = body.get(asked.OWN) or {}
+        return self.model_manager.processor.read_text(body["prompt"], own.get("chat", False))
+
+    def _build_chunk_sse(self, request_id: str, model_id: str, text: str = "", *more: Any, **named: Any) -> str:
+        if isinstance(text, Draft):
+            return comment(text)
+        return super()._build_chunk_sse(request_id, model_id, text, *more, **named)
+
+
+def comment(draft: Draft) -> str:
+    """A draft as a comment of the stream: clients of OpenAI's read the data of every event as a chunk, and pass over
+    comments."""
+    return f": {draft}\n\n"
+
+
+async def to_the_end(parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Parts of a stream, with an error as OpenAI writes it, and the end mark where there was none."""
+    async for part in parts:
+        found = ERROR.search(part) if isinstance(part, str) else None
+        if found:
+            error = {"message": json.loads(found[1]), "type": "server_error", "param": None, "code": None}
+            yield part[: found.start()] + f"data: {json.dumps({'error': error})}\n\n"
+            return
+        yield part
+    yield "data: [DONE]\n\n"

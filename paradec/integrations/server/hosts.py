@@ -1,0 +1,264 @@
+"""Where transformers' server asks for a model and for its generation: the engine, in both places."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from transformers import BatchEncoding
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBWorkerDeadError,
+    GenerationState,
+    Modality,
+    _StreamError,
+)
+
+from paradec.batching.batch import Cancelled, Ticket, final_ids
+from paradec.core.checks import check_int
+from paradec.core.prompts import encode
+from paradec.integrations.server.asked import Asked, Refused
+from paradec.integrations.server.engine import Engine, EngineStopped
+from paradec.integrations.server.metrics import Metrics
+from paradec.integrations.server.streams import TextStream, cut_off
+
+
+class Call:
+    """One HTTP request: what it has in the batch. The gate makes one, and ends it when the client has gone."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.tickets: list[Ticket] = []
+        self.ended = False
+        self.inputs: BatchEncoding | None = None
+        """The ids of its prompt, once they are read."""
+
+    def add(self, ticket: Ticket) -> None:
+        """It belongs to this request. A client may go away before its prompt is in the batch."""
+        self.tickets.append(ticket)
+        if self.ended:
+            self.engine.cancel(ticket)
+
+    def end(self) -> None:
+        """Take back what is not answered."""
+        self.ended = True
+        for ticket in self.tickets:
+            self.engine.cancel(ticket)
+
+
+CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("paradec_call")
+"""The request that is being handled in this context."""
+
+
+class Hosted:
+    """The model as the handlers look at it."""
+
+    def __init__(self, model: Any, name: str):
+        self.name_or_path, self.device, self.config = name, torch.device("cpu"), model.module.config
+        self.generation_config = None  # what is asked comes from the body and the engine's own request
+
+
+class Processor:
+    """The tokenizer as the handlers call it; else the tokenizer itself. What they ask ids of was read before, in a
+    thread: a long text must not keep the event loop from other clients."""
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model.tokenizer, name)
+
+    def __call__(self, *_: Any, **__: Any) -> BatchEncoding | None:
+        """The ids of this request."""
+        return CALL.get().inputs
+
+    apply_chat_template = __call__
+
+    def read_text(self, prompt: str, chat: bool) -> BatchEncoding:
+        """The ids of a text as it is, or as a user's turn."""
+        return self._encoded(prompt, chat)
+
+    def read_chat(self, messages: Any, tools: Any, options: Mapping[str, Any]) -> BatchEncoding:
+        """The ids of a chat, with the checks of `paradec.core.prompts`. Tools and options are for the template's
+        code."""
+        if not tools and not options:
+            return self._encoded(messages, None)
+        tokenizer = self._model.tokenizer
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
+            )
+        except Exception as error:  # the template's own code, on data of a client
+            raise Refused(f"the chat template does not take this: {error}", 400, "tools") from error
+        return self._encoded(tokenizer(text, add_special_tokens=False)["input_ids"], None)
+
+    def _encoded(self, prompt: Any, chat: bool | None) -> BatchEncoding:
+        try:
+            rows = encode(self._model, prompt, chat=chat).rows
+        except (ValueError, TypeError) as error:
+            raise Refused(str(error)) from error
+        return BatchEncoding({"input_ids": torch.tensor(rows)})
+
+
+class Models(ModelManager):
+    """The one model that is served, under one name."""
+
+    def __init__(self, engine: Engine, name: str):
+        super().__init__(device="cpu", model_timeout=-1)
+        self.engine, self.force_model = engine, name
+        self.hosted, self.processor = Hosted(engine.model, name), Processor(engine.model)
+
+    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """It is loaded."""
+        return self.hosted, self.processor
+
+    async def load_model_streaming(self, *_: Any, **__: Any) -> AsyncGenerator[str, None]:
+        """Not offered: its route is taken away."""
+        return
+        yield ""
+
+    def get_model_modality(self, model: Any, processor: Any = None) -> Modality:  # type: ignore[override]
+        """Text."""
+        return Modality.LLM
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        """What /v1/models lists: this model, and not the hub's cache."""
+        return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "paradec"}]
+
+    def shutdown(self) -> None:
+        """The server ends: so does the engine."""
+        self.engine.close()
+
+
+class Manager(BaseGenerateManager):
+    """Generation: prompts go to the engine, and its answers to the handlers."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, max_answer: int):
+        self.engine, self.metrics, self.max_answer = engine, metrics, max_answer
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Asked,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], TextStream]:
+        """Start an answer. The queue gets text that is final with everything left of it final."""
+        facts = self.engine.model.facts
+        stream = TextStream(
+            self.engine.model.tokenizer,
+            gen_config.stops,
+            response_parser,
+            mask=facts.mask_token_id if gen_config.drafts else None,
+            on_first=self.metrics.first_token(),
+        )
+
+        def done(ticket: Ticket) -> None:
+            output = ticket.output
+            assert output is not None
+            self._count(inputs, ticket)
+            gen_config.settle(output.finished[0])
+            # the handler writes the message into JSON text as it is
+            failed = None if output.error is None else _StreamError(_quoted(str(output.error) or "the answer failed"))
+            stream.finish(str(output.text), failed)
+
+        ticket = self._submit(inputs, gen_config, request_id, done, stream)
+        stream.cancel = lambda: self.engine.cancel(ticket)
+        return stream.queue, stream
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Asked, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """A whole answer: its text, how long the prompt was, its ids."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def done(ticket: Ticket) -> None:
+            self._count(inputs, ticket)
+            loop.call_soon_threadsafe(wake)
+
+        first = self.metrics.first_token()
+        ticket = self._submit(inputs, gen_config, request_id, done, None)
+        await future
+        first()
+        output = ticket.output
+        assert output is not None
+        if isinstance(output.error, Cancelled):
+            raise HTTPException(503, "the answer was broken off: the server is stopping, or the client has gone")
+        if isinstance(output.error, EngineStopped):
+            raise CBWorkerDeadError(str(output.error))
+        if output.error is not None:
+            status = 400 if isinstance(output.error, (ValueError, TypeError)) else 500
+            raise HTTPException(status, str(output.error))
+        gen_config.settle(output.finished[0])
+        return cut_off(str(output.text), gen_config.stops), inputs["input_ids"].shape[-1], final_ids(output).tolist()
+
+    def stop(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+    def _submit(self, inputs: Any, asked: Asked, request_id: str, done: Any, streamer: Any) -> Ticket:
+        ids, model, facts = inputs["input_ids"][0], self.engine.model, self.engine.model.facts
+        new = asked.changes.get("max_new_tokens", self.engine.batch.request.max_new_tokens)
+        changes = dict(asked.changes)
+        if new is None:  # as much as there is room for
+            room = min(model.default_max_new_tokens, self.max_answer)
+            if facts.max_length is not None:
+                room = min(room, facts.max_length - len(ids))
+            changes["max_new_tokens"] = new = max(1, room)
+        changes.pop("chat", None)  # the prompt is ids by now
+        try:
+            check_int("max_tokens", new, low=1, high=self.max_answer)
+            facts.check_length(len(ids) + new, new)
+            ticket = self.engine.submit(ids, on_done=done, streamer=streamer, id=request_id, **changes)
+        except (ValueError, TypeError) as error:
+            raise Refused(str(error)) from error
+        except EngineStopped as error:
+            raise CBWorkerDeadError(str(error)) from error
+        CALL.get().add(ticket)
+        return ticket
+
+    def _count(self, inputs: Any, ticket: Ticket) -> None:
+        output = ticket.output
+        assert output is not None
+        self.metrics.answer(inputs["input_ids"].shape[-1], output.tokens[0], output.row_nfe[0], output.error)
+
+
+class State(GenerationState):
+    """Which generation manager a model has: the one there is."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, max_answer: int):
+        super().__init__()
+        self.engine, self.manager = engine, Manager(engine, metrics, max_answer)
+
+    def use_continuous_batching(self, model: Any, modality: Modality) -> bool:
+        """No: that is transformers' own, for causal models."""
+        return False
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Manager:  # type: ignore[override]
+        """The engine's."""
+        return self.manager
+
+    def is_cb_alive(self) -> bool:
+        """What /health asks."""
+        return self.engine.alive
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        self.manager.stop()
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)[1:-1]

@@ -1,0 +1,207 @@
+"""`hf_generate`: paradec behind transformers' own `model.generate(..., custom_generate=paradec.hf_generate)`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.utils import ModelOutput
+
+from paradec.api.generate import generate
+from paradec.core.checks import shown
+from paradec.models.wrapping import wrap
+from paradec.request import Preset, takes_arguments
+
+READ_FROM_CONFIG = frozenset(
+    {
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "MaxLengthCriteria",
+        "EosTokenCriteria",
+    }
+)
+"""Logits processors and stopping criteria that transformers makes from settings which paradec reads itself."""
+UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+"""What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
+
+UNSERVED: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states", "use_mtp"), False),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit")),
+    **dict.fromkeys(("constraints", "force_words_ids")),
+}
+"""Fields of a generation config that ask for another decoding method or output, and the value that asks for none."""
+KEPT_BACK = {
+    "assistant_model": "is not supported; a causal model takes sampler=paradec.samplers.create('speculative', "
+    "drafter=...)",
+    "streamer": "does not reach a decoding method that the caller brings; bind it: custom_generate="
+    "functools.partial(paradec.hf_generate, streamer=...)",
+}
+"""Arguments of transformers' `generate` that it hands to its own decoding methods alone."""
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+SERVED = (
+    *("sampler", "cache", "attention", "suffix", "blocks", "block_length", "steps", "seed", "eos_early_stop"),
+    *("logits_eos_inf", "top_n_sigma", "holes_eos_inf", "confidence_eos_eot_inf", "stop_strings", "callback"),
+    *("streamer", "progress"),
+)
+"""Fields of a request that `hf_generate` takes by name; transformers' own arguments say the others."""
+
+
+@dataclass
+class MaskedDiffusionOutput(ModelOutput):
+    """What `model.generate(..., custom_generate=paradec.hf_generate, return_dict_in_generate=True)` returns."""
+
+    sequences: Tensor | None = None
+    """[B, L] int64: prompts and answers, padded after their ends."""
+    nfe: int | None = None
+    """Forward calls of the row that took part in most."""
+    tokens_per_forward: float | None = None
+    """Answer tokens per forward call, padding excluded."""
+
+
+@takes_arguments(*SERVED)
+def hf_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
+    *,
+    mask_token_id: int | None = None,
+    prediction: str | None = None,
+    topology: str | None = None,
+    tokenizer: Any = None,
+    preset: Preset | None = None,
+    **arguments: Any,
+) -> Tensor | MaskedDiffusionOutput:
+    """Decode a masked diffusion model, or a causal one, that transformers loaded, from within its own `generate`.
+
+    ```
+    model.generate(ids, max_new_tokens=64, custom_generate=paradec.hf_generate, prediction="same", mask_token_id=...)
+    model.generate(ids, max_new_tokens=64, custom_generate=paradec.hf_generate, sampler="sjd")  # a causal model
+    ```
+
+    transformers prepares the inputs and calls this; the model is wrapped for the call and left as it was. The usual
+    arguments mean what they mean there: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 unless set, its
+    default) and `top_p`, `suppress_tokens`, `guidance_scale` (the prompt masked), `num_return_sequences`,
+    `eos_token_id`, `pad_token_id`, `return_dict_in_generate`. Logits processors and stopping criteria beyond these are
+    written for one next token, and are refused, as are fields that ask for another method (`UNSERVED`) and an
+    `assistant_model`.
+
+    transformers hands neither `streamer` nor `tokenizer` to a decoding method that the caller brings; bind them:
+    `custom_generate=functools.partial(paradec.hf_generate, streamer=..., tokenizer=...)`.
+
+    Args:
+        model: a transformers causal language model, as it is, or with weights that were trained for masked diffusion
+            (Llama, Qwen2, ...). It is causal where nothing speaks of masks, as in `paradec.wrap`.
+        input_ids: [B, L] int64; masks in it are filled as well.
+        mask_token_id: by default what the generation config, the model's config or the tokenizer names.
+        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
+            guessed from the architecture: it must be given for a masked model.
+        topology, tokenizer: as in `paradec.wrap`; of a masked model "bidirectional" by default.
+        preset, arguments: as in `paradec.generate`, but for what transformers' own arguments say (`SERVED` are left).
+
+    Returns:
+        [B, L + N] int64, where N is the longest answer; shorter ones are padded after their end. Prompts are padded on
+        the left. A `MaskedDiffusionOutput` with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: a setting that cannot be honoured, by name. Otherwise as `paradec.wrap` and `paradec.generate`.
+    """
+    if generation_config is None:
+        raise ValueError("generation_config is missing; pass hf_generate to model.generate as custom_generate")
+    own = {name: arguments.pop(name) for name in SERVED if name in arguments}
+    model_kwargs = arguments
+    _refuse(generation_config, [*(logits_processor or ()), *(stopping_criteria or ())], model_kwargs)
+    attention_mask = model_kwargs.get("attention_mask")
+    _check_positions(input_ids, attention_mask, model_kwargs.get("position_ids"))
+    config, sampled = generation_config, generation_config.do_sample
+    new = config.max_new_tokens if config.max_length is None else config.max_length - input_ids.shape[1]
+    if new is None:
+        raise ValueError("generation_config has neither max_new_tokens nor max_length: give one")
+    stated_by_transformers = {
+        "max_new_tokens": new,
+        "temperature": (1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
+        "top_p": config.top_p if sampled and config.top_p != 1.0 else None,
+        "top_k": config.top_k or None if sampled else None,
+        "guidance_scale": 1.0 if config.guidance_scale is None else config.guidance_scale,
+        "suppress_tokens": config.suppress_tokens or (),
+    }
+    stated = (mask_token_id, getattr(config, "mask_token_id", None), getattr(model.config, "mask_token_id", None))
+    mask = next((value for value in stated if value is not None), None)
+    if topology is None and (prediction is not None or mask is not None):
+        topology = "bidirectional"
+    wrapped = wrap(
+        model,
+        mask_token_id=mask,
+        eos_token_id=() if config.eos_token_id is None else config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        prediction=prediction,
+        topology=topology,
+        tokenizer=tokenizer,
+    )
+    try:
+        output = generate(
+            wrapped,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            preset=preset,
+            **own,
+            **stated_by_transformers,
+        )
+    finally:
+        wrapped.unwrap()
+    prompt = output.sequences.shape[1] - output.new_tokens.shape[1]
+    holes = output.filled[:, :prompt].sum(1).tolist()
+    longest = max(tokens - filled for tokens, filled in zip(output.tokens, holes, strict=True))
+    sequences = output.sequences[:, : prompt + longest].to(input_ids.device)
+    # columns that are padding in every row belong to the caller's prompt all the same
+    sequences = torch.nn.functional.pad(sequences, (input_ids.shape[1] - prompt, 0), value=wrapped.facts.fill_token_id)
+    if not config.return_dict_in_generate:
+        return sequences
+    return MaskedDiffusionOutput(sequences, output.nfe, output.tokens_per_forward)
+
+
+def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for what was asked of transformers and would be ignored here."""
+    for item in called:
+        name = type(item).__name__
+        if name not in READ_FROM_CONFIG:
+            raise ValueError(f"{name} is made for one next token at a time; hf_generate cannot apply it")
+        if (getattr(item, "unconditional_context", None) or {}).get("input_ids") is not None:
+            raise ValueError("negative_prompt_ids is not supported: guidance_scale is against the masked prompt")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    for name, why in KEPT_BACK.items():
+        if frame is not None and frame.f_locals.get(name) is not None:
+            raise ValueError(f"{name}={shown(type(frame.f_locals[name]))} {why}")
+    for name, value in UNSERVED.items():
+        if getattr(config, name, None) not in (None, value):
+            raise ValueError(f"{name}={shown(getattr(config, name))} is not supported; it must be {value}")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in UNUSED_INPUTS:
+            raise ValueError(f"{name} is not supported by hf_generate; give input_ids and attention_mask")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length():
+        raise ValueError("past_key_values holds tokens already; hf_generate keeps its own store: choose a cache")
+
+
+def _check_positions(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
+    """Raise ValueError unless positions count a row's tokens from 0, as they do here."""
+    if position_ids is None:
+        return
+    keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+    given = position_ids.to(input_ids.device).expand_as(input_ids)
+    if (given != keep.cumsum(1) - 1)[keep.bool()].any():
+        raise ValueError(f"position_ids={shown(position_ids.tolist())} must count each row's tokens from 0")

@@ -1,0 +1,472 @@
+"""Continuous speculative decoding (CSpD): a smaller MAR drafts tokens of several steps, the model judges them at once.
+
+Wang et al., "Continuous Speculative Decoding for Autoregressive Image Generation", arXiv 2411.11925, as in its public
+code for MAR. The rule itself is `verified`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
+from paradec.core.protocol import Commit, Cost, LatentProposal, plain
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, TokenLaw
+from paradec.request import Request
+from paradec.samplers.continuous.base import ContinuousSampler, ContinuousState, normal
+
+ACCEPT_STREAM, REDRAW_STREAM = 2, 3
+"""Draws that accept drafts, and those that take the place of rejected ones; the heads' noise is TOKEN_STREAM's."""
+TRAINED_STEPS = 1000
+"""Of the diffusion heads."""
+
+
+# ---- the rule -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    """What became of the drafts of `n` tokens."""
+
+    values: Tensor
+    """[n, channels]: the tokens."""
+    ratio: Tensor
+    """[n] float64: what the uniform number of each was compared with."""
+    log_sigma: Tensor
+    """[n] float64: of Sigma."""
+    accepted: Tensor
+    """[n] bool."""
+    settled: Tensor
+    """[n] bool: accepted or drawn again; the others are zero, or the target's own value."""
+    rounds: int
+    """In which tokens were drawn again."""
+
+
+def verified(
+    x: Tensor,
+    draft: TokenLaw,
+    target: TokenLaw,
+    uniform: Tensor,
+    redraw: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    inner_temperature: float,
+    max_rounds: int,
+    mended: bool,
+) -> Verdict:
+    """Accept drafts, or draw other tokens in their place.
+
+    With q = N(mq, sq^2) of the draft model, p = N(mp, sp^2) of the target, L their half log-variances and
+    Sigma = exp(sum over channels of Lp - Lq), a draft x is accepted where
+
+        Sigma prod(sq / sp) exp(-|(x - mp) / sp|^2 / (2 T^2)) / exp(-|(x - mq) / sq|^2 / (2 T^2)) > u.
+
+    A rejected one is drawn again, y ~ p, and y is taken where another u < (p(y) - q(y) / Sigma)+ / p(y), else it waits
+    for the next round. With T = 1, Sigma = 1 and x ~ q the result is distributed as p.
+
+    Args:
+        x: [n, channels]. draft, target: laws, each [n, channels].
+        uniform: [n], of acceptance.
+        redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers of these tokens.
+        inner_temperature: T.
+        max_rounds: of redrawing.
+        mended: see `CSpD`.
+    """
+    x, mq, sq, mp, sp = (each.double() for each in (x, draft.mean, draft.std, target.mean, target.std))
+    log_sigma = (target.half_log_variance.double() - draft.half_log_variance.double()).sum(-1)
+    log_scales = (sq.log() - sp.log()).sum(-1)
+
+    def exponents(y: Tensor, at: Tensor | slice) -> Tensor:
+        """Of p(y) / q(y), without the factors in front."""
+        return 0.5 * (((y - mq[at]) / sq[at]) ** 2 - ((y - mp[at]) / sp[at]) ** 2).sum(-1)
+
+    ratio = (log_sigma + log_scales + exponents(x, slice(None)) / inner_temperature**2).exp()
+    ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf)  # of deviations that are 0
+    accepted = ratio > uniform
+    values, rounds = x.clone(), 0
+    # in the published form accepted tokens are drawn again as well, for nothing, and must be taken before it ends
+    taken = accepted if mended else accepted & accepted.all()
+    while rounds < max_rounds and not taken.all():
+        tokens = (~taken).nonzero().squeeze(-1) if mended else torch.arange(len(x), device=x.device)
+        noise, again = redraw(rounds, tokens)
+        y = mp[tokens] + sp[tokens] * noise.double()
+        q_to_p = (-log_scales[tokens] - exponents(y, tokens) - log_sigma[tokens]).exp()  # q(y) / (Sigma p(y))
+        found = tokens[again < 1 - q_to_p]
+        values[found] = y[again < 1 - q_to_p]
+        taken = taken.index_fill(0, found, True)
+        rounds += 1
+    settled = accepted | taken
+    values = torch.where(settled.unsqueeze(-1), values, mp if mended else torch.zeros_like(mp))
+    values = torch.where(accepted.unsqueeze(-1), x, values)
+    return Verdict(values, ratio, log_sigma, accepted, settled, rounds)
+
+
+# ---- random numbers -------------------------------------------------------------------------------------------------
+
+
+class Draws(Protocol):
+    """Where the random numbers of one request come from. Who asks again is given the same numbers."""
+
+    def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
+        """[B, W, steps + 1, channels] standard normal numbers for the heads at positions `at` [B, W]: the start, then
+        a row per step in the order of their execution. Both models ask for the same."""
+
+    def accept(self, commit: int, at: Tensor) -> Tensor:
+        """[B, W] uniform numbers in (0, 1), at positions `at` [B, W] that this commit verifies."""
+
+    def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        """Standard normal [m, channels] and uniform [m] numbers of a commit's round `number` for tokens at `rows` and
+        `at`, both [m] int64."""
+
+
+@dataclass
+class CounterDraws:
+    """Counter-based numbers (`paradec.core.rng`): of a token, whatever is drawn beside it."""
+
+    keys: Tensor
+    """[B, 2] int64."""
+    size: int
+    """Positions of an image."""
+
+    def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
+        zero = torch.zeros(len(at), dtype=torch.int64, device=at.device)
+        uniform = rng.uniform(self.keys, zero, at, (steps + 1) * channels, rng.TOKEN_STREAM)
+        return normal(uniform).unflatten(-1, (steps + 1, channels))
+
+    def accept(self, commit: int, at: Tensor) -> Tensor:
+        step = torch.full((len(at),), commit, device=at.device)
+        return rng.uniform(self.keys, step, at, 1, ACCEPT_STREAM).squeeze(-1)
+
+    def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+        step = torch.full_like(at, commit)
+        counter = (at + number * self.size).unsqueeze(-1)
+        uniform = rng.uniform(self.keys[rows], step, counter, channels + 1, REDRAW_STREAM).squeeze(1)
+        return normal(uniform[:, :channels]), uniform[:, channels]
+
+
+# ---- the sampler ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CSpDState(ContinuousState):
+    """What changes while images are decoded: a commit is a step of the target, or several drafted steps."""
+
+    schedule: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    """[T + 1] int64 on the host: undecided positions of each row before every step, and 0 behind the last."""
+    calls: tuple[range, ...] = ()
+    """Per commit, the steps that it decides."""
+    targets: int = 0
+    """How many of the first commits are steps of the target alone."""
+    draws: Draws | None = None
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[B] int64 on the host: forward calls of the draft model."""
+
+    @property
+    def draft_nfe(self) -> np.ndarray:
+        return self.drafted.copy()
+
+
+@dataclass(kw_only=True)
+class CSpDProposal(LatentProposal):
+    """Tokens [B, W, channels] of a step of the target; or drafts, what the target says of them, and what became of
+    them."""
+
+    positions: Tensor
+    """[B, W] int64, ascending: where the values would be written."""
+    target: TokenLaw
+    """[B, W, channels]."""
+    draft: TokenLaw | None = None
+    """[B, W, channels]; None for a step of the target."""
+    verdict: Verdict | None = None
+    """Of the B * W tokens, row by row."""
+    draft_cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class CSpD(ContinuousSampler):
+    """A smaller MAR draws the tokens of up to `num_draft` steps one step after the other; the model then evaluates all
+    their positions in one call, and accepts or replaces each token on its own. Both heads use the same noise at a
+    position, so that their tokens are close.
+
+    Lossy, for two reasons. The model judges all tokens of a call from the context before them; and the heads' last step
+    adds no noise, so that the laws which are compared stand for points, which `inner_temperature` makes comparable: at
+    its default most drafts of a close model are accepted, and the result is close to that model's law. The model alone,
+    given the positions of a verification as one step, makes as many calls and needs no draft model: `nfe` of the output
+    are the model's calls, `draft_nfe` the draft model's; compare with `ratio=1` at `steps=nfe`, the model alone under
+    the same noise.
+
+    Of T steps the first 1 + floor(ratio T) are the model's own. Step s is the last one before a verification where
+    `num_draft` divides it, and where it is the last of all.
+
+    `mended` (the default) changes three things in the rule of the public code (`mended=False`): a token that was taken
+    is not drawn again, where the code goes on to draw for all tokens of all rows until each was taken once; a token
+    that no round took is the value that the model's own chain ended with, where the code writes zeros; and so a row
+    does not depend on its neighbours, while it does in the code, whose rounds go on until the last row is through.
+    Redrawn tokens have the noise of the last step in both, without which their law would have no density.
+
+    Args:
+        draft: the smaller `paradec.models.images.mar.MARModel`, with the same positions, channels, classes and latents;
+            needed unless all steps are the model's own. `to_dict` names it only.
+        num_draft: steps between two verifications, at most.
+        ratio: share of the steps that the model makes at the start, 0 to 1.
+        inner_temperature: T of the acceptance rule (`verified`), above 0.
+        mended: see above.
+        max_rounds: how often rejected tokens are drawn again, at most.
+        head_steps: steps of both diffusion heads: 1 to 1000; or section counts, (10, 1) or "10,1": so many steps,
+            evenly spaced, in each of as many equal parts of the training steps.
+        temperature: scales the noise that the heads' steps add. At 0, which needs `mended`, the laws are points: no
+            draft is accepted, and all tokens are the values that the model's own chains end with.
+        guidance_schedule: "linear" grows from 1 towards the request's scale with what is decided; of m undecided
+            positions of S it is 1 + (scale - 1) (S - m) / S, and m is 1 at the last step, as in the code. "constant"
+            does not. A verification takes the scale of its last step.
+
+    The preset "demo" is that of the code's demonstration, which takes 256 steps and a guidance scale of 4.
+
+    Random numbers are counter-based: an image depends on its seed and class, but for what is said of `mended=False`.
+
+    Raises:
+        ValueError: a setting out of its range. TypeError: a draft model of another kind.
+    """
+
+    draft: Any = None
+    num_draft: int = 8
+    ratio: float = 0.15
+    inner_temperature: float = 42.0
+    mended: bool = True
+    max_rounds: int = 100
+    head_steps: int | str | tuple[int, ...] = 100
+    temperature: float = 1.0
+    guidance_schedule: str = "linear"
+
+    name = "cspd"
+    paper = "Continuous speculative decoding"
+    arxiv = "2411.11925"
+    summary = "a smaller MAR drafts the tokens of several steps, which the model judges in one forward; lossy"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "demo": {"num_draft": 4, "ratio": 0.05, "guidance_schedule": "constant"}
+    }
+
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            if not callable(self.draft) or not hasattr(self.draft, "facts"):
+                raise ValueError(f"draft={shown(self.draft)} must be a smaller MAR, from paradec.load say")
+            check_model(f"draft of {self.name!r}", self.draft, self.models)
+        check_int("num_draft", self.num_draft, low=1, high=2**16)
+        check_number("ratio", self.ratio, low=0, high=1)
+        check_number("inner_temperature", self.inner_temperature, low=0, open_low=True)
+        check_bool("mended", self.mended)
+        check_int("max_rounds", self.max_rounds, low=0, high=10_000)
+        sections_of(self.head_steps)
+        if isinstance(self.head_steps, list):
+            object.__setattr__(self, "head_steps", tuple(self.head_steps))
+        check_number("temperature", self.temperature, low=0)
+        if self.temperature == 0 and not self.mended:
+            raise ValueError("temperature=0 needs mended=True: the published rule divides by it")
+        check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sampler as plain data; the draft model is named only, and must be given again."""
+        found = {"sampler": self.name} | {key: plain(getattr(self, key)) for key in self.settings() if key != "draft"}
+        return found | {"draft": None if self.draft is None else self.draft.facts.name}
+
+    @torch.inference_mode(False)
+    def start(
+        self,
+        model: Any,
+        prompt: Sequence[int] | int,
+        request: Request | None = None,
+        *,
+        order: Tensor | None = None,
+        draws: Draws | None = None,
+        **arguments: Any,
+    ) -> CSpDState:
+        """As `ContinuousSampler.start`.
+
+        Args:
+            draws: where random numbers come from, in the place of those that belong to the seeds.
+
+        Raises:
+            TypeError: a model of another kind. ValueError: an argument out of its range, no draft model, or one that
+                does not fit; the message names it.
+        """
+        self.check_model(model)
+        if self.draft is not None:
+            model.check_draft(self.draft)
+        state: CSpDState = super().start(model, prompt, request, order=order, **arguments)
+        if self.draft is None and state.targets < len(state.calls):
+            raise ValueError(f"draft is needed: paradec.samplers.create({self.name!r}, draft=a smaller MAR)")
+        state.draws = CounterDraws(state.keys, state.order.shape[1]) if draws is None else draws
+        return state
+
+    def _state(self, left: np.ndarray, fields: dict[str, Any]) -> CSpDState:
+        steps = len(left) - 1
+        calls, begin, targets = [], 0, 0
+        for step in range(steps):
+            own = step <= self.ratio * steps
+            if own or step % self.num_draft == 0 or step == steps - 1:
+                calls.append(range(begin, step + 1))
+                begin = step + 1
+            targets += own
+        return CSpDState(
+            left=left[[*(call.start for call in calls), steps]],
+            schedule=left,
+            calls=tuple(calls),
+            targets=targets,
+            drafted=np.zeros(fields["batch"], np.int64),
+            **fields,
+        )
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def query(self, state: CSpDState) -> list[ContinuousQuery]:
+        return [self._evaluation(state, state.tokens, state.calls[state.index])]
+
+    def guidance(self, state: CSpDState, step: int) -> float | None:
+        """The guidance scale of a step; None where it is off."""
+        if state.guidance_scale == 1.0:
+            return None
+        if self.guidance_schedule == "constant":
+            return state.guidance_scale
+        size = int(state.left[0])
+        return 1 + (state.guidance_scale - 1) * (size - max(int(state.schedule[step + 1]), 1)) / size
+
+    def _evaluation(self, state: CSpDState, tokens: Tensor, steps: range) -> ContinuousQuery:
+        """Draw the positions of some steps together, from the tokens [B, S, channels] that were there before them."""
+        known = state.order[:, state.schedule[steps.start] :].sort(-1).values
+        wanted = state.order[:, state.schedule[steps.stop] : state.schedule[steps.start]].sort(-1).values
+        sections, size = sections_of(self.head_steps), state.order.shape[1]
+        guidance = self.guidance(state, steps[-1])
+        assert state.draws is not None  # `start` sets them
+        return ContinuousQuery(
+            rows=np.arange(state.batch),
+            tokens=_at(tokens, known),
+            known=known,
+            targets=torch.arange(size, device=known.device).expand_as(state.order),
+            columns=known,
+            wanted=wanted,
+            labels=state.labels,
+            noise=state.draws.chain(wanted, sum(sections), tokens.shape[-1]),
+            temperature=self.temperature,
+            guidance=guidance,
+            branches=1 if guidance is None else 2,
+            forwarded=np.full(state.batch, size),
+            sections=sections,
+        )
+
+    def propose(
+        self, state: CSpDState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]
+    ) -> CSpDProposal:
+        """Read the model's answer. Drafts are drawn here: the model evaluates their positions without knowing them."""
+        (answer,), (query,) = outputs, queries
+        assert answer.law is not None
+        proposal = CSpDProposal(
+            rows=query.rows,
+            values=answer.tokens,
+            cost=Cost(queries, state.batch),
+            positions=query.wanted,
+            made_at=state.commits,
+            target=answer.law,
+        )
+        if state.index >= state.targets:
+            proposal.draft, proposal.draft_cost = self._drafted(state, query.wanted)
+            proposal.verdict = self._verified(state, proposal.draft, answer.law, query.wanted)
+            proposal.values = proposal.verdict.values.view_as(answer.tokens)
+        return proposal
+
+    def _drafted(self, state: CSpDState, at: Tensor) -> tuple[TokenLaw, Cost]:
+        """What the draft model draws at positions `at` [B, W], step by step, and what that cost."""
+        tokens, queries = state.tokens, []
+        laws = [torch.zeros_like(tokens) for _ in range(3)]
+        for step in state.calls[state.index]:
+            query = self._evaluation(state, tokens, range(step, step + 1))
+            law = self.draft(query).law
+            index = query.wanted.unsqueeze(-1).expand_as(law.mean)
+            parts = (law.mean, law.std, law.half_log_variance)
+            laws = [whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(laws, parts, strict=True)]
+            tokens = tokens.scatter(1, index, law.mean.to(tokens.dtype))
+            queries.append(query)
+        return TokenLaw(*(_at(whole, at) for whole in laws)), Cost(queries, state.batch)
+
+    def _verified(self, state: CSpDState, draft: TokenLaw, target: TokenLaw, at: Tensor) -> Verdict:
+        draws, channels = state.draws, state.tokens.shape[-1]
+        assert draws is not None
+        rows = torch.arange(state.batch, device=at.device).unsqueeze(-1).expand_as(at).flatten()
+        positions = at.flatten()
+
+        def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return draws.redraw(state.index, number, rows[tokens], positions[tokens], channels)
+
+        return verified(
+            draft.mean.flatten(0, 1),
+            _flat(draft),
+            _flat(target),
+            draws.accept(state.index, at).flatten(),
+            redraw,
+            self.inner_temperature,
+            self.max_rounds if self.temperature else 0,
+            self.mended,
+        )
+
+    def commit(self, state: CSpDState, proposal: CSpDProposal) -> Commit:
+        """Write the tokens.
+
+        Raises:
+            FloatingPointError: one of the models returned NaN or infinite numbers. Nothing is written then.
+        """
+        state.check_current(proposal)
+        for who, law in (("model", proposal.target), ("draft model", proposal.draft)):
+            if law is not None and not torch.isfinite(law.mean).all():
+                raise FloatingPointError(
+                    f"the {who} returned NaN or infinite tokens at steps "
+                    f"{state.calls[state.index].start} to {state.calls[state.index][-1]}"
+                )
+        values = proposal.values.to(state.tokens.dtype)
+        at = proposal.positions.unsqueeze(-1).expand_as(values)
+        state.tokens = state.tokens.scatter(1, at, values)
+        state.count(proposal.cost)
+        if proposal.draft_cost is not None:
+            state.drafted = state.drafted + proposal.draft_cost.nfe
+        state.commits += 1
+        state.index += 1
+        written = torch.ones_like(proposal.positions, dtype=torch.bool)
+        scores = None
+        if proposal.verdict is not None:
+            scores = proposal.verdict.ratio.clamp(max=1).view_as(proposal.positions)
+        return Commit(proposal.rows, values, proposal.positions, written, scores, proposal.kind)
+
+
+def sections_of(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
+    """How many steps of a diffusion head lie in each of as many equal parts of its training steps.
+
+    Raises:
+        ValueError: neither an integer nor several, or more steps than there are.
+    """
+    if isinstance(head_steps, str):
+        parts = [part.strip() for part in head_steps.split(",")]
+        counts: tuple[Any, ...] = tuple(int(part) if part.isdecimal() else 0 for part in parts)
+    elif isinstance(head_steps, Sequence):
+        counts = tuple(head_steps)
+    else:
+        check_int("head_steps", head_steps, low=1, high=TRAINED_STEPS)
+        return (head_steps,)
+    most = TRAINED_STEPS // max(len(counts), 1)
+    if not counts or not all(type(count) is int and 1 <= count <= most for count in counts):
+        raise ValueError(
+            f"head_steps={shown(head_steps)} must be an integer, or several by commas, each from 1 to {TRAINED_STEPS} "
+            "divided by how many there are"
+        )
+    return counts
+
+
+def _at(tokens: Tensor, at: Tensor) -> Tensor:
+    """[B, W, channels] of tokens [B, S, channels]."""
+    return tokens.gather(1, at.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+def _flat(law: TokenLaw) -> TokenLaw:
+    """A law of [B, W, channels] as one of [B * W, channels]."""
+    return TokenLaw(law.mean.flatten(0, 1), law.std.flatten(0, 1), law.half_log_variance.flatten(0, 1))

@@ -1,0 +1,200 @@
+"""MAR's sampler: continuous tokens in random order, many at a time; with ReCAP's groups of full and local steps.
+
+Li et al., arXiv 2406.11838, and its public code; ReCAP, arXiv 2505.19089, and its public code for MAR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_bool, check_choice, check_int, check_number
+from paradec.core.protocol import Commit, Cost, LatentProposal
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
+from paradec.samplers.continuous.base import ContinuousSampler, ContinuousState, normal
+
+
+@dataclass
+class MARState(ContinuousState):
+    """What changes while images are decoded, a step a commit."""
+
+    kept: Kept | None = None
+    """What the open group's full step kept."""
+
+
+@dataclass(kw_only=True)
+class MARProposal(LatentProposal):
+    """A proposal, and what its evaluation kept."""
+
+    positions: Tensor
+    """[R, W] int64: where the values would be written."""
+    kept: Kept | None = None
+    conditions: Tensor | None = None
+    """[R, W, width]: what the head drew from."""
+
+
+@dataclass(frozen=True)
+class MAR(ContinuousSampler):
+    """Per step, decide the next positions of a random order that is drawn per image. Of S positions
+    floor(S cos(pi / 2 * (t + 1) / T)) are left after step t of T, at least one fewer than before.
+
+    With `local_steps` > 0 steps come in groups, as in ReCAP: the first of a group evaluates everything, keeps keys and
+    values of encoder and decoder, and decides the first of the group's positions; the others evaluate the group's
+    positions alone, over what was kept, with fewer steps of the diffusion head.
+
+    Args:
+        local_steps: l; 0 is MAR, 1 ReCAP's scripts.
+        full_groups: how many groups at the start have no local steps; None is half the steps, as in the scripts.
+        head_steps: steps of the diffusion head, 1 to 1000.
+        fast_ratio: share of them that local steps take, in (0, 1], rounded down (at least 1).
+        temperature: scales the noise that the head's steps add.
+        guidance_schedule: "linear" grows from 1 to the request's scale with what is decided, as in the paper;
+            "constant" does not.
+        chunk_order: which of a group's positions each of its steps decides: "raster" takes them row by row, a quirk of
+            ReCAP's code; "order" goes on in the random order.
+        keep_buffer: whether local steps read the class tokens' keys and values; else they evaluate these again (the
+            scripts).
+
+    Random numbers are counter-based: an image depends on its seed and class, not on its neighbours.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    local_steps: int = 0
+    full_groups: int | None = None
+    head_steps: int = 100
+    fast_ratio: float = 0.4
+    temperature: float = 1.0
+    guidance_schedule: str = "linear"
+    chunk_order: str = "raster"
+    keep_buffer: bool = False
+
+    name = "mar"
+    paper = "MAR"
+    arxiv = "2406.11838"
+    summary = "continuous tokens in random order, in numbers that grow from step to step"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recap": {"local_steps": 1}}
+
+    def __post_init__(self) -> None:
+        check_int("local_steps", self.local_steps, low=0, high=2**16)
+        check_int("full_groups", self.full_groups, low=0, none=True)
+        check_int("head_steps", self.head_steps, low=1, high=1000)
+        check_number("fast_ratio", self.fast_ratio, low=0, high=1, open_low=True)
+        check_number("temperature", self.temperature, low=0)
+        check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))
+        check_choice("chunk_order", self.chunk_order, ("raster", "order"))
+        check_bool("keep_buffer", self.keep_buffer)
+
+    def _state(self, left: np.ndarray, fields: dict[str, Any]) -> MARState:
+        return MARState(left=left, **fields)
+
+    # ---- groups -----------------------------------------------------------------------------------------------------
+
+    def group(self, state: MARState) -> range:
+        """The steps of the open group."""
+        steps = len(state.left) - 1
+        full = steps // 2 if self.full_groups is None else self.full_groups
+        size = self.local_steps + 1
+        first = state.index if state.index < full else full + (state.index - full) // size * size
+        return range(first, first + 1 if first < full else min(first + size, steps))
+
+    def chunks(self, state: MARState) -> list[Tensor]:
+        """Per step of the open group, the positions [B, n] that it decides, ascending."""
+        group, left = self.group(state), state.left
+        if self.chunk_order == "order" or len(group) == 1:
+            return [state.order[:, left[step + 1] : left[step]].sort(-1).values for step in group]
+        everything = state.order[:, left[group[-1] + 1] : left[group[0]]].sort(-1).values
+        return list(everything.split([int(left[step] - left[step + 1]) for step in group], 1))
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def query(self, state: MARState) -> list[ContinuousQuery]:
+        group, chunks = self.group(state), self.chunks(state)
+        place = state.index - group[0]
+        targets = torch.cat(chunks, 1).sort(-1).values
+        if place == 0:
+            known = state.order[:, state.left[state.index] :].sort(-1).values
+            everything = torch.arange(state.order.shape[1], device=known.device).expand_as(state.order)
+            drop, targets = (targets if len(group) > 1 else None), everything
+            columns, wanted = known, chunks[0]
+        else:
+            known = torch.cat(chunks[:place], 1).sort(-1).values
+            drop = None
+            columns, wanted = (torch.searchsorted(targets, at.contiguous()) for at in (known, chunks[place]))
+        at = known.unsqueeze(-1).expand(-1, -1, state.tokens.shape[-1])
+        guided = state.guidance_scale != 1.0
+        return [
+            ContinuousQuery(
+                rows=np.arange(state.batch),
+                tokens=state.tokens.gather(1, at),
+                known=known,
+                targets=targets,
+                columns=columns,
+                wanted=wanted,
+                labels=state.labels,
+                noise=self._noise(state, chunks[place], place > 0),
+                temperature=self.temperature,
+                guidance=self.guidance(state) if guided else None,
+                kept=state.kept if place else None,
+                drop=drop,
+                keep_buffer=self.keep_buffer,
+                branches=2 if guided else 1,
+                forwarded=np.full(state.batch, targets.shape[1]),
+                kind="window" if place else "full",
+            )
+        ]
+
+    def guidance(self, state: MARState) -> float:
+        """The guidance scale of this step."""
+        if self.guidance_schedule == "constant":
+            return state.guidance_scale
+        size = int(state.left[0])
+        return 1 + (state.guidance_scale - 1) * (size - int(state.left[state.index + 1])) / size
+
+    def _noise(self, state: MARState, at: Tensor, local: bool) -> Tensor:
+        """[B, W, steps + 1, channels] standard normal numbers for the head at positions `at` [B, W]."""
+        steps = max(int(self.head_steps * self.fast_ratio), 1) if local else self.head_steps
+        words = (steps + 1) * state.tokens.shape[-1]
+        step = torch.full((state.batch,), state.index, device=at.device)
+        uniform = rng.uniform(state.keys, step, at, words, rng.TOKEN_STREAM)
+        return normal(uniform).unflatten(-1, (steps + 1, -1))
+
+    def propose(self, state: MARState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]) -> MARProposal:
+        (answer,), (query,) = outputs, queries
+        return MARProposal(
+            rows=query.rows,
+            values=answer.tokens,
+            cost=Cost(queries, state.batch),
+            positions=query.targets.gather(1, query.wanted),
+            made_at=state.commits,
+            kind=query.kind,
+            kept=answer.kept,
+            conditions=answer.conditions,
+        )
+
+    def commit(self, state: MARState, proposal: MARProposal) -> Commit:
+        """Write the chunk.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite numbers. Nothing is written then.
+        """
+        state.check_current(proposal)
+        if not torch.isfinite(proposal.values).all():
+            raise FloatingPointError(f"the model returned NaN or infinite tokens at step {state.index}")
+        at = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
+        state.tokens = state.tokens.scatter(1, at, proposal.values.to(state.tokens.dtype))
+        state.kept = proposal.kept if proposal.kind == "full" else state.kept
+        state.count(proposal.cost)
+        state.commits += 1
+        state.index += 1
+        if state.done or state.index == self.group(state)[0]:
+            state.kept = None  # the next step evaluates everything
+        written = torch.ones_like(proposal.positions, dtype=torch.bool)
+        return Commit(proposal.rows, proposal.values, proposal.positions, written, kind=proposal.kind)

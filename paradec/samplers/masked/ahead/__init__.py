@@ -1,0 +1,1 @@
+"""Methods that take the steps of another one, on several continuations at once."""

@@ -1,0 +1,410 @@
+"""FreeDave: the sampler's own next steps are drafted from one forward and verified, all of them, in the next.
+
+"Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py. The public code keeps what a
+forward found until the next one has verified it; here its first step is committed at once, so that the next forward
+evaluates the row as it stands, and drafts beyond it. Tokens and forwards are the same, but none is spent on rows that
+have no mask left, and with one draft a step it is the base itself, forward for forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy, PipelinedBlocks
+from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.logprobs import StepLogProbs
+from paradec.core.protocol import Commit, MemorySpec, NotFinite, Query
+from paradec.core.trace import Notes
+from paradec.request import Request, request_for
+from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
+from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
+from paradec.samplers.masked.base import UNCUT, MaskedProposal, MaskedSampler, MaskedState, Stage
+from paradec.samplers.masked.commit import to_host
+from paradec.samplers.masked.stopping import NEVER, first_end
+
+CARRIED = "carried_"
+"""Before the names of what a forward found and the next drafts are made of, in the memory."""
+
+
+@dataclass(kw_only=True)
+class DraftProposal(MaskedProposal):
+    """`taken[j]` is the base's step from `drafts[j]`; the other fields are those of the first one."""
+
+    drafts: list[Ahead]
+    taken: list[Taken]
+    copies: np.ndarray
+    """[R] int64 on the host: how many drafts of each row were evaluated; the rest is not to be read."""
+
+
+def accept(
+    drafts: np.ndarray, written: np.ndarray, copies: np.ndarray, mask: int, subset: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many drafts stand beyond the first one, which is the row itself.
+
+    Args:
+        drafts: [K, R, W] int64 windows, each an extension of the one before.
+        written: [K, R, W] int64: what the base made of each of them in one step.
+        copies: [R] int64: how many of a row's drafts were evaluated.
+        mask: the mask id.
+        subset: False accepts a draft that is what the base made of the accepted one before it; True the furthest one
+            that holds nothing else than what the base made of an accepted one.
+
+    Returns:
+        The number accepted [R] int64, and per draft the accepted one that judged its successor [K, R] int64.
+    """
+    count = len(drafts)
+    depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
+    judge = np.broadcast_to(depth, (count, len(rows)))
+    if not subset:
+        agrees = (written[:-1] == drafts[1:]).all(-1) & (depth[1:] < copies)
+        return np.cumprod(agrees, axis=0).sum(0), judge
+    # [judging, judged, R]
+    within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < copies)
+    best = np.zeros(len(rows), np.int64)
+    for _ in range(count - 1):
+        furthest = np.where(within[best, :, rows].T & (depth > best), depth, best).max(0)
+        judge = np.where((depth >= best) & (depth < furthest), best, judge)
+        best = furthest
+    return best, judge
+
+
+@dataclass(frozen=True)
+class FreeDave(MaskedSampler):
+    """Takes several steps of another sampler, `base`, per forward: those that come out as they were drafted.
+
+    A forward says what the base does in this step, and, read once more with these tokens written, what it might do in
+    the steps after it. The next forward evaluates the row and those drafts together; the base's own decision is taken
+    from each, and as long as it makes a draft into the next one, that one's logits are what the base would have seen.
+    The first step in a block has nothing to draft from.
+
+    Lossless: tokens are those of the base with the same cache, one by one, at every temperature, since the numbers that
+    a step draws belong to that step, and a draft's step draws its own (the public code is exact in distribution there).
+    Schedules count the accepted steps, the base's memory goes along the accepted drafts, and a row ends, and a block
+    opens, at the step where it would have. Outside float64, near-ties may fall otherwise, as for any other batch.
+
+    Args:
+        base: whose steps are taken: a name, a masked sampler, or its `to_dict`. One token a step by default, as in the
+            paper.
+        draft_steps: K, how many steps a forward evaluates, the row's own included; from 1, which is the base, to 64.
+            The public code has 4 for LLaDA, 8 for Dream and TraDo.
+        draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
+            "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
+            code's default); only for models whose attention takes such a mask. The result is the same.
+        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft stands if it holds nothing
+            that an accepted one's step would not commit, though it may hold less. Fewer forwards, and other tokens than
+            the base's. Preset "freedave++" is that with the threshold of the paper's code, 0.95.
+
+    It pays where a call costs hardly more with K times the positions: few rows, short windows. `row_forwards` and
+    forwarded tokens count every draft. Refused with it: caches whose steps depend on how many there were, blocks and
+    early stops that the logits decide, and `rng="reference"`. The public code's eager mode, which drafts into the next
+    block, is not here.
+
+    Raises:
+        ValueError: a setting out of its range, or a base whose steps cannot be drafted: one that takes tokens back,
+            drafts by itself, or ends its blocks by the logits; for "subset", one with a memory or a schedule.
+    """
+
+    base: Any = "low_confidence"
+    draft_steps: int = 4
+    draft_mode: str = "batch"
+    agreement: str = "exact"
+
+    name = "freedave"
+    paper = "FreeDave"
+    arxiv = "2510.00294"
+    summary = "the steps of another sampler, several per forward: drafted, verified, the same tokens"
+    drafts = True
+    frontier = ({"draft_steps": 2}, {"draft_steps": 8})
+    presets = {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}}
+
+    reads = property(lambda self: self.base.reads)  # type: ignore[assignment]
+    score = property(lambda self: self.base.score)  # type: ignore[assignment]
+    score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
+    draws = property(lambda self: self.base.draws)  # type: ignore[assignment]
+    uses_steps = property(lambda self: self.base.uses_steps)  # type: ignore[assignment]
+    may_wait = property(lambda self: self.base.may_wait)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check_int("draft_steps", self.draft_steps, low=1, high=64)
+        check_choice("draft_mode", self.draft_mode, ("batch", "tree"))
+        check_choice("agreement", self.agreement, ("exact", "subset"))
+        base = base_sampler(self.base)
+        why = None
+        if base.drafts:
+            why = "it drafts by itself"
+        elif base.revises:
+            why = "it takes back what it decided"
+        elif getattr(base.blocks(None), "reads_logits", False):
+            why = "the logits say where its blocks end, and drafts are made before"
+        elif own := own_part(base):
+            why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
+        elif self.agreement == "subset" and (base.memory() or base.uses_steps or base.may_wait):
+            why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
+        if why is not None:
+            raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
+        object.__setattr__(self, "base", base)
+        object.__setattr__(self, "rereads", base.rereads)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        kept = dict(self.base.memory())
+        if self.draft_steps == 1:
+            return kept
+        found = {name: torch.float64 for name in {"confidence", *self.reads}} | {"tokens": torch.int64}
+        return kept | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in found.items()}
+
+    def blocks(self, block_length: int | None) -> BlockPolicy | None:
+        return self.base.blocks(block_length)
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        if isinstance(blocks, PipelinedBlocks):
+            raise ValueError(
+                f"sampler 'freedave' does not work with blocks={shown(blocks)}: it drafts later steps of one block; "
+                "use paradec.FixedBlocks, or sampler='lopa'"
+            )
+        self.base.check(facts, blocks, cache, longest)
+
+    def start(
+        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
+    ) -> MaskedState:
+        """Make the state of one request: see `MaskedSampler.start`.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, `rng="reference"`, or draft_mode="tree" with a model
+                that has no use for a mask per position; the message names it.
+        """
+        request = request_for(self, request, arguments)
+        if request.rng == "reference":
+            raise ValueError(
+                "rng='reference' does not work with sampler 'freedave': it draws from one stream in the order of the "
+                "steps, and drafts of later steps draw beside each other; use rng='counter'"
+            )
+        if self.draft_mode == "tree" and not model.supports_store:
+            raise ValueError(
+                f"draft_mode='tree' of sampler 'freedave' needs a model that takes an attention mask per position; "
+                f"{model.facts.name} does not: use draft_mode='batch'"
+            )
+        return super().start(model, prompt, request, attention_mask=attention_mask)
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: MaskedState) -> list[Query]:
+        """One query per part of the cache's plan, two where only some of its rows have drafts."""
+        copies = self._copies(state)
+        drafts = self._drafts(state, copies.max())
+        return draft_queries(state, self.base, drafts, copies, tree=self.draft_mode == "tree")
+
+    def _copies(self, state: MaskedState) -> np.ndarray:
+        """[R] int64: steps to evaluate of each row, as many as its block may still take. All but those of methods that
+        may wait fill something, and most schedules end with their planned steps."""
+        rows = state.window.rows
+        copies = np.full(len(rows), self.draft_steps)
+        if not self.may_wait:
+            copies = np.minimum(copies, state.remaining[rows])
+        if self.uses_steps:
+            planned = state.planned_steps(rows) - state.block_step[rows]
+            copies = np.where(planned > 0, np.minimum(copies, planned), copies)
+        return np.where(state.block_step[rows] == 0, 1, copies)
+
+    def _drafts(self, state: MaskedState, count: int) -> list[Ahead]:
+        """The row as it is and `count` - 1 steps on, by what the last forward found."""
+        drafts = [Ahead(state, 0, state.window.read(state.canvas))]
+        if count == 1:
+            return drafts
+        memory = state.memory.read(state.window.rows, state.window.positions.shape[1])
+        found = {name.removeprefix(CARRIED): memory[name] for name in memory if name.startswith(CARRIED)}
+        tokens = found.pop("tokens")
+        kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
+        for steps in range(1, count):
+            updates = {**kept, **found} if self.base.fuses else {}
+            taken = take(self.base, drafts[-1], tokens, found, updates, kept, [])
+            kept = taken.memory
+            drafts.append(Ahead(state, steps, taken.written))
+        return drafts
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> DraftProposal:
+        """The base's step from every draft. outputs: logits [R, W, V], one per query."""
+        window, base = state.window, self.base
+        drafted = [query for query in queries if isinstance(query, DraftQuery)]
+        drafts = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
+        logits, at, copies = logits_by_draft(state, base, outputs, queries, len(drafts))
+        kept = state.memory.read(window.rows, window.positions.shape[1])
+        memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
+        every_row = Query(window.rows, drafts[0].tokens, window.positions, index=np.arange(len(window.rows)))
+        holes = state.holes_of(None)
+        taken: list[Taken] = []
+        for ahead, index in zip(drafts, at, strict=True):
+            here = logits
+            if len(drafts) > 1 or (index != every_row.index).any():
+                here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
+            if holes is not None:
+                base._keep_ends_out(state, here, holes)
+            updates: Mapping[str, Tensor] = {}
+            plain = here
+            if base.fuses:
+                here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory, ahead.tokens))
+            tokens, quantities = base._read(ahead, here, every_row, None)
+            taken.append(take(base, ahead, tokens, quantities, updates, memory, queries))
+            if state.logprobs is not None:
+                taken[-1].proposal.logprobs = StepLogProbs.of_logits(plain, tokens, state.logprobs.count)
+            memory = taken[-1].memory
+        return DraftProposal(**vars(taken[0].proposal), drafts=drafts, taken=taken, copies=copies)
+
+    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
+        """As for all; and what the drafts of later steps fill in."""
+        notes = super().observe(state, proposal)
+        assert isinstance(proposal, DraftProposal)
+        notes.rules, notes.drafts = None, set()
+        positions, now = proposal.positions.tolist(), proposal.drafts[0].tokens
+        for number, ahead in enumerate(proposal.drafts[1:], start=1):
+            for index, column in (ahead.tokens != now).nonzero().tolist():
+                if number < proposal.copies[index]:
+                    token = int(ahead.tokens[index, column])
+                    notes.drafts.add((int(proposal.rows[index]), positions[index][column], token))
+        return notes
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
+        """Accept drafts, and write the base's steps up to and with that from the last accepted one.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits for an accepted draft. Nothing is written.
+            RuntimeError: the base committed nothing where it must.
+        """
+        assert isinstance(proposal, DraftProposal)
+        window, rows, steps = state.window, proposal.rows, proposal.taken
+        state.check_current(proposal)
+        cuts = [step.cut for step in steps if step.cut is not None]
+        found = to_host(
+            drafts=torch.stack([ahead.tokens for ahead in proposal.drafts]),
+            written=torch.stack([step.written for step in steps]),
+            confidence=torch.stack([step.proposal.quantities["confidence"] for step in steps]),
+            cut=torch.stack(cuts) if cuts else None,
+        )
+        drafts, written = found["drafts"], found["written"]
+        subset = self.agreement == "subset"
+        best, judge = accept(drafts, written, proposal.copies, state.facts.mask_id, subset)
+        # the base's windows one by one: the accepted drafts, then what it made of the last of them
+        depth = np.arange(len(steps))[:, None]
+        windows = np.where((depth < best)[..., None], np.roll(drafts, -1, 0), written)
+        changed = windows != np.concatenate((drafts[:1], windows[:-1]))
+        counts = changed.sum(-1)
+        full = counts.cumsum(0) == state.remaining[rows]
+        taken = np.minimum(best, np.where(full.any(0), full.argmax(0), best)) + 1
+        cut = found["cut"] if cuts else np.full(counts.shape, UNCUT)
+        shorter = cut < state.length[rows]  # drafts beyond were evaluated with the longer row
+        taken = np.minimum(taken, np.where(shorter.any(0), shorter.argmax(0) + 1, taken))
+        self._check(state, rows, np.isfinite(found["confidence"]).all(-1), counts, depth < taken)
+
+        taken, ends = self._write(state, windows, counts, taken)
+        index, began = np.arange(len(rows)), state.row_step[rows]
+        final = windows[taken - 1, index]
+        last = torch.as_tensor(taken - 1, device=window.positions.device)
+        for name in self.base.memory():
+            state.memory.write(name, rows, picked([step.memory[name] for step in steps], last))
+        if self.draft_steps > 1:
+            self._carry(state, rows, steps, last)
+        state.count(proposal.cost)
+        state.cache.committed(state, final)
+        committed = (final != drafts[0]).sum(-1)
+        state.advance(rows, committed)
+        state.row_step[rows] += taken - 1
+        state.block_step[rows] += taken - 1
+        moved = bool(shorter[taken - 1, index].any())
+        if moved:
+            state.trim(cut[taken - 1, index], final)
+        state.close(rows, ends, moved=moved)
+        # each token with the score that it had when the base took it
+        when = (changed & (depth < taken)[..., None]).argmax(0)
+        scores = torch.stack([step.proposal.scores for step in steps])
+        judged, values, selected = (
+            torch.as_tensor(array, device=scores.device)
+            for array in (judge[when, index[:, None]], final, final != drafts[0])
+        )
+        if state.decided_at is not None:
+            noted = torch.as_tensor(began[:, None] + when, device=scores.device)
+            window.write(state.decided_at, torch.where(selected, noted, window.read(state.decided_at)))
+        said = None
+        if state.logprobs is not None:
+            every = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
+            said = StepLogProbs.picked(every, judged)
+            state.logprobs.write(rows, window.positions, selected, said, began[:, None] + when)
+        score = scores.gather(0, judged[None])[0]
+        return Commit(rows, values, window.positions, selected, score, proposal.kind, said)
+
+    def _check(
+        self, state: MaskedState, rows: np.ndarray, finite: np.ndarray, counts: np.ndarray, within: np.ndarray
+    ) -> None:
+        """Raise where the base would have, in the steps `within` [K, R]. finite, counts: [K, R]."""
+        broken = within & ~finite
+        if broken.any():
+            at = int(broken.any(0).argmax())
+            step = int(state.row_step[rows[at]] + broken[:, at].argmax())
+            raise NotFinite(
+                f"the model returned NaN or infinite logits for row {int(rows[at])} at its step {step}",
+                rows[broken.any(0)],
+            )
+        idle = within & (counts == 0)
+        if self.may_wait:
+            steps = state.block_step[rows] + np.arange(1, len(counts) + 1)[:, None]
+            idle &= steps >= state.planned_steps(rows)
+        if idle.any():
+            row = int(rows[idle.any(0).argmax()])
+            raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {row}")
+
+    def _write(
+        self, state: MaskedState, windows: np.ndarray, counts: np.ndarray, taken: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Write the windows [K, R, W] of `taken` [R] steps, which commit `counts` [K, R] tokens each, one after the
+        other, up to that in which a stop rule ends a row. Returns the steps that are left of `taken`, and the ends as a
+        `StopRule` says them."""
+        window, rows, index = state.window, state.window.rows, np.arange(len(taken))
+        ends = np.full(len(taken), NEVER)
+        last = int(taken.max()) - 1
+        # a rule may read what is counted: it sees it as the base's commit would leave it
+        before = state.decided.copy(), state.remaining.copy(), state.row_step.copy(), state.block_step.copy()
+        for step in range(last + 1) if state.stop_rules else [last]:
+            tokens = windows[np.minimum(step, taken - 1), index]
+            window.write(state.canvas, torch.as_tensor(tokens, device=state.canvas.device))
+            if not state.stop_rules:
+                continue
+            committed = np.where(step < taken, counts[step], 0)
+            state.decided[rows] += committed
+            state.remaining[rows] -= committed
+            state.row_step[rows] += step < taken
+            state.block_step[rows] += step < taken
+            found = first_end(state.stop_rules, state, tokens)
+            if found is not None:
+                stops = (found < NEVER) & (ends == NEVER)
+                taken = np.where(stops, np.minimum(taken, step + 1), taken)
+                ends = np.where(stops, found, ends)
+        state.decided[:], state.remaining[:], state.row_step[:], state.block_step[:] = before
+        return taken, ends if (ends < NEVER).any() else None
+
+    def _carry(self, state: MaskedState, rows: np.ndarray, steps: list[Taken], last: Tensor) -> None:
+        """Keep what was read from the last step's logits: the next drafts are made of it."""
+        memory, read = state.memory, {"confidence", *self.reads}
+        found = [{"tokens": step.proposal.values} for step in steps]
+        for kept, step in zip(found, steps, strict=True):
+            kept.update({name: value for name, value in step.proposal.quantities.items() if name in read})
+        if self.base.fuses:
+            own = self.base.memory()
+            for kept, step in zip(found, steps, strict=True):
+                kept.update({name: value for name, value in step.proposal.updates.items() if name not in own})
+        for name in found[0]:
+            value = picked([kept[name] for kept in found], last)
+            if CARRIED + name not in memory:  # what a logits stage finds is known once it has run
+                shape = list(value.shape[1:])
+                wide = shape[:1] == [steps[0].written.shape[1]]
+                memory.specs[CARRIED + name] = MemorySpec(("window", *shape[1:]) if wide else tuple(shape), value.dtype)
+                if wide:
+                    shape[0] = memory[CARRIED + "tokens"].shape[1]
+                memory[CARRIED + name] = value.new_zeros((state.batch, *shape))
+            memory.write(CARRIED + name, rows, value)

@@ -1,0 +1,288 @@
+"""LoPA: beside the row as it stands, copies with one token more are evaluated, and the one that promises most goes on.
+
+"LoPA", arXiv 2512.16229, and the public code's scale_dream_d2f.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.protocol import Commit, MemorySpec, NotFinite, Query
+from paradec.core.trace import Notes
+from paradec.request import Request, request_for
+from paradec.samplers.masked import commit as stages
+from paradec.samplers.masked.ahead.draft_layout import Ahead, DraftQuery, draft_queries, logits_by_draft
+from paradec.samplers.masked.ahead.wrapped import Taken, base_sampler, own_part, picked, take
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Stage
+
+TOKENS, SURE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
+"""In the memory, each [B, window]: what the last winner's logits said, and where something was open then."""
+
+
+@dataclass(kw_only=True)
+class BranchProposal(MaskedProposal):
+    """`taken[j]` is the base's step from `branches[j]`; the other fields are those of the first one, the row itself."""
+
+    branches: list[Ahead]
+    taken: list[Taken]
+    promise: Tensor
+    """[K, R] float64: what each branch promises; -inf where a row has no such branch."""
+    copies: np.ndarray
+    """[R] int64 on the host: how many branches of each row were evaluated, its own included."""
+
+
+@dataclass(frozen=True)
+class LoPA(MaskedSampler):
+    """Takes the steps of another sampler, `base`, in the order of positions that makes the rest surest. This searches
+    for an order: tokens may be others than the base's.
+
+    A step evaluates the row as it stands and, as rows of their own over the same keys and values, `branches` copies of
+    it with one token more: at the first, second, ... surest position that the last step left undecided in the open
+    blocks, the token that it had there. A branch's promise is alpha * (how sure its token was; 1 for the row itself) +
+    (1 - alpha) * (mean confidence of the least sure share `tail` of what it leaves undecided; 1 if that is nothing).
+    The branch that promises most is the row from now on, and the base's decision is taken from its logits. Ties go to
+    the branch with the surest token, and to the row itself last, as in the public code. A block's first step has
+    nothing to look ahead with; with a cache, neither has the first step after the first open block was filled.
+
+    Args:
+        base: whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule, which is
+            `threshold` in `paradec.PipelinedBlocks(32, forced="active")`.
+        branches: k, branches beside the row itself, from 0, which is the base, to 64. Published scripts have 2 to 4.
+        alpha: weight of the added token's own confidence, in [0, 1]. 0 as in the published scripts; with the public
+            code's default, 0.5, the row itself wins nearly always.
+        tail: share of the undecided positions that the mean is over, in (0, 1], at least one; 1 as in the scripts (the
+            code's default is 0.5).
+        confidence: what is averaged and ranks positions: "minus_entropy" (the scripts'), "confidence" (the code's
+            default) or "margin".
+
+    A step costs one call and up to 1 + k rows: `row_forwards` and forwarded tokens count them all. It pays where width
+    is idle. Refused with it: caches whose steps depend on how many there were, stops that the logits decide, `logprobs`
+    and `rng="reference"`.
+
+    Raises:
+        ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a step of
+            its own, or ends its blocks by the logits.
+    """
+
+    base: Any = "threshold"
+    branches: int = 4
+    alpha: float = 0.0
+    tail: float = 1.0
+    confidence: str = "minus_entropy"
+
+    name = "lopa"
+    paper = "LoPA"
+    arxiv = "2512.16229"
+    summary = "the steps of another sampler, from the best of several rows with one token more"
+    drafts = True
+    frontier = ({"branches": 2}, {"branches": 4, "base": {"sampler": "threshold", "threshold": 0.7}})
+
+    score = property(lambda self: self.base.score)  # type: ignore[assignment]
+    score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
+    draws = property(lambda self: self.base.draws)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check_int("branches", self.branches, low=0, high=64)
+        check_number("alpha", self.alpha, low=0, high=1)
+        check_number("tail", self.tail, low=0, high=1, open_low=True)
+        check_choice("confidence", self.confidence, ("minus_entropy", "confidence", "margin"))
+        base = base_sampler(self.base)
+        why = None
+        if base.drafts:
+            why = "it evaluates rows of its own"
+        elif base.revises:
+            why = "it takes back what it decided"
+        elif base.uses_steps or base.may_wait:
+            why = "its schedule counts tokens, and a branch adds one"
+        elif getattr(base.blocks(None), "reads_logits", False):
+            why = "the logits say where its blocks end"
+        elif own := own_part(base):
+            why = f"it has a `{own}` of its own, so that `select` does not say what a step does"
+        if why is not None:
+            raise ValueError(f"base={base.name!r} does not work with sampler 'lopa': {why}")
+        object.__setattr__(self, "base", base)
+        object.__setattr__(self, "rereads", base.rereads)
+        object.__setattr__(self, "assesses", base.assesses)
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(dict.fromkeys((*self.base.reads, self.confidence)))
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        kept = dict(self.base.memory())
+        if self.branches:
+            kept[TOKENS] = MemorySpec(("window",), torch.int64)
+            kept[SURE] = MemorySpec(("window",), torch.float64)
+            kept[OPEN] = MemorySpec(("window",), torch.bool)
+        return kept
+
+    def blocks(self, block_length: int | None) -> BlockPolicy | None:
+        return self.base.blocks(block_length)
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        self.base.check(facts, blocks, cache, longest)
+
+    def start(
+        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
+    ) -> MaskedState:
+        """Make the state of one request: see `MaskedSampler.start`.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, `rng="reference"`, `logprobs`, or a model that reads
+                the order of tokens; the message names it.
+        """
+        request = request_for(self, request, arguments)
+        if request.rng == "reference":
+            raise ValueError(
+                "rng='reference' does not work with sampler 'lopa': it draws from one stream in the order of the "
+                "steps, and branches draw beside each other; use rng='counter'"
+            )
+        if request.logprobs is not None:
+            raise ValueError(
+                f"logprobs={request.logprobs} does not work with sampler 'lopa': tokens that a branch adds are of an "
+                "earlier step; leave logprobs out"
+            )
+        if self.branches and getattr(model, "reads_order", False):
+            raise ValueError(
+                f"sampler 'lopa' does not work with {model.facts.name}, which reads the order of tokens: what a branch "
+                "adds and what is read from it are decided in one step; use its base, or branches=0"
+            )
+        return super().start(model, prompt, request, attention_mask=attention_mask)
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: MaskedState) -> list[Query]:
+        """One query per part of the cache's plan, two where only some of its rows have branches."""
+        branches, copies = self._branches(state)
+        return draft_queries(state, self.base, branches, copies, tree=False)
+
+    def _branches(self, state: MaskedState) -> tuple[list[Ahead], np.ndarray]:
+        """The row as it is and its branches, and how many of these each row has [R] int64."""
+        rows, now = state.window.rows, state.window.read(state.canvas)
+        branches, copies = [Ahead(state, 0, now)], np.ones(len(rows), np.int64)
+        if not self.branches:
+            return branches, copies
+        memory = state.memory.read(rows, now.shape[1])
+        may = memory[OPEN] & state.window.undecided(now, state.mask_id)
+        most = may.sum(1).clamp(max=self.branches).cpu().numpy()
+        if state.store is not None:  # drafts are not kept, and what a block begins with is
+            most = np.where(state.block_step[rows] == 0, 0, most)
+        order = memory[SURE].masked_fill(~may, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        for rank in range(int(most.max())):
+            column = order[:, rank : rank + 1]
+            branches.append(Ahead(state, 0, now.scatter(1, column, memory[TOKENS].gather(1, column))))
+        return branches, copies + most
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> BranchProposal:
+        """The base's step from every branch, and what each promises. outputs: logits [R, W, V], one per query."""
+        window, base = state.window, self.base
+        drafted = [query for query in queries if isinstance(query, DraftQuery)]
+        branches = drafted[0].drafts if drafted else [Ahead(state, 0, window.read(state.canvas))]
+        logits, at, copies = logits_by_draft(state, base, outputs, queries, len(branches))
+        kept = state.memory.read(window.rows, window.positions.shape[1])
+        memory: Mapping[str, Tensor] = {name: kept[name] for name in base.memory()}
+        every_row = Query(window.rows, branches[0].tokens, window.positions, index=np.arange(len(window.rows)))
+        holes = state.holes_of(None)
+        taken, promises = [], []
+        for number, (branch, index) in enumerate(zip(branches, at, strict=True)):
+            here = logits.index_select(0, torch.as_tensor(index, device=logits.device))
+            if holes is not None:
+                base._keep_ends_out(state, here, holes)
+            updates: Mapping[str, Tensor] = {}
+            if base.fuses:
+                here, updates = base.fuse(here, Stage(branch.candidates, window.positions, memory, branch.tokens))
+            tokens, quantities = self._read(branch, here, every_row, None)
+            taken.append(take(base, branch, tokens, quantities, updates, memory, queries))
+            future = self._future(branch, quantities[self.confidence])
+            own = torch.ones_like(future)
+            if number:
+                added = branch.tokens != branches[0].tokens
+                own = torch.where(added, kept[SURE], 0).sum(1)
+            there = torch.as_tensor(number < copies, device=future.device)
+            promises.append((self.alpha * own + (1 - self.alpha) * future).where(there, -torch.inf))
+        first = vars(taken[0].proposal)
+        return BranchProposal(**first, branches=branches, taken=taken, promise=torch.stack(promises), copies=copies)
+
+    def _future(self, branch: Ahead, sure: Tensor) -> Tensor:
+        """[R] float64: the mean of the lowest share `tail` of `sure` [R, W] over what a branch leaves undecided in the
+        open blocks, at least one position; 1 where that is nothing."""
+        open_ = branch.candidates
+        count = open_.sum(1, keepdim=True)
+        lowest = (count.double() * self.tail).long().clamp(min=1)
+        ordered = sure.masked_fill(~open_, torch.inf).sort(dim=1).values
+        within = torch.arange(ordered.shape[1], device=ordered.device) < lowest
+        mean = torch.where(within, ordered, 0).sum(1) / lowest[:, 0]
+        return torch.where(count[:, 0] > 0, mean, 1.0)
+
+    def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
+        """As for all; and the tokens that branches add."""
+        notes = super().observe(state, proposal)
+        assert isinstance(proposal, BranchProposal)
+        notes.rules, notes.drafts = None, set()
+        positions, now = proposal.positions.tolist(), proposal.branches[0].tokens
+        for number, branch in enumerate(proposal.branches[1:], start=1):
+            for index, column in (branch.tokens != now).nonzero().tolist():
+                if number < proposal.copies[index]:
+                    token = int(branch.tokens[index, column])
+                    notes.drafts.add((int(proposal.rows[index]), positions[index][column], token))
+        return notes
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
+        """Let the best branch of each row be the row, and write the base's step from it.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits for a branch. Nothing is written.
+            RuntimeError: the base committed nothing where it must.
+        """
+        assert isinstance(proposal, BranchProposal)
+        state.check_current(proposal)
+        window, rows, taken = state.window, proposal.rows, proposal.taken
+        count = len(taken)
+        # the row itself is last among equals
+        best = (proposal.promise.roll(-1, 0).argmax(0) + 1) % count
+        written = picked([step.written for step in taken], best)
+        # of branches that a row does not have, those of its last one
+        sure = torch.stack([step.proposal.quantities["confidence"] for step in taken])
+        cut = None if taken[0].cut is None else picked([step.cut for step in taken if step.cut is not None], best)
+        found = stages.to_host(tokens=written, before=proposal.current, sure=sure.sum(0), cut=cut)
+        committed = (found["tokens"] != found["before"]).sum(1)
+        broken = ~np.isfinite(found["sure"]).all(1)
+        if broken.any():
+            row = int(rows[broken.argmax()])
+            raise NotFinite(
+                f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}",
+                rows[broken],
+            )
+        if 0 in committed.tolist():
+            raise RuntimeError(f"sampler {self.base.name!r} committed nothing for row {int(rows[committed.argmin()])}")
+
+        state.write(written)
+        for name in self.base.memory():
+            state.memory.write(name, rows, picked([step.memory[name] for step in taken], best))
+        if self.branches:
+            self._carry(state, proposal, best, written)
+        scores = picked([step.proposal.scores for step in taken], best)
+        stages.count(state, rows, proposal.cost, found["tokens"], committed)
+        stages.close(self, state, proposal, found)
+        return Commit(rows, written, window.positions, written != proposal.current, scores, proposal.kind)
+
+    def _carry(self, state: MaskedState, proposal: BranchProposal, best: Tensor, written: Tensor) -> None:
+        """Keep what the winners' logits say of what is undecided: the next branches are made of it."""
+        steps = [step.proposal for step in proposal.taken]
+        for name, value in (
+            (TOKENS, picked([step.values for step in steps], best)),
+            (SURE, picked([step.quantities[self.confidence] for step in steps], best)),
+            (OPEN, state.window.undecided(written, state.mask_id)),
+        ):
+            state.memory.write(name, proposal.rows, value)

@@ -1,0 +1,1 @@
+"""Whole steps of masked samplers on the device, in fixed shapes."""

@@ -1,0 +1,181 @@
+"""The device-side step: a masked decoding whose every decision is taken on the accelerator.
+
+The loop of `protocol.decode` keeps blocks, counters and ends on the host, which waits for the device at every step.
+Here all of it lives in tensors of fixed shapes, and one step is a pure function of them: embedding, layers against the
+store, output matrix on the window alone, token statistics, selection, commit, the stop at the end of the text, the next
+block. On CUDA each shape of it is captured in a graph once and replayed; with `capture=False` the same code runs
+uncaptured.
+
+A row is in one of two phases: it evaluates itself whole (always without a cache; a block's first step with one), or its
+window. A step is of one phase and leaves the rows of the other as they are; so a step that no row needs changes nothing
+and is counted nowhere. The host reads one small tensor every `poll_every` steps to see which phase is needed. Graphs
+are made per phase, number of rows (powers of two: rows of the phase are gathered) and width of the window.
+
+Graphs outlive their request. A step reads nothing of a request but tensors that stay where they are, into which the
+next one is copied, and a `Layout`: all that is fixed while a graph is captured. An `Engine` is made from a layout
+alone, and serves requests of equal layouts only. The model keeps the engines that were used last (`KEPT`,
+`KEPT_SHARE`), until `clear_graphs`.
+
+What a row decodes does not depend on any of this: it takes the same steps as in the plain loop.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_bool, check_int
+from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.device.engine import Engine
+from paradec.samplers.masked.device.graphs import Layout, NotCapturable, block_table, captured
+from paradec.samplers.masked.state import MaskedState
+from paradec.samplers.masked.stopping import EndOfText
+
+__all__ = ["Engine", "Layout", "NotCapturable", "block_table", "captured", "clear_graphs", "decode", "refusal"]
+
+KEPT = 4
+"""Engines that a model keeps between requests."""
+KEPT_SHARE = 0.25
+"""The share of the device's memory that the key/value stores of kept engines may take together."""
+MOST_ENDS = 9
+"""More end ids than this have torch.isin sort, and wait for the device."""
+
+
+def refusal(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
+    """Why the device-side step cannot serve a request, in words that follow its names; None where it can."""
+    method = type(sampler)
+    if not getattr(method, "device_step", False):  # other families say nothing of it
+        if "name" not in vars(method):
+            return f"sampler {sampler.name!r} is a class of your own, {method.__name__}"
+        return f"sampler {sampler.name!r} keeps something on the host between steps"
+    if sampler.memory():
+        return f"sampler {sampler.name!r} with these settings remembers something between steps"
+    if not state.cache.device_step:
+        return f"cache {state.cache.name!r} chooses on the host what to evaluate"
+    if model.kind != "decoder" or state.facts.topology != "bidirectional":
+        return f"{state.facts.name} is not a bidirectional transformers decoder"
+    if state.reads_blocks:
+        return f"blocks={state.blocks} end where the host reads it from the logits"
+    if state.pipelined:
+        return f"blocks={state.blocks} have several blocks of a row open at once"
+    if state.attention_state is not None:
+        return "sparse attention keeps its pattern on the host"
+    if state.present is not None:
+        return "what exists of a suffix changes with the blocks, on the host"
+    if state.reuses or state.settled is not None:
+        return "a prefix that is taken over or kept is laid out on the host"
+    if state.branches > 1:
+        return "guidance evaluates two rows for one"
+    if state.generator is not None:
+        return "rng='reference' draws on the host"
+    if state.logprobs is not None:
+        return "logprobs are kept step by step"
+    if state.early_rules or not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
+        return "stop rules other than the end token are asked on the host"
+    if state.request.confidence_eos_eot_inf and len(state.ends) > MOST_ENDS:
+        return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MOST_ENDS} are sorted"
+    if model.ranks is not None:
+        return f"{state.facts.name} is spread over processes"
+    if len({parameter.device for parameter in model.module.parameters()}) > 1:
+        return f"{state.facts.name} is spread over several devices"
+    return None
+
+
+def decode(
+    sampler: MaskedSampler, model: Any, state: MaskedState, *, capture: bool = True, poll_every: int = 1
+) -> MaskedState:
+    """Decode a request from its start to its end, as `protocol.decode` does.
+
+    Args:
+        sampler, model, state: of a request that nobody has stepped yet, and that `refusal` has nothing against.
+        capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
+        poll_every: steps between two looks of the host at the device. More than one saves the wait for it, and may
+            replay so many steps less one for nothing at every block's end.
+
+    Raises:
+        ValueError: a request that the device-side step cannot serve, or `capture` without a CUDA device.
+        FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the row at fault has not been written to.
+    """
+    check_bool("capture", capture)
+    check_int("poll_every", poll_every, low=1)
+    if capture and state.canvas.device.type != "cuda":
+        raise ValueError(f"capture=True takes a CUDA device; the model is on {state.canvas.device}")
+    if reason := refusal(sampler, model, state):
+        raise ValueError(f"the device-side step cannot serve this request: {reason}")
+    if state.commits or int(state.counts.sum()):
+        raise ValueError("the device-side step starts a request from its beginning; this state has been stepped")
+    with torch.inference_mode(), torch.cuda.device(state.canvas.device) if capture else nullcontext():
+        _decode(sampler, model, state, capture, poll_every)
+    return state
+
+
+def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool, poll_every: int) -> None:
+    table = block_table(state)
+    engine, module = take_out(model, Layout.of(sampler, state, table[0], capture))
+    engine.load(model, state, table)
+    try:
+        engine.run(poll_every)
+    except NotCapturable:
+        raise
+    except BaseException:
+        engine.write_back(state)
+        raise  # and the engine is not kept: its store may hold NaN
+    engine.write_back(state)
+    give_back(model, engine, module)
+
+
+def take_out(model: Any, layout: Layout) -> tuple[Engine, Any]:
+    """An engine of a layout, and what it was made from: one that the model has kept, or a new one. As long as it
+    serves, the model does not have it: a request beside this one takes another."""
+    module = fingerprint(model)
+    for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
+        del model.engines[key]
+    return model.engines.pop((layout, module), None) or Engine(layout), module
+
+
+def give_back(model: Any, engine: Engine, module: Any) -> None:
+    """Leave an engine that has served to the model."""
+    engine.model = None
+    model.engines[engine.layout, module] = engine
+    _evict(model, engine.device)
+
+
+def _evict(model: Any, device: torch.device) -> None:
+    """Drop the engines that were used longest ago, as far as there are too many."""
+    room = float("inf")
+    if device.type == "cuda":
+        room = KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    while len(model.engines) > KEPT or sum(engine.nbytes for engine in model.engines.values()) > room:
+        del model.engines[next(iter(model.engines))]
+
+
+def clear_graphs(model: Any) -> int:
+    """Free the CUDA graphs that `model` keeps, and the tensors and key/value stores that they work on.
+
+    Graphs made from other weights (moved, converted, exchanged), or from another attention, are never replayed. Call
+    this after a change that shows in neither, such as a hook on a module or an adapter that is switched off.
+
+    Returns:
+        How many sets of graphs there were.
+    """
+    count = len(model.engines)
+    model.engines.clear()
+    return count
+
+
+def fingerprint(model: Any) -> tuple[Any, ...]:
+    """Where the weights stand, and what else a captured forward has fixed."""
+    module = model.module
+    tensors = (*module.parameters(), *module.buffers())
+    places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
+    return id(module), model.attn_implementation, places
+
+
+def _place(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # quantized weights, which are several tensors
+        return id(tensor)

@@ -1,0 +1,1 @@
+"""A file a method: which undecided positions become final."""

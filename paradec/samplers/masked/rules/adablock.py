@@ -1,0 +1,68 @@
+"""AdaBlock: the threshold rule over blocks that end with a semantic step.
+
+Lu et al., "AdaBlock-dLLM", arXiv 2509.26432, and its generate_adablock.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paradec.core.blocks import LONGEST_BLOCK, AdaptiveBlocks
+from paradec.core.checks import check_int, check_number
+from paradec.samplers.masked.base import MaskedSampler, View
+
+
+@dataclass(frozen=True)
+class AdaBlock(MaskedSampler):
+    """Commit as `threshold` does, in the blocks of `paradec.AdaptiveBlocks`, which the method brings along.
+
+    The blocks are the paper's contribution; they work with every sampler, as `generate(..., blocks=AdaptiveBlocks())`.
+    A request's `block_length` is their default length, and its `blocks` take their place.
+
+    Args:
+        threshold: probability that a token must reach, in [0, 1]; at 1 it is one token a step.
+        init_block_length, delimiter_threshold, delimiters, delimiter_match, window, min_block_length: the settings of
+            `AdaptiveBlocks`. Defaults are the paper's for LLaDA; preset "dream" has those for Dream.
+
+    The public code takes one row; here rows have blocks of their own.
+    """
+
+    threshold: float = 0.9
+    init_block_length: int = 32
+    delimiter_threshold: float = 0.3
+    delimiters: tuple[str | int, ...] = ("\n",)
+    delimiter_match: str = "exact"
+    window: float = 0.25
+    min_block_length: int = 1
+
+    name = "adablock"
+    paper = "AdaBlock-dLLM"
+    arxiv = "2509.26432"
+    summary = "the threshold rule, in blocks that end where a delimiter is predicted"
+    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
+    presets = {
+        "llada": {"delimiter_threshold": 0.3, "delimiter_match": "exact"},
+        "dream": {"delimiter_threshold": 0.5, "delimiter_match": "ends"},
+    }
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_int("init_block_length", self.init_block_length, low=1, high=LONGEST_BLOCK)
+        check_int("min_block_length", self.min_block_length, low=1, high=self.init_block_length)
+        object.__setattr__(self, "delimiters", self.blocks().delimiters)
+
+    def blocks(self, block_length: int | None = None) -> AdaptiveBlocks:
+        length = self.init_block_length if block_length is None else block_length
+        return AdaptiveBlocks(
+            length=length,
+            delimiter_threshold=self.delimiter_threshold,
+            delimiters=self.delimiters,
+            delimiter_match=self.delimiter_match,
+            window=self.window,
+            min_length=min(self.min_block_length, length),
+        )
+
+    def select(self, view: View) -> Tensor:
+        return (view.scores >= self.threshold) | view.best()

@@ -1,0 +1,127 @@
+"""Coherent contextual decoding: positions are judged by the average of their last distributions.
+
+"CCD", arXiv 2512.02044, as the paper has it; `ccd_agree` is what its public code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paradec.core.checks import check_int, check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import Stage, View
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.samplers.statistics import best_with_probability, log_of
+
+MOST_HISTORY = 64
+MOST_DISTRIBUTIONS = 256
+"""A row keeps at most so many: 130 MB at 126,464 tokens."""
+
+
+@dataclass(frozen=True)
+class CCD(LowConfidence):
+    """Per row, commit the masked positions whose averaged distribution has the lowest entropy.
+
+    Every step puts the distributions of its `buffer` most confident positions aside. A position's average is over this
+    step's distribution and those of the `history - 1` steps before that had it in their buffer. Contexts that disagree
+    make the average flat: its entropy is that of each plus what the contexts say about the token. Tokens come from the
+    average, too.
+
+    The schedule grants a number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
+    (CCD-DS) positions in this step's buffer whose entropy is at most that are committed as well, so up to `buffer` at
+    once.
+
+    Args:
+        history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
+            LLaDA in the paper: the presets.
+        buffer: V, positions put aside per step, at least 1; (history - 1) * buffer is at most 256.
+        entropy_threshold: nats, at least 0; None keeps to the schedule (CCD). The paper gives no number; 0.3 is ours,
+            about the entropy of a token at 0.9 with one rival.
+
+    Confidence is the probability of the best token. Positions that a cache leaves out of a step are in no buffer of it;
+    what earlier steps put aside ages all the same.
+
+    Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the defaults and 126,464 words.
+    """
+
+    history: int = 3
+    buffer: int = 4
+    entropy_threshold: float | None = 0.3
+
+    name = "ccd"
+    paper = "CCD"
+    arxiv = "2512.02044"
+    summary = "the tokens whose distribution, averaged over the last steps, has the lowest entropy"
+    reads = ("confidence", "minus_entropy")
+    score = "minus_entropy"
+    frontier = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
+    presets = {"llada": {"history": 2}, "dream": {"history": 3}}
+
+    def __post_init__(self) -> None:
+        check_int("history", self.history, low=1, high=MOST_HISTORY)
+        check_int("buffer", self.buffer, low=1, high=MOST_DISTRIBUTIONS // max(self.history - 1, 1))
+        check_number("entropy_threshold", self.entropy_threshold, low=0, none=True)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        if self.history == 1:
+            return {}
+        shape = (self.history - 1, self.buffer)
+        return {
+            "distributions": MemorySpec((*shape, "vocab")),
+            "columns": MemorySpec(shape, torch.int64, fill=-1),  # of the window; -1 where there was no position left
+        }
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        return np.maximum(super().quota(state, rows), 1)
+
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        confidence = best_with_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)
+        confidence, columns = confidence.topk(min(self.buffer, logits.shape[1]), dim=1)  # [R, <= buffer]
+        there = confidence > -torch.inf
+        buffered = torch.zeros_like(stage.undecided).scatter(1, columns, there)
+        if self.history == 1:
+            return logits, {"buffered": buffered}
+        missing = self.buffer - columns.shape[1]
+        kept = rows_at(logits, columns)
+        kept = kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)).float()
+        kept, columns = pad(kept, (0, 0, 0, missing)), pad(columns.masked_fill(~there, -1), (0, missing), value=-1)
+        return self.averaged(logits, stage), {
+            "distributions": torch.cat((kept.unsqueeze(1), stage.memory["distributions"][:, :-1]), 1),
+            "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
+            "buffered": buffered,
+        }
+
+    def averaged(self, logits: Tensor, stage: Stage) -> Tensor:
+        """Logits [R, W, V] of the averages. Positions that no earlier step put aside stay as they are."""
+        earlier = stage.memory["distributions"].flatten(1, 2)  # [R, E, V]
+        at = stage.memory["columns"].flatten(1)  # [R, E]
+        width = logits.shape[1]
+        count = (at.unsqueeze(1) == torch.arange(width, device=at.device).unsqueeze(1)).sum(-1)  # [R, W]
+        # distinct columns, among them all that were put aside
+        columns = count.topk(min(at.shape[1], width), dim=1).indices  # [R, U]
+        count = count.gather(1, columns).unsqueeze(-1)
+        now = rows_at(logits, columns)
+        now = now.to(torch.promote_types(now.dtype, torch.float32))
+        same = (columns.unsqueeze(-1) == at.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
+        mean = (now.softmax(-1) + same @ earlier) / (1 + count)
+        now = torch.where(count > 0, log_of(mean), now)
+        index = columns.unsqueeze(-1).expand_as(now)
+        return logits.to(now.dtype).scatter(1, index, now)
+
+    def select(self, view: View) -> Tensor:
+        selected = view.top(view.scores, view.quota)
+        if self.entropy_threshold is None:
+            return selected
+        return selected | view.updates["buffered"] & (view.scores >= -self.entropy_threshold)
+
+
+def rows_at(logits: Tensor, columns: Tensor) -> Tensor:
+    """[R, W, V] at columns [R, U] -> [R, U, V]."""
+    return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))

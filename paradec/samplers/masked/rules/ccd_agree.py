@@ -1,0 +1,102 @@
+"""Coherent contextual decoding as released: tokens that two steps in a row agree on become final together.
+
+The public code of "CCD", arXiv 2512.02044 (for Dream), which looks back one step where the paper averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_bool, check_int, check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import View
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+
+
+@dataclass(frozen=True)
+class CCDAgree(LowConfidence):
+    """Per row, order the masked positions by entropy. Let T be the first b of them (b is what the linear schedule
+    grants; one, without `steps`), V the first n, and B the buffer that the step before left behind.
+
+    Where T meets B, Q holds the positions of V and B whose best token is that of the step before; if they are b at
+    least, Q is committed. In all other cases T is. Then the n lowest entropies among what is left masked are the new B.
+    n is 1, grows by one a step from the last one of the warmup on up to b * (1 + expand_ratio), and is 2 once at most
+    `tail` of the block's positions are masked; the first `warmup` steps commit T.
+
+    Args:
+        warmup: steps of a block before agreement counts, at least 0.
+        expand_ratio: how far n grows, at least 0.
+        tail: share of the block's positions, in [0, 1].
+        adaptive: whether all of Q is committed (CCD-DS, the code's `seek_mode`) or its first b only.
+
+    Best tokens are those of the model's distribution, whatever is drawn at temperature > 0. The public code takes one
+    row, the whole canvas and no cache; here steps, buffer and shares are counted per row and block. A position that a
+    cache leaves out of a step keeps its last best token.
+
+    Keeps a token and a flag per position of the block.
+    """
+
+    warmup: int = 5
+    expand_ratio: float = 4.0
+    tail: float = 0.1
+    adaptive: bool = True
+
+    name = "ccd_agree"
+    paper = "CCD"
+    arxiv = "2512.02044"
+    summary = "the tokens with the lowest entropy, several where they agree with the step before"
+    reads = ("confidence", "negative_entropy", "best_token")
+    score = "negative_entropy"
+    score_from = "sampled"
+    frontier = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})
+
+    def __post_init__(self) -> None:
+        check_int("warmup", self.warmup, low=0)
+        check_number("expand_ratio", self.expand_ratio, low=0)
+        check_number("tail", self.tail, low=0, high=1)
+        check_bool("adaptive", self.adaptive)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {
+            "best": MemorySpec(("window",), torch.int64, fill=-1),
+            "buffer": MemorySpec(("window",), torch.bool),
+            "step": MemorySpec((), torch.int64),
+            "masks": MemorySpec((), torch.int64),  # of the block's first step
+        }
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        return np.maximum(super().quota(state, rows), 1)
+
+    def select(self, view: View) -> Tensor:
+        scores = view.scores
+        b = torch.as_tensor(view.quota, device=scores.device)
+        first, buffer = view.top(scores, b), view.memory["buffer"]
+        agreed = view.top(scores, self.reach(view)) & buffer & (view.quantities["best_token"] == view.memory["best"])
+        enough = (first & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
+        if not self.adaptive:
+            agreed = view.top(scores.masked_fill(~agreed, -torch.inf), b)
+        return torch.where(enough.unsqueeze(1), agreed, first)
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        return {
+            "best": torch.where(view.candidates, view.quantities["best_token"], view.memory["best"]),
+            "buffer": view.top(view.scores.masked_fill(selected, -torch.inf), self.reach(view)),
+            "step": view.memory["step"] + 1,
+            "masks": self.masks(view),
+        }
+
+    def masks(self, view: View) -> Tensor:
+        """[R] int64: masked positions of the block at its first step."""
+        return torch.where(view.memory["step"] == 0, view.candidates.sum(1), view.memory["masks"])
+
+    def reach(self, view: View) -> Tensor:
+        """[R] int64: n."""
+        b = torch.as_tensor(view.quota, device=view.scores.device)
+        n = (view.memory["step"] - max(self.warmup, 1) + 3).clamp(min=1).minimum((b * (1 + self.expand_ratio)).long())
+        return torch.where(view.candidates.sum(1) <= self.tail * self.masks(view), 2, n)

@@ -1,0 +1,302 @@
+"""Combinations of samplers, as values: which rules are joined and how, and which logits stages stand before them.
+
+`parse` reads them from text: "credit+localleap", "threshold&klass(history=1)", "credit>>factor(factor=1.5)".
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import shown
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec, Sampler
+from paradec.core.registry import Registry
+from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, Stage, View
+from paradec.samplers.masked.views import selection
+from paradec.samplers.statistics import Raised, written
+
+
+@dataclass(frozen=True)
+class Combination(MaskedSampler):
+    """Base of `union` and `intersection`.
+
+    Args:
+        rules: one masked sampler or more: names, samplers, or their `to_dict`. Combinations can be rules as well.
+        stages: samplers of which only the logits stage (`fuse`) is used, not the rule: `credit`, say.
+
+    The logits stages of `stages` and of the rules run first, one after the other, each on what the one before made of
+    the logits; every rule then reads the result. Each rule has its own score, quota and memory. What it remembers of a
+    step's selection is what became final, whichever rule asked for it. A commit's confidence is the first rule's score.
+    Where rules cut a row off (Learn2PD's end-of-text prediction), the first cut counts.
+
+    Raises:
+        ValueError: rules that cannot be joined: of different `score_from`, or with a step of their own (drafts), or
+            that take back what they decided.
+    """
+
+    rules: tuple[Any, ...] = ()
+    stages: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("rules", "stages"):
+            given = getattr(self, name)
+            if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+                raise ValueError(f"{name}={shown(given)} must be a sequence of samplers")
+            object.__setattr__(self, name, tuple(self._member(name, entry) for entry in given))
+        if not self.rules:
+            raise ValueError("rules=() must name one sampler at least")
+        sources = {rule.score_from: rule.name for rule in reversed(self.rules)}
+        if len(sources) > 1:
+            raise ValueError(
+                f"rules {sources['raw']!r} and {sources['sampled']!r} cannot be joined: one scores tokens by the "
+                "model's distribution, the other by the one that they are drawn from"
+            )
+        for stage in self.stages:
+            if not stage.fuses:
+                raise ValueError(f"stages: sampler {stage.name!r} has no logits stage")
+        # class attributes of other samplers; here they follow from the rules
+        vars(self).update(
+            reads=tuple(dict.fromkeys(["confidence", *(read for rule in self.rules for read in rule.reads)])),
+            score=self.rules[0].score,
+            score_from=self.rules[0].score_from,
+            draws=any(rule.draws for rule in self.rules),
+            uses_steps=any(rule.uses_steps for rule in self.rules),
+            least_by_steps=all(rule.least_by_steps or not rule.uses_steps for rule in self.rules),
+            may_wait=self._may_wait(),
+            rereads=any(rule.rereads for rule in self.rules),
+            fuses=any(member.fuses for member in self.members),
+            assesses=any(rule.assesses for rule in self.rules),
+        )
+
+    def _member(self, name: str, given: Any) -> MaskedSampler:
+        """The sampler that an entry of `rules` or `stages` stands for, if it can be joined with others."""
+        if isinstance(given, str):
+            given = Registry.by_kind["sampler"].create(given)
+        elif isinstance(given, Mapping):
+            given = Sampler.from_dict(given)
+        if not isinstance(given, MaskedSampler):
+            raise ValueError(f"{name}: {shown(given)} must be a masked sampler, its name or its to_dict")
+        own_step = any(getattr(type(given), half) is not getattr(MaskedSampler, half) for half in OWN)
+        own_order = type(given)._position_noise is not MaskedSampler._position_noise and given.memory()
+        for cause, why in {
+            "it drafts steps ahead": given.drafts,
+            "it takes back what it decided": given.revises,
+            "its step is its own": own_step,
+            "its order is drawn once per block": own_order,
+        }.items():
+            if why:
+                raise ValueError(f"{name}: sampler {given.name!r} cannot be joined with others: {cause}")
+        return given
+
+    def _may_wait(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def members(self) -> tuple[MaskedSampler, ...]:
+        """Stages and rules, in the order of their logits stages."""
+        return (*self.stages, *self.rules)
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        for member in self.members:
+            member.check(facts, blocks, cache, longest)
+
+    def blocks(self, block_length: int | None) -> BlockPolicy | None:
+        policies = {rule.blocks(block_length): rule.name for rule in reversed(self.rules)}
+        policies.pop(None, None)
+        if len(policies) > 1:
+            raise ValueError(f"rules {sorted(policies.values())} cut the text into different blocks; give blocks=")
+        return next(iter(policies), None)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return _joined({index: member.memory() for index, member in enumerate(self.members)})
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> Any:
+        """What the schedule grants each rule, in order: a tuple of their quotas."""
+        return tuple(rule.quota(state, rows) for rule in self.rules)
+
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+        fused: Tensor | Raised = logits
+        updates = {}
+        for index, member in enumerate(self.members):
+            if member.fuses:
+                own = dataclasses.replace(stage, memory=_own(stage.memory, index))
+                fused, updates[index] = member.fuse(written(fused), own)
+        return fused, _joined(updates)
+
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+        return _joined({at: rule.assess(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))})
+
+    def trim(self, view: View, selected: Tensor) -> Tensor | None:
+        if all(type(rule).trim is MaskedSampler.trim for rule in self.rules):
+            return None
+        found = [rule.trim(own, selected) for _, rule, own in self.views(view)]
+        cuts = [cut for cut in found if cut is not None]
+        return torch.stack(cuts).amin(0) if cuts else None
+
+    names_rules = True
+
+    def rules_of(self, view: View) -> dict[tuple[int, int], str]:
+        """The names of the rules that would commit a position, joined."""
+        chosen: dict[tuple[int, int], list[str]] = {}
+        for _, rule, own in self.views(view):
+            for row, column in (selection(rule, own) & view.candidates).nonzero().tolist():
+                chosen.setdefault((row, column), []).append(rule.name)
+        return self.named({place: tuple(names) for place, names in chosen.items()}, view)
+
+    def named(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
+        """What a trace calls the choice of several rules, by (row, column)."""
+        return {place: " and ".join(names) for place, names in chosen.items()}
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        return _joined({index: rule.remember(own, selected) for index, rule, own in self.views(view)})
+
+    def views(self, view: View) -> list[tuple[int, MaskedSampler, View]]:
+        """(index among the members, rule, what it sees) of every rule."""
+        found = []
+        fixed = (view.scores == -torch.inf) | (view.scores == LAST)  # may not be committed, or only after all others
+        for index, rule in enumerate(self.rules, len(self.stages)):
+            own = dataclasses.replace(
+                view,
+                scores=torch.where(fixed, view.scores, view.quantities[rule.score]),
+                quota=view.quota[index - len(self.stages)],
+                quantities={**view.quantities, **_own(view.quantities, index)},
+                memory=_own(view.memory, index),
+                updates=_own(view.updates, index),
+            )
+            found.append((index, rule, own))
+        return found
+
+
+OWN = ("query", "propose", "commit", "_view")
+"""What a rule must leave to the family."""
+
+
+@dataclass(frozen=True)
+class Union(Combination):
+    """Commit what at least one of the rules would. Text: "credit+localleap".
+
+    Rules that may wait (Dream's time grid) are welcome: another one makes progress, or all wait within their schedule.
+    """
+
+    rules: tuple[Any, ...] = ("credit", "localleap")
+
+    name = "union"
+    paper = ""
+    summary = "what at least one of several samplers would commit"
+    frontier = ({"rules": ("threshold", "persistence")}, {"rules": ("credit", "hierarchy")})
+
+    def _may_wait(self) -> bool:
+        return all(rule.may_wait for rule in self.rules)
+
+    def select(self, view: View) -> Tensor:
+        return functools.reduce(operator.or_, (selection(rule, own) for _, rule, own in self.views(view)))
+
+
+@dataclass(frozen=True)
+class Intersection(Combination):
+    """Commit what all of the rules would; where there is none, the first rule's best position. Text: "threshold&klass".
+
+    Rules that may wait are refused: that position would be committed against their schedule.
+    """
+
+    rules: tuple[Any, ...] = ("threshold", "entropy_threshold")
+
+    name = "intersection"
+    paper = ""
+    summary = "what all of several samplers would commit, and the best token where there is none"
+    frontier = ({"rules": ("threshold", "margin")}, {"rules": ("localleap", "entropy_threshold")})
+
+    def _may_wait(self) -> bool:
+        for rule in self.rules:
+            if rule.may_wait:
+                raise ValueError(f"rules: sampler {rule.name!r} may wait, which an intersection does not")
+        return False
+
+    def select(self, view: View) -> Tensor:
+        agreed = functools.reduce(operator.and_, (selection(rule, own) for _, rule, own in self.views(view)))
+        agreed = agreed & view.candidates
+        return torch.where(agreed.any(-1, keepdim=True), agreed, view.best())
+
+    def named(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
+        best = [tuple(place) for place in view.best().nonzero().tolist()]
+        alone = {place: "best one, where rules disagree" for place in best}
+        return alone | {place: "all rules" for place, names in chosen.items() if len(names) == len(self.rules)}
+
+
+def _joined(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries of several members under names that say whose they are."""
+    return {f"{index}.{name}": value for index, part in parts.items() for name, value in part.items()}
+
+
+def _own(joined: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The entries of one member, under its own names."""
+    prefix = f"{index}."
+    return {name.removeprefix(prefix): value for name, value in joined.items() if name.startswith(prefix)}
+
+
+def parse(text: str) -> MaskedSampler:
+    """Read a sampler, or a combination, from text.
+
+    `a+b` is the union of a and b, `a&b` their intersection, and `s>>a` puts the logits stage of s before a, without its
+    rule. Settings (and `preset`) stand in parentheses: "credit(threshold=0.95)+localleap(radius=2)". As in Python, "+"
+    binds tightest and "&" loosest, and parentheses group.
+
+    Raises:
+        ValueError: other text, an unknown name or setting, or samplers that cannot be joined.
+    """
+    try:
+        return _built(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError, _NotRead):
+        raise ValueError(
+            f"sampler {shown(text)} cannot be read; join names with '+' or '&', put a logits stage first with "
+            "'>>', and give settings in parentheses: 'credit(threshold=0.95)+localleap'"
+        ) from None
+
+
+class _NotRead(Exception):
+    """Something that is no combination."""
+
+
+def _built(node: ast.expr) -> MaskedSampler:
+    match node:
+        case ast.Name(name):
+            return Registry.by_kind["sampler"].create(name)
+        case ast.Call(func=ast.Name(name), args=[], keywords=given) if all(entry.arg for entry in given):
+            settings = {str(entry.arg): _literal(entry.value) for entry in given}
+            return Registry.by_kind["sampler"].create(name, **settings)
+        case ast.BinOp(left, ast.Add(), right):
+            return Union(rules=(*_rules(_built(left), Union), *_rules(_built(right), Union)))
+        case ast.BinOp(left, ast.BitAnd(), right):
+            return Intersection(rules=(*_rules(_built(left), Intersection), *_rules(_built(right), Intersection)))
+        case ast.BinOp(left, ast.RShift(), right):
+            first, then = _built(left), _built(right)
+            before = first.members if isinstance(first, Combination) else (first,)
+            if isinstance(then, Combination):
+                return dataclasses.replace(then, stages=(*before, *then.stages))
+            return Union(rules=(then,), stages=before)
+    raise _NotRead
+
+
+def _rules(sampler: MaskedSampler, kind: type[Combination]) -> tuple[MaskedSampler, ...]:
+    """a+(b+c) is a+b+c."""
+    return sampler.rules if type(sampler) is kind and not sampler.stages else (sampler,)
+
+
+def _literal(node: ast.expr) -> Any:
+    """A number, text, None, True, False, or a list of these; a bare word is a text, as on the command line."""
+    try:
+        return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    except ValueError:
+        raise _NotRead from None

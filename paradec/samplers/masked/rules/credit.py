@@ -1,0 +1,108 @@
+"""CreditDecoding: tokens that stay the model's favourite collect credit, which is added to their logits.
+
+"CreditDecoding", arXiv 2510.06133 (trace credit, credit fusion), and dInfer's CreditThresholdParallelDecoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import MaskedSampler, Stage, View
+from paradec.samplers.statistics import Raised, best_with_probability, raise_words
+
+MOST_SLOTS = 1024
+
+
+@dataclass(frozen=True)
+class Credit(MaskedSampler):
+    """The threshold rule on logits with credit. With C(i, v) the credit of token v at position i, a step does
+
+        C(i, v) <- decay * C(i, v),  then  C(i, v*) <- C(i, v*) + p_i(v*) ** exponent  for the best token v*,
+        z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
+
+    and commits every masked position whose best token has a confidence under softmax(z~) >= threshold, and the best one
+    always. p = softmax(z) is the model's own. The first step is boosted already. Credit is bounded: a constant p
+    collects p ** exponent / (1 - decay).
+
+    Args:
+        threshold: tau, in [0, 1].
+        decay: beta, in [0, 1].
+        exponent: gamma, at least 0: small values let unsure favourites collect nearly as much as sure ones.
+        fusion: lambda (dInfer: alpha), at least 0; 0 is `threshold`.
+        storage: "dense" keeps C whole, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
+            126,464 words). "slots" keeps `slots` tokens per position, 8 bytes each (8 KB a row at 8), the same result
+            as long as no position has had more different best tokens within the block.
+        slots: tokens per position under "slots", 1 to 1024; one more takes the place of the one with the least credit.
+
+    Credit is a row's own, starts at nothing in every block and request, and follows the best token, whatever is drawn
+    at temperature > 0. A position that a cache leaves out of a step neither gains nor decays: nothing was learned about
+    it, and its credit is what it was when its logits were last seen.
+
+    Defaults are those of the paper's final version as third parties report it; its threshold there is 0.95. Presets
+    "dinfer" and "sglang" are what that code has. SGLang's also takes the larger of the raw and the fused probability,
+    and lets a token inherit the credit of the one whose slot it takes; both are left out.
+    """
+
+    threshold: float = 0.9
+    decay: float = 0.7
+    exponent: float = 0.2
+    fusion: float = 0.65
+    storage: str = "slots"
+    slots: int = 8
+
+    name = "credit"
+    paper = "CreditDecoding"
+    arxiv = "2510.06133"
+    summary = "as threshold, with credit for tokens that stay the best from step to step"
+    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
+    presets = {
+        "dinfer": {"threshold": 0.9, "decay": 0.8, "exponent": 0.2, "fusion": 0.7, "storage": "dense"},
+        "sglang": {"threshold": 0.95, "decay": 0.65, "exponent": 0.5, "fusion": 0.7, "storage": "slots", "slots": 8},
+    }
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_number("decay", self.decay, low=0, high=1)
+        check_number("exponent", self.exponent, low=0)
+        check_number("fusion", self.fusion, low=0, high=1e6)
+        check_choice("storage", self.storage, ("dense", "slots"))
+        check_int("slots", self.slots, low=1, high=MOST_SLOTS)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        if self.storage == "dense":
+            return {"credit": MemorySpec(("window", "vocab"))}
+        return {
+            "credit": MemorySpec(("window", self.slots)),
+            "tokens": MemorySpec(("window", self.slots), torch.int32, fill=-1),
+        }
+
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+        favourite, p = best_with_probability(logits)  # [R, W]
+        best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
+        seen = stage.undecided.unsqueeze(-1)
+        credit = stage.memory["credit"]
+        decayed = credit * self.decay
+        if self.storage == "dense":
+            credit = torch.where(seen, decayed.scatter_add_(-1, best, gain), credit)
+            # a copy, in float32 at least: bfloat16 would round the credit away
+            fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+            return fused.add_(credit.log1p().mul_(self.fusion)), {"credit": credit}
+        tokens = stage.memory["tokens"]
+        own = tokens == best
+        known = own.any(-1, keepdim=True)
+        # empty slots have no credit and go first
+        at = torch.where(known, own.int().argmax(-1, keepdim=True), credit.argmin(-1, keepdim=True))
+        value = torch.where(known, decayed.gather(-1, at), 0) + gain
+        credit = torch.where(seen, decayed.scatter(-1, at, value), credit)
+        tokens = torch.where(seen, tokens.scatter(-1, at, best.int()), tokens)
+        raised = raise_words(logits, favourite, p, tokens.long(), credit.log1p().mul_(self.fusion))
+        return raised, {"credit": credit, "tokens": tokens}
+
+    def select(self, view: View) -> Tensor:
+        return (view.scores >= self.threshold) | view.best()

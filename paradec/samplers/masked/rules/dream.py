@@ -1,0 +1,56 @@
+"""What Dream's four rules share: the time grid, the score of the drawn-from distribution, `alg_temp`.
+
+Ye et al., "Dream 7B", arXiv 2508.15487, and its generation_utils.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_number, check_temperature
+from paradec.core.contract import CanvasState
+from paradec.samplers.masked.base import LAST, MaskedSampler, View
+from paradec.samplers.masked.rules.schedules import time_grid
+from paradec.samplers.statistics import tempered
+
+
+@dataclass(frozen=True)
+class DreamSampler(MaskedSampler):
+    """Commit a share 1 - s/t of the masked positions per step, the surest first.
+
+    Args:
+        alg_temp: above 0 (at least 1e-6), positions are drawn without replacement with probabilities
+            softmax(score / alg_temp) instead of taken from the top; None or 0 takes the top.
+        eps: end of the time grid t = linspace(1, eps, steps + 1).
+
+    Differs from the reference where that is wrong for batches: the number of tokens is counted per row, not from the
+    batch's mean. Early steps may commit nothing (the share is truncated); `steps` bounds the total.
+    """
+
+    alg_temp: float | None = None
+    eps: float = 1e-3
+
+    paper = "Dream 7B"
+    arxiv = "2508.15487"
+    score_from = "sampled"
+    uses_steps = True
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    may_wait = True
+    draws = property(lambda self: bool(self.alg_temp))  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check_temperature("alg_temp", self.alg_temp, none=True)
+        check_number("eps", self.eps, low=0, high=1, open_low=True)
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        return time_grid(state.remaining[rows], state.block_step[rows], state.planned_steps(rows), self.eps)
+
+    def select(self, view: View) -> Tensor:
+        if not self.alg_temp:
+            return view.top(view.scores, view.quota)
+        scores = tempered(view.scores, self.alg_temp).clamp(min=LAST)
+        return view.choose(scores.masked_fill(~view.candidates, -torch.inf), view.quota)

@@ -1,0 +1,94 @@
+"""Token editing: beside filling masks, exchange tokens of the open block for ones that the model is now surer of.
+
+Bie et al., "LLaDA2.1", arXiv 2602.08676 (mask-to-token and token-to-token thresholds), as diffusers' LLaDA2Pipeline and
+dllm's LLaDA2.1 sampler run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_choice, check_int, check_number
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import MaskedSampler, Revision, View
+from paradec.samplers.masked.rules.threshold import at_least
+
+
+@dataclass(frozen=True)
+class Editing(MaskedSampler):
+    """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always;
+    and at each decided one (not given by the user) write the candidate if it is another token with confidence
+    > editing_threshold. When no mask is left, the block is evaluated further until a step edits nothing.
+
+    Args:
+        threshold: confidence that fills a mask (mask to token), in [0, 1].
+        editing_threshold: confidence that exchanges a token (token to token), in [0, 1]; 1 edits nothing, and no step
+            is spent on looking. (diffusers turns editing off with 0; here that exchanges every token that is not the
+            model's best.)
+        max_post_steps: most steps of a block without masks.
+        least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
+        end: when an end token ends a row: "step", once a step has left all before it as it stands, or "block", once its
+            block is closed, as in the model's own code. Later steps of the block may exchange it otherwise.
+
+    n masks take at most n + max_post_steps steps. Defaults are diffusers'; preset "llada2.1" is the model's own code's,
+    for blocks of 32, "dllm" the same with ends as here, and "sglang" has that engine's thresholds.
+    diffusers takes one step more than max_post_steps, and ends a row at an end token as soon as all before it is
+    filled. For models that were trained to edit; what others predict
+    where a token stands was never trained.
+    """
+
+    threshold: float = 0.7
+    editing_threshold: float = 0.5
+    max_post_steps: int = 16
+    least: int = 1
+    end: str = "step"
+
+    name = "editing"
+    paper = "LLaDA2.1"
+    arxiv = "2602.08676"
+    summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
+    rereads = True
+    ends_with_block = property(lambda self: self.end == "block")  # type: ignore[assignment]
+    revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
+    presets = {
+        "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},
+        "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
+        "sglang": {"threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16},
+    }
+    frontier = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_number("editing_threshold", self.editing_threshold, low=0, high=1)
+        check_int("max_post_steps", self.max_post_steps, low=0, high=1_000_000)
+        check_int("least", self.least, low=1, high=1_000_000)
+        check_choice("end", self.end, ("step", "block"))
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"post_steps": MemorySpec(dtype=torch.int64)}
+
+    def select(self, view: View) -> Tensor:
+        sure = view.scores > self.threshold
+        return sure | view.best() if self.least == 1 else at_least(view, sure, self.least)
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        sure = view.quantities["confidence"] > self.editing_threshold
+        edit = view.editable & sure & (view.tokens != view.current)
+        # the step that fills the last mask is looked at once more, the others as long as they change something
+        changed = view.candidates.any(1) | edit.any(1)
+        return Revision(edit=edit, linger=changed & (self.post_steps(view) < self.max_post_steps))
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        return {"post_steps": self.post_steps(view)}
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        return masks_at_open + self.max_post_steps
+
+    def post_steps(self, view: View) -> Tensor:
+        """[R] int64: steps of the block without masks, this one included."""
+        return view.memory["post_steps"] + ~view.candidates.any(1)

@@ -1,0 +1,52 @@
+"""EB-Sampler: as many tokens at once as their entropies, the largest left out, jointly allow.
+
+Ben-Hamu et al., "Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_number
+from paradec.samplers.masked.base import LAST, MaskedSampler, View
+
+
+@dataclass(frozen=True)
+class EntropyBound(MaskedSampler):
+    """Per row, sort entropies H_(1) <= H_(2) <= ...; commit the longest prefix with H_(1) + ... + H_(k-1) <= gamma.
+
+    The left side is the sum of the prefix without its maximum. It bounds the mutual information of the tokens that
+    are drawn independently of each other, hence the error of doing so. One position is committed always.
+
+    Args:
+        gamma: the bound in nats, at least 0. Between 0.001 and 0.1 is in use for text.
+
+    Entropies are those of the distribution that tokens are drawn from (tempered and filtered; at temperature 0 the
+    model's own).
+    """
+
+    gamma: float = 0.1
+
+    name = "entropy_bound"
+    paper = "EB-Sampler"
+    arxiv = "2505.24857"
+    summary = "the longest prefix of sorted entropies whose sum, without the largest, is at most gamma"
+    device_step = True
+    reads = ("confidence", "minus_entropy")
+    score = "minus_entropy"
+    score_from = "sampled"
+    frontier = ({"gamma": 0.01}, {"gamma": 0.5})
+
+    def __post_init__(self) -> None:
+        check_number("gamma", self.gamma, low=0)
+
+    def select(self, view: View) -> Tensor:
+        ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)
+        before = torch.zeros_like(ordered)
+        before[:, 1:] = -ordered[:, :-1].cumsum(-1)
+        # an end token that is to come last, or a position that may not be committed, ends the prefix
+        fits = (before <= self.gamma) & (ordered > LAST)
+        return torch.zeros_like(fits).scatter(-1, order, fits) | view.best()

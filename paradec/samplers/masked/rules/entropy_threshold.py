@@ -1,0 +1,42 @@
+"""Entropy threshold: everything whose distribution is narrow enough becomes final at once.
+
+Chen et al., "dParallel: Learnable Parallel Decoding for dLLMs", arXiv 2509.26488, and its generate.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paradec.core.checks import check_number
+from paradec.samplers.masked.base import MaskedSampler, View
+
+
+@dataclass(frozen=True)
+class EntropyThreshold(MaskedSampler):
+    """Per row, commit every masked position of the block with entropy <= threshold, and the lowest one always.
+
+    Args:
+        threshold: entropy in nats of softmax(logits), whatever the temperature; at least 0. The paper's models use
+            0.5, and 0.45 for code. The rule works with any checkpoint; dParallel's are trained for it.
+
+    The public code adds 1e-12 within the logarithm; here the entropy is exact.
+    """
+
+    threshold: float = 0.5
+
+    name = "entropy_threshold"
+    paper = "dParallel"
+    arxiv = "2509.26488"
+    summary = "every token with an entropy of at most the threshold, and the one with the lowest"
+    device_step = True
+    reads = ("confidence", "minus_entropy")
+    score = "minus_entropy"
+    frontier = ({"threshold": 0.25}, {"threshold": 1.0})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0)
+
+    def select(self, view: View) -> Tensor:
+        return (view.scores >= -self.threshold) | view.best()

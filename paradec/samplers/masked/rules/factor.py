@@ -1,0 +1,72 @@
+"""Factor rule: commit n tokens at once while n + 1 times the doubt of the least sure stays below a factor.
+
+Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.3 and theorem 1: greedy parallel decoding of n tokens with
+confidences above 1 - e equals sequential decoding if (n + 1) e <= 1.
+
+Fast-dLLM++, arXiv 2606.02955, takes the whole profile of doubts instead of the largest n times: by Frechet's inequality
+all n are right together with probability 1 - (e_1 + ... + e_n) at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_bool, check_number
+from paradec.samplers.masked.base import MaskedSampler, View
+
+
+@dataclass(frozen=True)
+class Factor(MaskedSampler):
+    """Per row, sort confidences c_(1) >= c_(2) >= ...; commit the longest prefix with (n + 1)(1 - c_(n)) <= factor.
+
+    Args:
+        factor: f of the rule; larger commits more.
+        reference_last_rank: the public code also commits the last masked position when it is the only one to fail;
+            True repeats that, for parity. The rule as published is the default.
+        profile: Fast-dLLM++'s rule, with e_i = 1 - c_(i): the longest prefix with e_1 + ... + e_n + e_n < 1 - margin.
+            With margin 0 it commits what the rule above does and more, but for exact ties: the sum is n e_n at most.
+        margin: of the profile, in [0, 1]; 0.25 is its authors' setting for all tasks (0.02 in one script).
+
+    At least one position is committed.
+    """
+
+    factor: float = 1.0
+    reference_last_rank: bool = False
+    profile: bool = False
+    margin: float = 0.25
+
+    name = "factor"
+    paper = "Fast-dLLM"
+    arxiv = "2505.22618"
+    summary = "the longest prefix of sorted confidences with (n + 1)(1 - c_n) <= factor"
+    device_step = True
+    frontier = ({"factor": 0.7}, {"factor": 1.9})
+
+    def __post_init__(self) -> None:
+        check_number("factor", self.factor, low=0)
+        check_bool("reference_last_rank", self.reference_last_rank)
+        check_bool("profile", self.profile)
+        check_number("margin", self.margin, low=0, high=1)
+        if self.profile and (self.factor != 1.0 or self.reference_last_rank):
+            raise ValueError("factor and reference_last_rank are not of profile=True, whose setting is margin")
+        if not self.profile and self.margin != 0.25:
+            raise ValueError(f"margin={self.margin} is a setting of profile=True; without it, set factor")
+
+    def select(self, view: View) -> Tensor:
+        ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
+        if self.profile:
+            doubt = 1 - ordered
+            passes = doubt.cumsum(-1) + doubt < 1 - self.margin
+        else:
+            passes = ordered >= 1 - self.factor / (rank + 1)
+        if self.reference_last_rank:
+            passes[:, 0] = True
+        prefix = passes.int().cumprod(-1).bool()
+        if self.reference_last_rank:
+            candidates = view.candidates.sum(-1, keepdim=True)
+            prefix = prefix | (prefix.sum(-1, keepdim=True) == candidates - 1) & (rank == candidates)
+        return torch.zeros_like(prefix).scatter(-1, order, prefix) | view.best()

@@ -1,0 +1,61 @@
+"""Halton-MaskGIT: positions in the order of a low-discrepancy sequence, so that what is decided together stands apart.
+
+Besnier et al., "Halton Scheduler for Masked Generative Image Transformer", arXiv 2503.17076, and its public code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paradec.core.contract import CanvasState
+from paradec.core.orders import halton_order
+from paradec.samplers.masked.rules.maskgit import MaskGIT
+from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
+
+
+@dataclass(frozen=True)
+class Halton(InOrder, MaskGIT):
+    """Per row and step, commit the next `quota` positions of the Halton order, whatever their confidence.
+
+    The answer is read as an image, row by row. Point n of the two-dimensional Halton sequence (bases 2 and 3, from
+    n = 1) falls into a cell of it, its row by base 2; cells come in the order in which they are first hit.
+
+    Args:
+        height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
+        schedule: as `maskgit`; the paper's is "arccos".
+        choice_temperature: no effect: there is no confidence.
+        final_temperature, guidance_start: as `maskgit`.
+
+    What a step commits is known before the model is called. The public code's warm-up of the temperature and its random
+    shift of the order per image are left out.
+    """
+
+    schedule: str = "arccos"
+    choice_temperature: float = 0.0
+
+    name = "halton"
+    paper = "Halton-MaskGIT"
+    arxiv = "2503.17076"
+    summary = "positions in Halton order, in numbers that grow from step to step"
+    draws = False
+    presets = {}
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_grid(self.height, self.width)
+
+    def ranks(self, state: CanvasState) -> np.ndarray:
+        return halton_ranks(state, self.height, self.width)
+
+
+def halton_ranks(state: CanvasState, height: int | None, width: int | None) -> np.ndarray:
+    """[R, W] int64: where each position of the window comes in Halton order."""
+    found = np.zeros(state.window.host_positions.shape, np.int64)
+    for same, rows, columns, first in pictures(state, height, width):
+        order = halton_order(rows, columns)
+        cell = state.window.host_positions[same] - first[:, None]
+        found[same] = order[np.clip(cell, 0, len(order) - 1)]  # the window's padding may lie outside
+    return found

@@ -1,0 +1,56 @@
+"""Hierarchical decoding: one token from every gap, so that what becomes final together stands apart.
+
+Ma et al., "dInfer", arXiv 2510.08666 (hierarchical decoding), and its HierarchyDecoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_number
+from paradec.samplers.masked.base import LAST, MaskedSampler, View
+
+
+@dataclass(frozen=True)
+class Hierarchy(MaskedSampler):
+    """Per row, commit the best position of each contiguous run of masked positions if it is sure enough, every position
+    that is surer than `threshold`, and the row's best one always.
+
+    Args:
+        threshold: confidence above which a position is committed wherever it stands, in [0, 1]; None leaves the
+            runs' best ones only.
+        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None asks for none.
+
+    A run ends at the block's edges. Both comparisons are strict, and equal maxima of a run are all committed, as in
+    the public code. Its class has threshold None by default; 0.9 is Fast-dLLM's.
+    """
+
+    threshold: float | None = 0.9
+    low_threshold: float | None = 0.4
+
+    name = "hierarchy"
+    paper = "dInfer"
+    arxiv = "2510.08666"
+    summary = "the surest token of every run of masks, and every token above the threshold"
+    device_step = True
+    frontier = ({"low_threshold": 0.6}, {"threshold": 0.7, "low_threshold": 0.3})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1, none=True)
+        check_number("low_threshold", self.low_threshold, low=0, high=1, none=True)
+
+    def select(self, view: View) -> Tensor:
+        scores = view.scores
+        # positions of one run have equally many decided positions before them; those share the run's number but have
+        # a score of -inf
+        run = (~view.candidates).cumsum(-1)
+        peaks = torch.full_like(run, -torch.inf, dtype=scores.dtype)
+        peaks = torch.cat((peaks, peaks[:, :1]), -1).scatter_reduce(-1, run, scores, "amax")
+        low = LAST if self.low_threshold is None else self.low_threshold
+        chosen = (scores == peaks.gather(-1, run)) & (scores > low)
+        if self.threshold is not None:
+            chosen = chosen | (scores > self.threshold)
+        return chosen | view.best(scores)

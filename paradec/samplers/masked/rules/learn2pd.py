@@ -1,0 +1,139 @@
+"""Learn2PD: a small trained network looks at a block and says which of its candidates are final already.
+
+"Learning to Parallel" (Learn2PD), arXiv 2509.25188, with its end-of-text prediction, and the public generate.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy, FixedBlocks, WholeCanvas
+from paradec.core.checks import check_bool, check_choice, check_number, shown
+from paradec.core.contract import CanvasState
+from paradec.samplers.masked.base import LAST, UNCUT, MaskedProposal, MaskedSampler, View
+from paradec.samplers.masked.rules.learn2pd_filter import (
+    Filter,
+    block_features,
+    default_filter,
+    default_filters,
+    load_filter,
+    quantities_of,
+    read_facts,
+    register_filter,
+)
+
+__all__ = ["Learn2PD", "register_filter"]
+
+
+@dataclass(frozen=True)
+class Learn2PD(MaskedSampler):
+    """Per row, commit every masked position of the block that the filter accepts, and the most confident one always.
+
+    Args:
+        filter: a file that `paradec learn2pd train` wrote; None takes the one inside the package for the packaged
+            model, or what `register_filter` named for another one.
+        filter_threshold: probability of being final above which a position is accepted, in [0, 1].
+        eot: what ends the canvas early ("EoTP"). "committed", the paper's rule: once an end token is final, everything
+            behind it is dropped; the row goes on until what stands before it is decided. "greedy", the public code's:
+            without such a token, a mere prediction of one will do, of several masked positions the most confident one;
+            it is not made final by this, and may turn out as another word. "none" drops nothing before
+            `eos_early_stop` ends the row. Requests with `eos_early_stop=False` drop nothing either.
+        eot_confidence: the least confidence of an end token that drops what is behind it, in [0, 1].
+        allow_mismatch: use a filter that was trained for another model, block length or cache.
+
+    The public code's "greedy" also looks for end tokens in later blocks, where the step evaluates them; here it sees
+    the open block, as the code's cached variants do. Its top n of LLaDA's schedule, beside what is accepted, is n = 1,
+    as with the one token a step that it is run with. Filters run in float64, the public one in float32.
+    """
+
+    filter: str | None = None
+    filter_threshold: float = 0.96
+    eot: str = "committed"
+    eot_confidence: float = 0.0
+    allow_mismatch: bool = False
+
+    name = "learn2pd"
+    paper = "Learn2PD"
+    arxiv = "2509.25188"
+    summary = "every token that a trained filter accepts, and the best one"
+    rereads = True
+    frontier = ({"filter_threshold": 0.9}, {"filter_threshold": 0.7}, {"filter_threshold": 0.5})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.filter, os.PathLike):
+            object.__setattr__(self, "filter", os.fspath(self.filter))
+        if self.filter is not None:
+            if not isinstance(self.filter, str):
+                raise ValueError(f"filter={shown(self.filter)} must be the path of a file, or None")
+            read_facts(self.filter)
+        check_number("filter_threshold", self.filter_threshold, low=0, high=1)
+        check_choice("eot", self.eot, ("committed", "greedy", "none"))
+        check_number("eot_confidence", self.eot_confidence, low=0, high=1)
+        check_bool("allow_mismatch", self.allow_mismatch)
+
+    @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return quantities_of([self.filter] if self.filter else default_filters())
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        path = self.filter or default_filter(facts.name, facts.vocab_size)
+        if path is None:
+            raise ValueError(
+                f"sampler 'learn2pd' needs a filter for {facts.name}: train one with `paradec learn2pd train --model "
+                "... --out filter.safetensors` and give filter='filter.safetensors'"
+            )
+        trained = load_filter(path).facts
+        length = blocks.length if isinstance(blocks, FixedBlocks) else None
+        length = longest if isinstance(blocks, WholeCanvas) else length
+        differs = trained.mismatches(facts.name, facts.vocab_size, length, cache.name)
+        if differs and not self.allow_mismatch:
+            raise ValueError(
+                f"filter={shown(path)} was trained for {'; '.join(differs)}. Train one with `paradec learn2pd train`, "
+                "change the request, or give allow_mismatch=True"
+            )
+        if trained.kind == "block" and (length is None or length > trained.block_length):
+            raise ValueError(
+                f"filter={shown(path)} takes blocks of up to {trained.block_length} positions, not {shown(blocks)}; "
+                f"give block_length={trained.block_length}, or train a filter of kind 'features'"
+            )
+
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+        """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
+        filter_ = state.while_rows_stand(("filter", self.filter), lambda: self.filter_of(state))
+        is_end = torch.isin(proposal.values, state.ends)
+        if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
+            behind = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
+            is_end = is_end & (proposal.positions >= behind)
+        return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
+
+    def filter_of(self, state: CanvasState) -> Filter:
+        """The filter of a request, on its device."""
+        path = self.filter or default_filter(state.facts.name, state.facts.vocab_size)
+        assert path is not None  # `check` has seen to it
+        return load_filter(path, state.canvas.device)
+
+    def select(self, view: View) -> Tensor:
+        accepted = (view.quantities["acceptance"] > self.filter_threshold) & (view.scores > LAST)
+        return accepted | view.best()
+
+    def trim(self, view: View, selected: Tensor) -> Tensor | None:
+        if self.eot == "none":
+            return None
+        is_end = view.quantities["is_end"] & (view.quantities["confidence"] >= self.eot_confidence)
+        ends = selected & is_end
+        cut = torch.where(ends.any(1, keepdim=True), ends.int().argmax(1, keepdim=True), -1)
+        if self.eot == "greedy":
+            # by confidence: scores may put all ends last
+            predicted = view.quantities["confidence"].where(is_end & view.candidates, -torch.inf)
+            best = predicted.argmax(1, keepdim=True)
+            found = (cut < 0) & (predicted.gather(1, best) > -torch.inf)
+            cut = torch.where(found, best, cut)
+        position = view.positions.gather(1, cut.clamp(min=0)) + 1
+        return torch.where(cut < 0, UNCUT, position).squeeze(1)

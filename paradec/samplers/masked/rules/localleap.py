@@ -1,0 +1,56 @@
+"""LocalLeap: near a position that the model is sure of, less certainty is enough.
+
+"LocalLeap", arXiv 2510.07081, and its generate.py for LLaDA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+
+from paradec.core.checks import check_int, check_number
+from paradec.samplers.masked.base import MaskedSampler, View
+
+
+@dataclass(frozen=True)
+class LocalLeap(MaskedSampler):
+    """Per row, masked positions with confidence >= anchor_threshold are anchors and are committed; so is every masked
+    position within `radius` of an anchor with confidence >= relaxed_threshold, and the best one always.
+
+    Args:
+        anchor_threshold: tau, in [0, 1]; without an anchor the rule is `threshold`.
+        relaxed_threshold: tau_r, in [0, anchor_threshold].
+        radius: W, positions to each side of an anchor, at least 0.
+
+    Anchors are positions that become final in this very step, not those that are final already; neighbourhoods end at
+    the block's edges, since nothing outside the block may be committed.
+    """
+
+    anchor_threshold: float = 0.9
+    relaxed_threshold: float = 0.75
+    radius: int = 4
+
+    name = "localleap"
+    paper = "LocalLeap"
+    arxiv = "2510.07081"
+    summary = "every token above the threshold, and those near one of them above a lower threshold"
+    device_step = True
+    frontier = ({"relaxed_threshold": 0.6}, {"anchor_threshold": 0.7, "relaxed_threshold": 0.5})
+
+    def __post_init__(self) -> None:
+        check_number("anchor_threshold", self.anchor_threshold, low=0, high=1)
+        check_number("relaxed_threshold", self.relaxed_threshold, low=0, high=1)
+        if self.relaxed_threshold > self.anchor_threshold:
+            raise ValueError(
+                f"relaxed_threshold={self.relaxed_threshold} must be at most anchor_threshold={self.anchor_threshold}"
+            )
+        check_int("radius", self.radius, low=0)
+
+    def select(self, view: View) -> Tensor:
+        scores = view.scores
+        anchors = scores >= self.anchor_threshold
+        reach = min(self.radius, scores.shape[-1] - 1)
+        near = max_pool1d(anchors.float().unsqueeze(1), 2 * reach + 1, stride=1, padding=reach).squeeze(1) > 0
+        return anchors | near & (scores >= self.relaxed_threshold) | view.best(scores)

@@ -1,0 +1,41 @@
+"""Low-confidence remasking: the most confident tokens become final, in equal numbers per step.
+
+Nie et al., "Large Language Diffusion Models" (LLaDA), arXiv 2502.09992, and its generate.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from paradec.core.contract import CanvasState
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.rules.schedules import linear
+
+
+@dataclass(frozen=True)
+class LowConfidence(MaskedSampler):
+    """Per row and step, commit the `quota` most confident positions of the block; the rest stay masked.
+
+    With s steps for a block of n masks the quota is n // s, and one more in the first n % s steps. Confidence is the
+    probability of the chosen token under softmax(logits), whatever the temperature. Without `steps` it is one token a
+    step. Unlike generate.py, a block is left as soon as it is full, and equal confidences go to the lower position.
+    """
+
+    name = "low_confidence"
+    paper = "LLaDA"
+    arxiv = "2502.09992"
+    summary = "the most confident tokens first, in equal numbers per step"
+    device_step = True
+    uses_steps = True
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        if state.steps_per_block is None:
+            return state.while_rows_stand(("one token", len(rows)), lambda: np.ones(len(rows), np.int64))
+        return linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
+
+    def select(self, view: View) -> Tensor:
+        return view.top(view.scores, view.quota)

@@ -1,0 +1,123 @@
+"""LPD's order on masked image models: groups of positions near what is decided, and far from each other.
+
+Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957, and
+its public code. The order needs no training; the paper's own models are decoded by `groups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import check_number, shown
+from paradec.core.contract import CanvasState
+from paradec.core.orders import KeyedDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scaled
+from paradec.samplers.masked.rules.ordered import InOrder, check_grid, pictures
+
+
+@dataclass(frozen=True)
+class LPD(InOrder):
+    """Per row and step, commit the next group of LPD's order (`paradec.core.orders.lpd_order`), which is drawn per row.
+
+    The answer is read as an image, row by row. What was given of an image is decided from the start: the first group
+    looks for its neighbourhood.
+
+    Args:
+        groups: how many groups, or their sizes; None is as many as the request has `steps`, and where it says none the
+            published 20 for 256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published
+            ones where these fit, others are stretched (`paradec.core.orders.group_sizes`), and so is a list where a
+            part of the image was given.
+        repulsion: of two cells of a group; None is the published 2 below 1024 cells and 4 from there on.
+        proximity: the least nearness of a cell that counts as near.
+        height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
+
+    What a step commits is known before the model is called. Published with guidance that grows with what is decided;
+    that is the models' own sampler's, here it is the request's throughout.
+    """
+
+    groups: int | Sequence[int] | None = None
+    repulsion: float | None = None
+    proximity: float = 1.0
+
+    name = "lpd"
+    paper = "LPD"
+    arxiv = "2507.01957"
+    summary = "positions near what is decided and far from each other, in groups that grow"
+    uses_steps = True
+    draws = True
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", check_sizes(self.groups, "groups"))
+        check_number("repulsion", self.repulsion, low=0, none=True)
+        check_number("proximity", self.proximity, low=0)
+        check_grid(self.height, self.width)
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        super().check(facts, blocks, cache, longest)
+        cells = longest if self.height is None or self.width is None else self.height * self.width
+        if isinstance(self.groups, tuple) and sum(self.groups) != cells:
+            raise ValueError(f"groups={shown(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells")
+
+    def sizes(self, state: CanvasState, row: int, masks: int) -> tuple[int, ...]:
+        """The groups' sizes for so many masks of a row."""
+        if isinstance(self.groups, tuple):
+            return self.groups if sum(self.groups) == masks else scaled(self.groups, masks)
+        groups = self.groups if isinstance(self.groups, int) else None
+        if groups is None and state.steps_per_block is not None:
+            groups = int(state.steps_per_block[row])
+        return group_sizes(masks, None if groups is None else min(groups, masks))
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: the next group's size; once there is none, all that is left."""
+        found = state.remaining[rows].copy()
+        for index, row in enumerate(rows):
+            step, masks = int(state.block_step[row]), int(state.masks_at_open[row])
+            sizes = self.sizes(state, row, masks) if masks else ()
+            if step < len(sizes) - 1:
+                found[index] = min(sizes[step], found[index])
+        return found
+
+    def ranks(self, state: CanvasState) -> np.ndarray:
+        given = state.while_rows_stand("given on the host", lambda: state.given.cpu().numpy())
+        keys = state.while_rows_stand("keys on the host", lambda: state.keys.tolist())
+        window = state.window
+        found = np.zeros(window.host_positions.shape, np.int64)
+        for same, height, width, first in pictures(state, self.height, self.width):
+            for index, start in zip(same, first, strict=True):
+                row = int(window.rows[index])
+                there = np.zeros(height * width, bool)  # cells outside the row are undecided, and nobody waits for them
+                known = given[row, max(start, 0) : start + height * width]
+                there[max(-start, 0) :][: len(known)] = known
+                masks = int((~there).sum())
+                apart = lpd_repulsion(height * width) if self.repulsion is None else self.repulsion
+                sizes = self.sizes(state, row, masks)
+                key = (keys[row][0], keys[row][1])
+                order = lpd_ranks(height, width, sizes, apart, self.proximity, key, there.tobytes())
+                found[index] = order[np.clip(window.host_positions[index] - start, 0, len(order) - 1)]
+        return found
+
+
+@lru_cache(maxsize=1024)
+def lpd_ranks(
+    height: int,
+    width: int,
+    sizes: tuple[int, ...],
+    repulsion: float,
+    proximity: float,
+    key: tuple[int, int],
+    decided: bytes,
+) -> np.ndarray:
+    """[height * width] int64: the rank of each cell that is not `decided` (flags, a byte each); of these it is 0."""
+    there = np.frombuffer(decided, bool)
+    order = lpd_order(height, width, sizes, KeyedDraws(key), repulsion, proximity, there)
+    rank = np.zeros(height * width, np.int64)
+    rank[order] = np.arange(len(order))
+    rank.setflags(write=False)
+    return rank

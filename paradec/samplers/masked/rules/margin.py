@@ -1,0 +1,27 @@
+"""Top-2 margin: the positions whose best token is furthest ahead of the second best become final.
+
+Kim et al., "Train for the Worst, Plan for the Best", arXiv 2502.06768 (top-K probability margin).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+
+
+@dataclass(frozen=True)
+class Margin(LowConfidence):
+    """As `low_confidence`, but scored by the difference of the two largest probabilities of softmax(logits).
+
+    The difference is the model's, whatever the temperature and the token drawn. `topk_margin` is Dream's version: its
+    own time grid, and the distribution that tokens are drawn from.
+    """
+
+    name = "margin"
+    paper = "Plan for the Best"
+    arxiv = "2502.06768"
+    summary = "the tokens furthest ahead of the second best, in equal numbers per step"
+    device_step = True
+    reads = ("confidence", "margin")
+    score = "margin"

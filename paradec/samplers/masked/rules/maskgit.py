@@ -1,0 +1,186 @@
+"""MaskGIT: few tokens at first, many at last, the surest of them with a little luck.
+
+Chang et al., "MaskGIT: Masked Generative Image Transformer", arXiv 2202.04200, and its public code; the settings of
+"MaskGIT-r" are AutoNAT's, as ReCAP's public code (arXiv 2505.19089) has them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_choice, check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Query
+from paradec.samplers.masked.base import LAST, MaskedProposal, MaskedSampler, MaskedState, View, reference
+from paradec.samplers.masked.queries import positions_of
+from paradec.samplers.statistics import Raised, tempered, written
+
+REDRAW_STREAM = 2
+"""Of `paradec.core.rng`: draws of the tokens that are written, apart from those that positions are chosen by."""
+SCHEDULES = ("cosine", "arccos", "linear", "power")
+
+
+@dataclass(frozen=True)
+class MaskGIT(MaskedSampler):
+    """Per row and step, draw a token everywhere, and commit the `quota` positions with the highest
+
+        ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
+
+    at step t = 0 ... T - 1. Give `steps` (T; 8 to 12 in the paper) and `temperature=1`, as the paper draws; the
+    defaults of `paradec.generate` are one token a step and no draw.
+
+    Args:
+        schedule: how many of n masks are left after step t. With r = (t + 1) / T: "cosine" n cos(pi r / 2), the
+            paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r ** 2.5),
+            MaskGIT-r's. Rounded down; every step commits one at least.
+        choice_temperature: at the first steps; 4.5 in the paper's code.
+        final_temperature: None writes the drawn token. A number s in (0, 1] (MaskGIT-r: 0.65 to 0.75) writes a second
+            draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). It is off where `temperature` is 0.
+        guidance_start: guidance scale at the first step, from where it grows evenly to the request's `guidance_scale`
+            at the last; None keeps that throughout.
+
+    A commit's confidence is the probability of the first draw. The noise ends at 0 in the last step, as in the paper's
+    code; diffusers' AmusedScheduler counts it from 1 - t / (T - 1), with 2 in place of 4.5.
+    """
+
+    schedule: str = "cosine"
+    choice_temperature: float = 4.5
+    final_temperature: float | None = None
+    guidance_start: float | None = None
+
+    name = "maskgit"
+    paper = "MaskGIT"
+    arxiv = "2202.04200"
+    summary = "the surest with some noise, in numbers that grow from step to step"
+    uses_steps = True
+    draws = True
+    reference_draws = "masked"
+    presets = {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}}
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_number("choice_temperature", self.choice_temperature, low=0)
+        check_number("final_temperature", self.final_temperature, low=0, high=1, none=True, open_low=True)
+        check_number("guidance_start", self.guidance_start, low=0, none=True)
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        return self.quota_at(state, rows, *self.progress(state, rows))
+
+    def quota_at(self, state: CanvasState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """[R] int64: what the schedule grants at `step` of `steps`, both [R]; the last step takes what is left, and
+        more than that is not granted."""
+        left = state.remaining[rows]
+        found = left.copy()
+        plans, which = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
+        for index, (masks, planned) in enumerate(plans.T):  # rows nearly always share one plan
+            early = (which.reshape(-1) == index) & (step < planned - 1)
+            found[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
+        return np.minimum(found, left)
+
+    def progress(self, state: CanvasState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[R] int64: the open block's step t, and its steps T."""
+        planned = np.minimum(state.planned_steps(rows), np.maximum(state.masks_at_open[rows], 1))
+        return np.minimum(state.block_step[rows], planned - 1), planned
+
+    def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """[R] float64: what the Gumbel noise is multiplied with at `step` of `steps`, both [R]."""
+        return self.choice_temperature * (1 - (step + 1) / steps)
+
+    def temperature_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """[R] float64: the second draw's temperature at `step` of `steps`, both [R], where it falls."""
+        assert self.final_temperature is not None
+        return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+        """The base's proposal, with the "noise_scale" of this step, [R, W]."""
+        proposal = super().propose(state, outputs, queries)
+        scale = torch.as_tensor(self.noise_at(*self.progress(state, proposal.rows)), device=proposal.values.device)
+        proposal.quantities["noise_scale"] = scale.unsqueeze(1).expand(proposal.values.shape)
+        return proposal
+
+    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
+        if self.guidance_start is None:
+            return super().guidance(state, rows)
+        return self.guidance_at(state, *self.progress(state, rows))
+
+    def guidance_at(self, state: CanvasState, step: np.ndarray, steps: np.ndarray) -> Tensor:
+        """[R, 1, 1]: the guidance scale at `step` of `steps`, both [R], where it grows."""
+        assert self.guidance_start is not None
+        last = state.request.guidance_scale
+        grown = self.guidance_start + (last - self.guidance_start) * step / np.maximum(steps - 1, 1)
+        return torch.as_tensor(grown, device=state.canvas.device).view(-1, 1, 1)
+
+    def _weighs_mask(self, state: CanvasState) -> bool:
+        return False  # the public code cuts the mask's logit off
+
+    def _read(
+        self, state: CanvasState, logits: Tensor | Raised, query: Query, generator: torch.Generator | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens, quantities = super()._read(state, logits, query, generator)
+        if self.final_temperature is None or state.request.temperature == 0:
+            return tokens, quantities
+        tau = self.temperature_at(*self.progress(state, query.rows))
+        cooler = tempered(written(logits).double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
+        return self._redraw(state, cooler, query, generator), quantities
+
+    def _redraw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+        """Draw tokens [R, W] from softmax(logits [R, W, V]), float64, independently of the first draw."""
+        positions = positions_of(state, query)
+        if generator is not None:
+            noise = reference.gumbel_uniform(state, logits.shape[-1], query.rows, positions, generator)
+        else:
+            steps = torch.as_tensor(state.row_step[query.rows], device=positions.device)
+            keys = state.keys[torch.as_tensor(query.rows, device=positions.device)]
+            noise = rng.uniform(keys, steps, positions, logits.shape[-1], REDRAW_STREAM)
+        return (logits + rng.gumbel(noise)).argmax(-1)
+
+    def select(self, view: View) -> Tensor:
+        return view.top(ranking(view), view.quota)
+
+
+def ranking(view: View) -> Tensor:
+    """[R, W] float64: ln p + noise where there are candidates, -inf elsewhere."""
+    # end tokens that are to come last have a score that is no probability
+    surely = torch.where(view.scores > 0, view.scores, 1.0).log()
+    surely = torch.where(view.scores == 0, -1e4, surely)
+    surely = torch.where(view.scores < 0, LAST, surely + view.quantities["noise_scale"] * rng.gumbel(view.draw()))
+    return surely.masked_fill(~view.candidates, -torch.inf)
+
+
+@lru_cache(maxsize=1024)
+def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
+    """How many of `masks` positions each of `steps` <= masks steps commits; all at least 1, together `masks`.
+
+    Where a schedule grants a step none it commits one all the same. "cosine", "arccos" and "linear" go on from there
+    towards the masks that should be left; "power" lets the last step have as many less, as its public code does, and
+    where that would leave it none (which makes the code's count negative), the largest ones give.
+    """
+    ratio = (np.arange(steps) + 1) / steps
+    left = {
+        "cosine": np.cos(math.pi / 2 * ratio),
+        "arccos": np.arccos(ratio) / (math.pi / 2),
+        "linear": 1 - ratio,
+        "power": 1 - ratio**2.5,
+    }[schedule]
+    left = np.floor(masks * left).astype(int)
+    left[-1] = 0
+    if schedule == "power":
+        found = np.maximum(-np.diff(left, prepend=masks), 1)
+        found[-1] = masks - found[:-1].sum()
+        while found[-1] < 1:
+            found[:-1][found[:-1].argmax()] -= 1
+            found[-1] += 1
+        return tuple(found.tolist())
+    result, remaining = [], masks
+    for step in range(steps):
+        result.append(int(np.clip(remaining - left[step], 1, remaining - (steps - 1 - step))))
+        remaining -= result[-1]
+    return tuple(result)

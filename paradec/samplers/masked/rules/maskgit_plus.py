@@ -1,0 +1,18 @@
+"""Dream's `alg="maskgit_plus"`. Ye et al., "Dream 7B", arXiv 2508.15487."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paradec.samplers.masked.rules.dream import DreamSampler
+
+
+@dataclass(frozen=True)
+class MaskGitPlus(DreamSampler):
+    """Score a position by the probability of the chosen token that its token is drawn from."""
+
+    name = "maskgit_plus"
+    summary = "the surest tokens by probability, on Dream's time grid"
+    device_step = True
+    reads = ("confidence",)
+    score = "confidence"

@@ -1,0 +1,85 @@
+"""What masked samplers share that commit positions in an order of the picture, whatever their confidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import check_int
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Query
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, View
+
+
+@dataclass(frozen=True)
+class InOrder(MaskedSampler):
+    """Per row and step, commit the next `quota` positions of an order. A subclass implements `ranks` and `quota`.
+
+    The answer is read as an image, row by row. What a step commits is known before the model is called.
+    """
+
+    height: int | None = None
+    width: int | None = None
+
+    def ranks(self, state: CanvasState) -> np.ndarray:
+        """[R, W] int64: where each position of the window comes in the order."""
+        raise NotImplementedError
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        check_grid(self.height, self.width, longest)
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+        """The base's proposal, with the "rank" of every position in the order, [R, W]."""
+        proposal = super().propose(state, outputs, queries)
+        proposal.quantities["rank"] = torch.as_tensor(self.ranks(state), device=proposal.values.device).double()
+        return proposal
+
+    def select(self, view: View) -> Tensor:
+        return view.top((-view.quantities["rank"]).masked_fill(~view.candidates, -torch.inf), view.quota)
+
+    def announce(self, state: CanvasState) -> np.ndarray:
+        window = state.window
+        current = window.read(state.canvas)
+        undecided = window.undecided(current, state.facts.mask_id).cpu().numpy()
+        count = np.minimum(self.quota(state, window.rows), undecided.sum(1))
+        rank = np.where(undecided, self.ranks(state), np.iinfo(np.int64).max)
+        order = rank.argsort(1, kind="stable")[:, : int(count.max())]
+        picks = np.take_along_axis(window.host_positions, order, 1)
+        return np.where(np.arange(picks.shape[1]) < count[:, None], picks, -1)
+
+
+def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
+    """Raise ValueError unless both or neither are given, and `longest` positions fit."""
+    check_int("height", height, low=1, high=2**16, none=True)
+    check_int("width", width, low=1, high=2**16, none=True)
+    if (height is None) != (width is None):
+        raise ValueError(f"height={height} and width={width} go together: give both, or neither")
+    if height is not None and width is not None and height * width < longest:
+        raise ValueError(f"height={height} times width={width} is less than the {longest} positions to decide")
+
+
+def pictures(
+    state: CanvasState, height: int | None, width: int | None
+) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
+    """The images of the running rows, by their size: which rows of the window, as indices [N]; height and width in
+    cells; the position [N] of the first cell.
+
+    An image is what stands last in a row: `height` x `width` cells, or, where these are None, the squarest image that
+    holds the row's answer, whose last cells may lie beyond the end.
+    """
+    rows = state.window.rows
+    cells = state.length[rows] - state.prompt_length[rows]
+    if height is not None and width is not None:
+        cells = np.full(len(rows), height * width)
+    for size in np.unique(cells):  # rows nearly always share one
+        same = np.flatnonzero(cells == size)
+        columns = width or math.isqrt(int(size) - 1) + 1
+        yield same, height or -(-int(size) // columns), columns, state.length[rows[same]] - size

@@ -1,0 +1,73 @@
+"""Dream's `alg="origin"`: each masked position becomes final on its own, with the probability of the time grid.
+
+Ye et al., "Dream 7B", arXiv 2508.15487; the reverse process of masked diffusion as MDLM writes it (arXiv 2406.07524).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import Query
+from paradec.samplers.masked.base import MaskedSampler, View, reference
+from paradec.samplers.masked.rules.schedules import time_share
+
+
+@dataclass(frozen=True)
+class Origin(MaskedSampler):
+    """Commit each masked position with probability 1 - s/t, the last step all; random even at temperature 0.
+
+    Args:
+        eps: end of the time grid t = linspace(1, eps, steps + 1).
+
+    A step may commit nothing; `steps` bounds the total.
+    """
+
+    eps: float = 1e-3
+
+    name = "origin"
+    paper = "Dream 7B"
+    arxiv = "2508.15487"
+    summary = "each masked token on its own, with the probability of the time grid"
+    score_from = "sampled"
+    uses_steps = True
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    may_wait = True
+    draws = True
+    reference_draws = "masked"
+
+    def __post_init__(self) -> None:
+        check_number("eps", self.eps, low=0, high=1, open_low=True)
+
+    def share(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        """[R] float32: the probability that a masked position becomes final at this step."""
+        return time_share(state.block_step[rows], state.planned_steps(rows), self.eps)
+
+    quota = share
+
+    def _draw(self, state: CanvasState, logits: Tensor, query: Query, generator: torch.Generator | None) -> Tensor:
+        if generator is None:
+            return super()._draw(state, logits, query, None)
+        # the public code decides first what becomes final, and draws tokens for that alone
+        assert state.generator is not None
+        if torch.equal(generator.get_state(), state.generator.get_state()):
+            reference.position_noise(state, self.reference_draws, generator)
+        index = torch.as_tensor(query.index, device=logits.device)
+        share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
+        final = self._position_noise(state, generator)[index] < share
+        positions = state.window.positions[index]
+        return reference.categorical(state, logits, positions, query.rows, generator, final)
+
+    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+        if generator is not None and state.request.temperature > 0:
+            assert state.generator is not None
+            generator = reference.copy_generator(state.generator)  # drawn before the tokens were
+        return super()._position_noise(state, generator)
+
+    def select(self, view: View) -> Tensor:
+        return view.candidates & (view.draw() < torch.as_tensor(view.quota, device=view.scores.device).unsqueeze(1))

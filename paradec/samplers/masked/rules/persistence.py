@@ -1,0 +1,80 @@
+"""Persistence: beside the schedule's tokens, those that are nearly certain and were the best before.
+
+The rule of CORA-Diff (2026), from its public scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import LAST, View
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+
+
+@dataclass(frozen=True)
+class Persistence(LowConfidence):
+    """Per row, commit what `low_confidence` does, and every masked position with confidence >= threshold whose best
+    token has been the same for `persist` steps, this one included.
+
+    Args:
+        threshold: confidence of a token that the schedule does not ask for, in [0, 1].
+        persist: steps in a row with one best token, at least 1.
+        end_threshold: confidence that an end token needs, in [0, 1], whichever part of the rule would commit it; with
+            nothing else to commit, the best position becomes final all the same.
+
+    What persists is the model's best token, whatever is drawn at temperature > 0. A position that a cache leaves out
+    of a step keeps its count. To add the rule to another one instead of the schedule, see `union`. `steps` plans the
+    schedule and bounds the forwards only with end_threshold=0: ends that have to wait are not made up for.
+
+    With pipelined blocks, which take no `steps`, the schedule's tokens are the most confident ones of the blocks that
+    must make progress.
+
+    Keeps a token and a count per position of the block.
+    """
+
+    threshold: float = 0.97
+    persist: int = 2
+    end_threshold: float = 0.8
+
+    name = "persistence"
+    paper = "CORA-Diff"
+    arxiv = ""
+    least_by_steps = True
+    summary = "the most confident tokens on schedule, and sure ones that were the best before"
+    reads = ("confidence", "best_token")
+    frontier = ({"threshold": 0.9}, {"threshold": 0.7})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_int("persist", self.persist, low=1)
+        check_number("end_threshold", self.end_threshold, low=0, high=1)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"best": MemorySpec(("window",), torch.int64, fill=-1), "run": MemorySpec(("window",), torch.int64)}
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
+
+    def select(self, view: View) -> Tensor:
+        early_end = torch.isin(view.tokens, view.ends) & (view.scores < self.end_threshold) & view.candidates
+        scores = view.scores.masked_fill(early_end, LAST)
+        scheduled = view.scheduled(scores)
+        lasting = (scores >= self.threshold) & (self.run(view) >= self.persist)
+        return (scheduled | lasting) & (scores > LAST) | view.best(scores)
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        best = torch.where(view.candidates, view.quantities["best_token"], view.memory["best"])
+        return {"best": best, "run": self.run(view)}
+
+    def run(self, view: View) -> Tensor:
+        """[R, W] int64: for how many steps, this one included, each position has had its best token."""
+        again = view.quantities["best_token"] == view.memory["best"]
+        return torch.where(view.candidates, torch.where(again, view.memory["run"] + 1, 1), view.memory["run"])

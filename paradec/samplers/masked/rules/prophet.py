@@ -1,0 +1,110 @@
+"""Prophet: stop as soon as the model is sure of its answer, and take its word for the rest.
+
+Li et al., "Diffusion Language Models Know the Answer Before Decoding", arXiv 2508.19982.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, check_number, shown
+from paradec.core.contract import CanvasState
+from paradec.samplers.masked.stopping import WATCHED
+
+Span = Sequence[int] | Callable[[np.ndarray, int], Sequence[int] | None]
+
+
+@dataclass(frozen=True)
+class Prophet:
+    """A stop rule: once the mean gap between the two best logits over the answer reaches a bar that falls as decoding
+    goes on, every undecided position takes its candidate (the likeliest token; at a temperature, the drawn one).
+
+    Args:
+        gaps: bars, in logits, for the beginning, the middle and the end of the decoding; at least 0.
+        stages: where the middle and the end begin: shares of the row's positions that are final, in [0, 1].
+        answer: which positions the mean is over, counted from the first position that was to be filled: a sequence of
+            them, e.g. `range(40, 45)`, or a function of a row's ids so far [N] int64 (mask ids where undecided) and of
+            that first position, which returns such a sequence, or None as long as it cannot say. None takes all that is
+            undecided.
+
+    The paper's span is a few tokens behind a known prefix of the answer ("The answer is"), which take a user's
+    knowledge of the task; the default knows nothing, and where long answers are padded with end tokens those weigh in.
+    Positions of the span that were decided in an earlier block count as sure, since their logits are not read. The
+    paper measures progress in steps of a fixed schedule; shares of positions are the same there and serve all samplers.
+    """
+
+    gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
+    stages: tuple[float, float] = (0.33, 0.67)
+    answer: Span | None = None
+
+    reads: ClassVar[tuple[str, ...]] = ("logit_gap",)
+
+    def __post_init__(self) -> None:
+        for name, count, high in (("gaps", 3, 1e6), ("stages", 2, 1.0)):
+            value = getattr(self, name)
+            if not isinstance(value, (tuple, list)) or len(value) != count:
+                raise ValueError(f"{name}={shown(value)} must be {count} numbers")
+            for entry in value:
+                check_number(name, entry, low=0, high=high)
+            object.__setattr__(self, name, tuple(value))
+        if self.stages[0] > self.stages[1]:
+            raise ValueError(f"stages={self.stages} must not fall")
+        if self.answer is not None and not callable(self.answer):
+            object.__setattr__(self, "answer", _positions(self.answer))
+
+    def satisfied(self, state: CanvasState, proposal: Any) -> Tensor:
+        """[R] bool; see `paradec.samplers.masked.stopping.EarlyRule`."""
+        window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
+        mask = state.facts.mask_token_id
+        assert mask is not None  # the family's models have one
+        undecided = window.undecided(proposal.current, mask)
+        progress = state.decided[window.rows] / state.total[window.rows]
+        stage = (progress[:, None] >= np.array(self.stages)).sum(1)
+        bar = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
+        span: Any
+        known: Any
+        if self.answer is None:
+            # a method that revises may stay in a block with nothing undecided; there is nothing to judge then
+            span, known = undecided, undecided.any(1)
+        else:
+            span, known = self._span(state)
+            span, known = (torch.as_tensor(array, device=gap.device) for array in (span, known))
+        count = span.sum(1)
+        mean = torch.where(span, gap, 0).sum(1) / count.clamp(min=1)
+        return known & ((mean >= bar) | (count == 0))
+
+    def _span(self, state: CanvasState) -> tuple[np.ndarray, np.ndarray]:
+        """[R, W] bool: the window's positions that belong to the answer; [R] bool: whether it is known."""
+        window = state.window
+        start = state.prompt_length[window.rows]
+        answers: list[Any] = [self.answer] * len(window.rows)
+        if callable(self.answer):
+            ids = state.canvas.cpu().numpy()
+            answers = [
+                self.answer(ids[row, : state.length[row]].copy(), int(first))
+                for row, first in zip(window.rows, start, strict=True)
+            ]
+        wanted = np.zeros((len(start), state.canvas.shape[1]), bool)
+        known = np.zeros(len(start), bool)
+        for index, (row, answer) in enumerate(zip(window.rows, answers, strict=True)):
+            if answer is not None:
+                at = start[index] + np.array(_positions(answer))
+                at = at[at < state.length[row]]
+                wanted[index, at] = True
+                known[index] = len(at) > 0  # a span beyond the end of the row is never reached
+        span = np.take_along_axis(wanted, window.host_positions, 1)
+        return span if window.host_valid is None else span & window.host_valid, known
+
+
+def _positions(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)) or len(value) == 0:
+        raise ValueError(f"answer={shown(value)} must be positions counted from the start of the answer, or a function")
+    for entry in value:
+        check_int("answer", entry, low=0)
+    return tuple(int(entry) for entry in value)

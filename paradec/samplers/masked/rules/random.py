@@ -1,0 +1,73 @@
+"""Random remasking: positions become final in random order.
+
+Nie et al., "Large Language Diffusion Models" (LLaDA), arXiv 2502.09992, and its generate.py (`remasking="random"`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_choice
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import View, reference
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+
+
+@dataclass(frozen=True)
+class Random(LowConfidence):
+    """As `low_confidence`, with uniform random numbers in place of the confidence when positions are ranked.
+
+    Args:
+        order: when the order is drawn: anew at every "step" (LLaDA's generate.py) or once per "block" (the code of
+            dKV-Cache-Greedy, which must know what comes next). The law is the same.
+    """
+
+    order: str = "step"
+
+    name = "random"
+    summary = "tokens in random order, in equal numbers per step"
+    draws = True
+    device_step = True
+
+    def __post_init__(self) -> None:
+        check_choice("order", self.order, ("step", "block"))
+
+    def select(self, view: View) -> Tensor:
+        return view.top(view.draw().masked_fill(~view.candidates, -torch.inf), view.quota)
+
+    def announce(self, state: CanvasState) -> np.ndarray:
+        window = state.window
+        # the numbers that the commit will draw: nothing else is drawn between
+        generator = None if state.generator is None else reference.copy_generator(state.generator)
+        candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
+        scores = self._position_noise(state, generator).masked_fill(~candidates, -torch.inf)
+        count = np.minimum(self.quota(state, window.rows), state.remaining[window.rows])
+        order = scores.argsort(dim=-1, descending=True, stable=True)[:, : int(count.max())]
+        picks = window.positions.gather(1, order).cpu().numpy()
+        return np.where(np.arange(picks.shape[1]) < count[:, None], picks, -1)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"order": MemorySpec(("position",), torch.float64)} if self.order == "block" else {}
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        if self.order == "step":
+            return {}
+        return {"order": view.memory["order"].scatter(1, view.positions, view.draw())}
+
+    def _position_noise(self, state: CanvasState, generator: torch.Generator | None) -> Tensor:
+        rows = state.window.rows
+        if self.order == "step" or not state.block_step[rows].any():
+            return super()._position_noise(state, generator)
+        if generator is not None:
+            return state.window.read(state.memory["order"])
+        positions = state.window.positions
+        opened = torch.as_tensor((state.row_step - state.block_step)[rows], device=positions.device)
+        keys = state.keys[torch.as_tensor(rows, device=positions.device)]
+        return rng.uniform(keys, opened, positions, 1, rng.POSITION_STREAM).squeeze(-1)

@@ -1,0 +1,156 @@
+"""ReCAP: groups of one full evaluation, which chooses what the whole group decides, and local ones of those positions.
+
+ReCAP, arXiv 2505.19089, and its public code for MaskGIT-r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.base import Cache
+from paradec.core.blocks import BlockPolicy
+from paradec.core.checks import check_choice, check_int
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec, Query
+from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
+from paradec.samplers.masked.rules.halton import halton_ranks
+from paradec.samplers.masked.rules.maskgit import MaskGIT, ranking
+from paradec.samplers.masked.rules.ordered import check_grid
+
+
+@dataclass(frozen=True)
+class Recap(MaskGIT):
+    """`maskgit` in groups of steps. A group's first step evaluates everything and ranks the undecided positions as
+    `maskgit` does; the best of them, as many as all steps of the group commit, are its targets. It commits the first
+    ones, each of the group's `local_steps` further steps the next ones, in that order, with tokens drawn from logits
+    that know what the group has decided.
+
+    Use it with `cache="recap"`: then local steps evaluate the targets alone, over the keys and values that the full
+    step kept. With another cache, or none, the decisions are the same and the logits of local steps exact.
+
+    Args:
+        local_steps: l, at least 0; 0 is `maskgit`. 1 in the paper's experiments.
+        full_groups: how many groups at the start have no local steps; at least 0. Few tokens are decided there, and
+            local steps pay late. The public scripts take 10 of 20 steps, and 12 of 32.
+        order: "confidence", or "halton": targets are the next positions in Halton order.
+        height, width: as `halton`, for that order.
+        schedule, choice_temperature, final_temperature, guidance_start: as `maskgit`, with MaskGIT-r's defaults. The
+            noise counts groups, and temperatures steps. A local step's guidance is that of the step before, as in the
+            public code.
+
+    Give `steps` (16 to 32) and `temperature=1`. The public code's grouping for l > 1 loses or repeats tokens (it
+    advances twice), and its last counts can be negative; here groups are the plain rule's and counts are at least 1.
+    """
+
+    schedule: str = "power"
+    choice_temperature: float = 5.5
+    final_temperature: float | None = 0.65
+    local_steps: int = 1
+    full_groups: int = 0
+    order: str = "confidence"
+    height: int | None = None
+    width: int | None = None
+
+    name = "recap"
+    paper = "ReCAP"
+    arxiv = "2505.19089"
+    summary = "as maskgit, several steps' positions chosen at once and the later steps evaluated for those alone"
+    presets = {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}}
+    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("local_steps", self.local_steps, low=0, high=2**16)
+        check_int("full_groups", self.full_groups, low=0)
+        check_choice("order", self.order, ("confidence", "halton"))
+        check_grid(self.height, self.width)
+
+    def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
+        check_grid(self.height, self.width, longest)
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    def place(self, step: np.ndarray) -> np.ndarray:
+        """[R] int64: how many steps of its group stand before each step; 0 for those that evaluate everything."""
+        return np.where(step < self.full_groups, 0, (step - self.full_groups) % (self.local_steps + 1))
+
+    def group(self, step: np.ndarray) -> np.ndarray:
+        """[R] int64: the number of each step's group, from 0."""
+        late = self.full_groups + (step - self.full_groups) // (self.local_steps + 1)
+        return np.where(step < self.full_groups, step, late)
+
+    def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        return self.choice_temperature * (1 - (self.group(step) + 1) / (self.group(steps - 1) + 1))
+
+    def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
+        if self.guidance_start is None:
+            return super().guidance(state, rows)
+        step, steps = self.progress(state, rows)
+        return self.guidance_at(state, np.where(self.place(step) > 0, step - 1, step), steps)
+
+    def group_size(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: positions that this step and the rest of its group commit."""
+        step, steps = self.progress(state, rows)
+        found = np.zeros(len(rows), np.int64)
+        for ahead in range(self.local_steps + 1):
+            inside = (step + ahead < steps) & (self.group(step + ahead) == self.group(step))
+            found += np.where(inside, self.quota_at(state, rows, np.minimum(step + ahead, steps - 1), steps), 0)
+        return found
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets, -1 elsewhere
+
+    def told(self, state: CanvasState) -> np.ndarray | None:
+        return self.targets(state) if state.cache.evaluates == "targets" else None
+
+    def targets(self, state: CanvasState) -> np.ndarray:
+        """[R, K] int64: the targets of a local step, decided ones included, -1 where there are fewer; none in a full
+        step."""
+        window = state.window
+        rank = state.memory["rank"][window.row_index[:, 0], : window.positions.shape[1]].cpu().numpy()
+        step, _ = self.progress(state, window.rows)
+        target = (rank >= 0) & (self.place(step) > 0)[:, None]
+        order = (~target).argsort(1, kind="stable")[:, : max(int(target.sum(1).max()), 1)]
+        return np.where(np.take_along_axis(target, order, 1), np.take_along_axis(window.host_positions, order, 1), -1)
+
+    def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[Query]) -> MaskedProposal:
+        """The base's proposal, with the "group_size" of rows that take a full step (0 for the others), [R, W]."""
+        proposal = super().propose(state, outputs, queries)
+        rows, device = proposal.rows, proposal.values.device
+        step, _ = self.progress(state, rows)
+        sizes = np.where(self.place(step) == 0, self.group_size(state, rows), 0)
+        size = torch.as_tensor(sizes, device=device).double().unsqueeze(1)
+        proposal.quantities["group_size"] = size.expand(proposal.values.shape)
+        if self.order == "halton":
+            proposal.quantities["order"] = torch.as_tensor(
+                halton_ranks(state, self.height, self.width), device=device
+            ).double()
+        return proposal
+
+    def ranks(self, view: View) -> Tensor:
+        """[R, W] int64: every position's rank among the targets of its row's group, -1 where it is none."""
+        size = view.quantities["group_size"].long()
+        if self.order == "halton":
+            scores = (-view.quantities["order"]).masked_fill(~view.candidates, -torch.inf)
+        else:
+            scores = ranking(view)
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        column = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(1, order, column)
+        found = torch.where((rank < size) & view.candidates, rank, -1)
+        return torch.where(size > 0, found, view.memory["rank"])
+
+    def select(self, view: View) -> Tensor:
+        rank = self.ranks(view)
+        return view.top((-rank.double()).masked_fill((rank < 0) | ~view.candidates, -torch.inf), view.quota)
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        return {"rank": self.ranks(view)}

@@ -1,0 +1,92 @@
+"""Saber: a threshold that follows the confidence so far, and backtracking where confidence falls.
+
+Dong et al., "Saber: Efficient Sampling with Adaptive Acceleration and Backtracking Enhanced Remasking", arXiv
+2510.18165, and the public code's decoding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_int, check_number
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import MaskedSampler, Revision, View
+
+
+@dataclass(frozen=True)
+class Saber(MaskedSampler):
+    """Per row, commit every masked position of the block with confidence > tau, and at least `minimum`; tau is the mean
+    confidence with which the row's tokens were committed so far (1 at the start). Where k were committed, take back
+    max(minimum // 2, ceil(remask_share * k)) of those decided before, at most k - 1: the ones whose confidence fell
+    most since the step before.
+
+    Args:
+        minimum: n, positions that a step commits at least, at least 1.
+        remask_share: share of k in [0, 1], 1/8 in the public code; 0 takes nothing back.
+
+    The mean runs over all blocks, and a position that was taken back counts with its latest commit. Confidence is that
+    of the model's candidate, also where another token stands. A step that fills the block takes nothing back, and each
+    of the others adds at least one decided position: n masks take at most n steps.
+
+    Differs from the public code in three points: only tokens of the open block are taken back (caches rely on what lies
+    left of it), and not in the step that commits them; and positions of the prompt never count as committed, which they
+    do there once fewer than `minimum` masks are left.
+    """
+
+    minimum: int = 2
+    remask_share: float = 0.125
+
+    name = "saber"
+    paper = "Saber"
+    arxiv = "2510.18165"
+    summary = "all above the mean confidence so far; takes back where confidence fell most"
+    rereads = True
+    revises = property(lambda self: self.remask_share > 0)  # type: ignore[assignment]
+    frontier = ({"minimum": 1}, {"minimum": 4})
+
+    def __post_init__(self) -> None:
+        check_int("minimum", self.minimum, low=1)
+        check_number("remask_share", self.remask_share, low=0, high=1)
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        double = torch.float64
+        return {
+            "total": MemorySpec(dtype=double, reset="sequence"),
+            "count": MemorySpec(dtype=torch.int64, reset="sequence"),
+            # confidence at the position's latest commit, -1 before the first one; and at the step before
+            "committed": MemorySpec(("window",), double, fill=-1.0),
+            "last": MemorySpec(("window",), double),
+        }
+
+    def select(self, view: View) -> Tensor:
+        total, count = view.memory["total"], view.memory["count"]
+        tau = torch.where(count > 0, total / count.clamp(min=1), 1.0).unsqueeze(1)
+        least = torch.full_like(count, self.minimum)
+        return (view.scores > tau) | view.top(view.scores, least)
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        count = selected.sum(1)
+        share = (count * self.remask_share).ceil().long().clamp(min=self.minimum // 2)
+        most = torch.minimum(share, count - 1)
+        fills = (selected | ~view.candidates).all(1)
+        drop = view.memory["last"] - view.quantities["confidence"]
+        return Revision(remask=view.top(torch.where(view.editable, drop, -torch.inf), most.masked_fill(fills, 0)))
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        confidence, before = view.quantities["confidence"], view.memory["committed"]
+        first = selected & (before < 0)
+        added = torch.where(selected, confidence - before.clamp(min=0), 0.0)
+        return {
+            "total": view.memory["total"] + added.sum(1),
+            "count": view.memory["count"] + first.sum(1),
+            "committed": torch.where(selected, confidence, before),
+            "last": confidence,
+        }
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        return masks_at_open

@@ -1,0 +1,106 @@
+"""Confidence threshold: everything that is sure enough becomes final at once.
+
+Wu et al., "Fast-dLLM", arXiv 2505.22618, section 3.3 (confidence-aware parallel decoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core.checks import check_choice, check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.rules.schedules import linear
+
+
+@dataclass(frozen=True)
+class Threshold(MaskedSampler):
+    """Per row, commit every masked position of the block with confidence >= threshold, and the best one always.
+
+    Args:
+        threshold: probability that a token must reach, in [0, 1].
+        quota_per_step: "none" is the paper's rule, which has no use for `steps`. "carry" is what Fast-dLLM's code for
+            Dream without cache does: at most masks // steps positions per step, plus those that earlier steps refused
+            for lack of confidence; it needs `steps`. "least" is what LLaDA2.0's and SDAR's code does with fewer steps
+            than positions: where fewer than block // steps positions (one more in the first block % steps steps) are
+            confident enough, that many of the best ones. A block-causal model's block counts whole there, where the
+            prompt ends inside it too.
+
+    Preset "llada2.0" is that code's threshold, for its 32 steps in blocks of 32. (It takes what is above the threshold,
+    and with a temperature the confidence of the filtered distribution that tokens are drawn from.)
+    """
+
+    threshold: float = 0.9
+    quota_per_step: str = "none"
+
+    name = "threshold"
+    paper = "Fast-dLLM"
+    arxiv = "2505.22618"
+    summary = "every token with confidence of at least the threshold, and the best one"
+    device_step = True
+    presets = {"llada2.0": {"threshold": 0.95}}
+    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_choice("quota_per_step", self.quota_per_step, ("none", "carry", "least"))
+
+    @property
+    def uses_steps(self) -> bool:  # type: ignore[override]
+        return self.quota_per_step != "none"
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"refused": MemorySpec(dtype=torch.int64)} if self.quota_per_step == "carry" else {}
+
+    def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray | None:
+        if self.quota_per_step == "none":
+            return None
+        planned = state.planned_steps(rows)
+        if self.quota_per_step == "least":
+            if state.steps_per_block is None:
+                return planned * 0 + 1
+            return linear(_block_lengths(state, rows), state.block_step[rows], planned).clip(1)
+        # once the planned steps are over, only what was refused is left
+        return np.where(state.block_step[rows] < planned, state.masks_at_open[rows] // planned, 0)
+
+    def select(self, view: View) -> Tensor:
+        if self.quota_per_step == "least":
+            return at_least(view, view.scores >= self.threshold, view.quota)
+        sure = (view.scores >= self.threshold) | view.best()
+        if view.quota is None:
+            return sure
+        return sure & view.top(view.scores, self.granted(view))
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        if self.quota_per_step != "carry":
+            return {}
+        return {"refused": self.granted(view) - selected.sum(1)}
+
+    def granted(self, view: View) -> Tensor:
+        """[R] int64: positions that may be committed at most: the schedule's, and what was refused before."""
+        quota = torch.as_tensor(view.quota, device=view.scores.device)
+        return (quota + view.memory["refused"]).clamp(min=1)
+
+
+def _block_lengths(state: CanvasState, rows: np.ndarray) -> np.ndarray:
+    """[R] int64: positions of the open blocks, by what the quota is reckoned."""
+    masks = state.masks_at_open[rows]
+    if state.facts.topology != "block_causal" or state.request.blocks is not None:
+        return masks
+    length = state.request.block_length or state.facts.block_length
+    return masks * 0 + length
+
+
+def at_least(view: View, sure: Tensor, least: Any) -> Tensor:
+    """`sure` [R, W] bool where it holds `least` positions ([R] int64, or one number for all), else that many of the
+    best ones."""
+    least = torch.as_tensor(least, device=sure.device)
+    enough = sure.sum(1) >= least
+    return torch.where(enough.unsqueeze(1), sure, view.top(view.scores, least.expand(len(sure))))

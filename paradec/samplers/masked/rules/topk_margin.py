@@ -1,0 +1,18 @@
+"""Dream's `alg="topk_margin"`. Ye et al., "Dream 7B", arXiv 2508.15487."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paradec.samplers.masked.rules.dream import DreamSampler
+
+
+@dataclass(frozen=True)
+class TopKMargin(DreamSampler):
+    """Score a position by the difference of the two largest probabilities that its token is drawn from."""
+
+    name = "topk_margin"
+    summary = "the surest tokens by top-2 margin, on Dream's time grid"
+    device_step = True
+    reads = ("confidence", "margin")
+    score = "margin"

@@ -1,0 +1,148 @@
+"""WINO: commit widely, and take back what the rest of the text does not support.
+
+Hong et al., "Wide-In, Narrow-Out: Revokable Decoding for Efficient and Effective DLLMs", arXiv 2507.18578, and the
+public code's LLaDA/decoding.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from paradec.caches.base import Part
+from paradec.core.checks import check_int, check_number
+from paradec.core.contract import CanvasState
+from paradec.core.protocol import MemorySpec, Query
+from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
+from paradec.samplers.masked.queries import per_branch
+from paradec.samplers.statistics import token_statistics
+
+
+@dataclass(frozen=True)
+class Wino(MaskedSampler):
+    """Per row, commit every masked position of the block with confidence > threshold (tau_1), and the best one always;
+    then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
+
+    The shadow of a position is a mask with its position id, beside the row, that sees everything but what stands there:
+    the token is judged by a prediction that cannot copy it. Shadows stand for the whole block, see each other, and are
+    seen by nothing else, so that candidates are what they are without them.
+
+    Args:
+        threshold: tau_1, in [0, 1].
+        threshold_back: tau_2, in [0, 1]; 0 takes nothing back, and evaluates no shadow.
+        cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated to whole
+            positions, then raised to cap_low and lowered to cap_high), the most confident ones.
+
+    Takes back fewer positions than the step before committed (those with the lowest shadow probability), and none in a
+    step that commits one: so n masks take at most n steps. What one step commits can be taken back from the next one
+    on, until the block is full.
+
+    The public code decodes one row, and its cap and forced position are those of the whole batch; here each row has its
+    own. Needs a decoder that predicts in place, and evaluates the block twice (once as shadow) at every step.
+    """
+
+    threshold: float = 0.6
+    threshold_back: float = 0.9
+    cap_share: float = 0.7
+    cap_low: int = 5
+    cap_high: int = 20
+
+    name = "wino"
+    paper = "WINO"
+    arxiv = "2507.18578"
+    summary = "all above a low confidence; takes back what it would not predict from the rest of the text"
+    rereads = True
+    revises = fuses = assesses = shadows = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
+    frontier = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, low=0, high=1)
+        check_number("threshold_back", self.threshold_back, low=0, high=1)
+        check_number("cap_share", self.cap_share, low=0, high=1)
+        check_int("cap_high", self.cap_high, low=1)
+        check_int("cap_low", self.cap_low, low=1, high=self.cap_high)
+
+    # ---- the shadow -----------------------------------------------------------------------------------------------
+
+    def query_part(self, state: MaskedState, part: Part) -> Query:
+        """The call of one part, with the shadow of its window behind its columns."""
+        query = super().query_part(state, part)
+        if not self.shadows:
+            return query
+        key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
+        shadow = state.while_blocks_stand(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
+        width = shadow["positions"].shape[1] - query.tokens.shape[1]
+        return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), **shadow)
+
+    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The window's own logits, and the probability that the shadow gives to what stands there."""
+        assert stage.current is not None
+        logits, shadow = logits.split(stage.positions.shape[1], 1)
+        found = token_statistics(shadow, ("confidence",), stage.current)[1]
+        return logits, {"shadow_confidence": found["confidence"]}
+
+    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+        """The confidence, NaN where the shadow's is: then the commit says that logits were not finite."""
+        shadow = proposal.updates["shadow_confidence"]
+        return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
+
+    # ---- the rule -------------------------------------------------------------------------------------------------
+
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {"accepted": MemorySpec(dtype=torch.int64)}
+
+    def select(self, view: View) -> Tensor:
+        cap = (view.candidates.sum(1) * self.cap_share).long().clamp(self.cap_low, self.cap_high)
+        return view.top(view.scores, cap) & (view.scores > self.threshold) | view.best()
+
+    def revise(self, view: View, selected: Tensor) -> Revision:
+        shadow = view.updates["shadow_confidence"]
+        doubted = view.editable & (shadow < self.threshold_back)
+        most = torch.where(selected.sum(1) > 1, view.memory["accepted"] - 1, 0)
+        return Revision(remask=view.top(torch.where(doubted, -shadow, -torch.inf), most))
+
+    def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
+        return {"accepted": selected.sum(1)}
+
+    def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
+        return masks_at_open
+
+
+def shadowed(state: MaskedState, query: Query) -> dict[str, Any]:
+    """The fields of a query that change when the window stands behind its columns once more, as masks.
+
+    Q columns become Q + W, and 2 W are wanted. Shadows take the window's position ids, are not written to a store, and
+    see each other and all columns but the one of their own position; columns do not see shadows.
+    """
+    assert query.wanted is not None and query.index is not None and query.forwarded is not None
+    window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
+    at = window.host_positions[query.index]
+    there = np.ones_like(at, bool) if window.host_valid is None else window.host_valid[query.index]
+    shadow = per_branch(state, at)  # [R, W]
+    rows, width = shadow.shape
+    positions = torch.cat((query.positions, shadow), 1)
+    valid = None
+    if query.valid is not None or window.host_valid is not None:
+        real = torch.ones_like(query.positions, dtype=torch.bool) if query.valid is None else query.valid
+        valid = torch.cat((real, per_branch(state, there)), 1)
+    visible = torch.ones((rows, columns + width, columns + width), dtype=torch.bool, device=device)
+    visible[:, :columns, columns:] = False
+    visible[:, columns:, :columns] = shadow.unsqueeze(2) != query.positions.unsqueeze(1)
+    if state.facts.topology == "block_causal":
+        block = state.facts.block_numbers(positions, query.origin)
+        visible &= block.unsqueeze(2) >= block.unsqueeze(1)
+    own = torch.arange(columns, columns + width, device=device).expand(rows, width)
+    return {
+        "positions": positions,
+        "valid": valid,
+        "visible": visible,
+        "wanted": torch.cat((query.wanted, own), 1),
+        "slots": None if query.slots is None else torch.cat((query.slots, torch.full_like(shadow, -1)), 1),
+        "forwarded": query.forwarded + there.sum(1),
+    }

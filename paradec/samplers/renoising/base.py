@@ -1,0 +1,389 @@
+"""The canvas family: a block starts as random tokens, and every step decides all of it anew.
+
+A step reads each open canvas, keeps the positions that a rule is sure of, and replaces all others by noise; what an
+earlier step kept counts for nothing. When its best tokens stand still, or at its last step, a canvas closes as a whole,
+with its best tokens. Then it is encoded, and the next one opens. Rows are independent: a row that has closed a canvas
+goes on with the next one while others are still at theirs.
+
+The step is transformers' (`DiffusionGemmaGenerationMixin.generate`). The rule is a masked sampler's `select`, which
+says here what is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.core import rng
+from paradec.core.checks import check_bool, check_int, check_number
+from paradec.core.logprobs import StepLogProbs
+from paradec.core.protocol import Commit, Cost, MemorySpec, Proposal, Query, Sampler
+from paradec.core.trace import Notes
+from paradec.request import Request, request_for
+from paradec.samplers.masked.views import View, selection
+from paradec.samplers.renoising import rules
+from paradec.samplers.renoising.noise import draw
+from paradec.samplers.renoising.start import start_state
+from paradec.samplers.renoising.state import DenoisingState
+from paradec.samplers.statistics import filter_logits, token_statistics, top_by_rank
+
+PIECE = 2**22
+"""Logits that statistics are read from at a time."""
+
+
+@dataclass(kw_only=True)
+class CanvasProposal(Proposal):
+    """A proposal of this family. Shapes: `R` rows whose canvas was denoised, `C` positions, `V` words.
+
+    `values` are the best tokens, which is what closing now would write; positions that the user gave hold what he gave,
+    and are not `available`.
+    """
+
+    logits: Tensor
+    """[R, C, V]: the model's, before the temperature. Held until the commit, which draws from them and softens them."""
+    soften: Callable[[Tensor], Tensor]
+    """What the model makes of logits [..., V] for the next step: embeddings [..., D]."""
+    encoded: np.ndarray
+    """[E] int64, on the host: rows whose final tokens were encoded before."""
+
+
+@dataclass(frozen=True)
+class CanvasSampler(Sampler):
+    """Base of the family. A subclass says which rule keeps tokens (`rule_for`).
+
+    Args:
+        max_denoising_steps: N, steps that close a canvas at the latest. A request's `steps`, which are those of all
+            canvases of a row together, goes before it.
+        t_min, t_max: the temperature falls from t_max, in N equal parts, towards t_min, which it does not reach.
+        stability_threshold: steps whose best tokens must equal this one's for a canvas to close before its N-th.
+        confidence_threshold: what the mean entropy of the canvas, in nats, must be below for that.
+        early_stop: False closes no canvas before its N-th step.
+        encode_wait: steps that a row which has closed a canvas may wait for others to be encoded with, in one call. It
+            changes no row's result. 0 evaluates fewest positions, more makes fewer calls.
+
+    What is None follows the model's generation_config.json, and transformers' defaults where that says nothing: 48,
+    0.4, 0.8, 1, 0.005.
+    """
+
+    max_denoising_steps: int | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    stability_threshold: int | None = None
+    confidence_threshold: float | None = None
+    early_stop: bool = True
+    encode_wait: int = 2
+
+    family: ClassVar[str] = "canvas"
+    models: ClassVar[tuple[str, ...]] = ("canvas",)
+    uses_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_int("max_denoising_steps", self.max_denoising_steps, low=1, none=True)
+        check_number("t_min", self.t_min, low=0, high=1e6, none=True)
+        check_number("t_max", self.t_max, low=1e-6, high=1e6, none=True)
+        if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
+            raise ValueError(f"t_min={self.t_min} must be at most t_max={self.t_max}")
+        check_int("stability_threshold", self.stability_threshold, low=0, none=True)
+        check_number("confidence_threshold", self.confidence_threshold, low=0, none=True, open_low=True)
+        check_bool("early_stop", self.early_stop)
+        check_int("encode_wait", self.encode_wait, low=0)
+
+    def rule_for(self, defaults: Mapping[str, Any]) -> Any:
+        """The masked sampler whose `select` says what a step keeps; `defaults` are the model's."""
+        raise NotImplementedError
+
+    def memory(self, dtype: torch.dtype = torch.float32) -> Mapping[str, MemorySpec]:
+        """What is kept of the open canvas between steps: "window" is C, "hidden" D. dtype: of the soft embeddings."""
+        return {
+            "noisy": MemorySpec(("window",), torch.int64),
+            "soft": MemorySpec(("window", "hidden"), dtype),
+            "unchanged": MemorySpec((), torch.int64),
+        }
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.no_grad()
+    def start(
+        self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
+    ) -> DenoisingState:
+        """Make the state of one request.
+
+        Args:
+            prompt, attention_mask: as in `paradec.generate`.
+            request: a `paradec.Request`; or its fields by name instead.
+
+        Raises:
+            ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
+        """
+        return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
+
+    # ---- step -----------------------------------------------------------------------------------------------------
+
+    def query(self, state: DenoisingState) -> list[Query]:
+        """What is final and not yet encoded, if rows do not wait with that; then all open canvases, in one call."""
+        late, rows = state.waiting()
+        queries = [_encoding(state, late)] if len(late) else []
+        # what this step encodes is there when its canvases are denoised
+        reach = np.where(np.isin(np.arange(state.batch), late), state.block_start, state.encoded)
+        positions = state.positions(rows)
+        first = not state.canvas_step[rows].any()
+        kept = state.memory.read(rows)
+        canvas = Query(
+            rows=rows,
+            tokens=kept["noisy"],
+            positions=positions,
+            store_rows=state.index(rows),
+            store_index=rows,
+            begin=int(state.block_start[rows].min()),
+            reach=int(reach[rows].max()),
+            step=state.commits,
+            forwarded=np.full(len(rows), state.width),
+            index=np.arange(len(rows)),
+            kind="canvas",
+            soft=None if first else kept["soft"],
+        )
+        return [*queries, canvas]
+
+    def propose(self, state: DenoisingState, outputs: list[Tensor], queries: list[Query]) -> CanvasProposal:
+        """The best token of every position of the open canvases, and its statistics. outputs: logits [R, C, V] of the
+        canvases, the last; those of an encoding are empty."""
+        logits, rows, soften = outputs[-1], queries[-1].rows, queries[-1].soften
+        if soften is None:
+            raise ValueError("the query of the canvases was not answered by a model with canvases: it has no soften")
+        positions = state.positions(rows)
+        if state.suppressed is not None:
+            logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
+        self._keep_ends_out(state, rows, positions, logits)
+        reads = tuple(dict.fromkeys((*state.rule.reads, "confidence", "minus_entropy")))
+        found, said = [], []
+        shape = logits.shape[:2]
+        for piece in self._laws(state, rows, logits, max(1, PIECE // logits.shape[-1])):
+            found.append(token_statistics(piece, reads))
+            if state.logprobs is not None:
+                law, best = piece.unsqueeze(0), found[-1][0].unsqueeze(0)
+                said.append(StepLogProbs.of_logits(law, best, state.logprobs.count))
+        tokens = torch.cat([part[0] for part in found]).view(shape)
+        quantities = {name: torch.cat([part[1][name] for part in found]).view(shape) for name in reads}
+        given = state.read(state.given, rows, positions)
+        return CanvasProposal(
+            rows=rows,
+            values=torch.where(given, state.read(state.canvas, rows, positions), tokens),
+            cost=Cost(queries, state.batch),
+            positions=positions,
+            scores=quantities[state.rule.score],
+            available=~given,
+            quantities=quantities,
+            made_at=state.commits,
+            kind="+".join(query.kind for query in queries),
+            logprobs=StepLogProbs.in_rows(said, shape) if said else None,
+            logits=logits,
+            soften=soften,
+            encoded=queries[0].rows if len(queries) > 1 else rows[:0],
+        )
+
+    def _law(self, state: DenoisingState, logits: Tensor, temperature: Tensor) -> Tensor:
+        """The logits [..., V] that tokens are drawn from: over temperatures [...], and filtered."""
+        request = state.request
+        return filter_logits(logits / temperature.unsqueeze(-1), request.top_p, request.top_k, request.top_n_sigma)
+
+    def _laws(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
+        """The same of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
+        temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2]).flatten()
+        for part, own in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
+            yield self._law(state, part, own)
+
+    def _keep_ends_out(self, state: DenoisingState, rows: np.ndarray, positions: Tensor, logits: Tensor) -> None:
+        """Exclude end tokens in holes that something given follows, in place."""
+        if state.request.holes_eos_inf and len(state.ends):
+            hole = positions < state.index(state.answer_start[rows]).unsqueeze(1)
+            ends = logits.index_select(-1, state.ends)
+            logits.index_copy_(-1, state.ends, ends.masked_fill_(hole.unsqueeze(-1), -torch.inf))
+
+    def observe(self, state: DenoisingState, proposal: CanvasProposal) -> Notes:
+        """As for all; the open canvases, and their best tokens, which become final where a canvas closes."""
+        notes = super().observe(state, proposal)
+        notes.blocks = [None] * state.batch
+        for row in proposal.rows.tolist():
+            notes.blocks[row] = (int(state.block_start[row]), int(state.block_end[row]))
+        index, column = (each.cpu() for each in proposal.available.nonzero(as_tuple=True))
+        positions, tokens = (each.cpu()[index, column].tolist() for each in (proposal.positions, proposal.values))
+        notes.drafts = set(zip(proposal.rows[index.numpy()].tolist(), positions, tokens, strict=True))
+        return notes
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, state: DenoisingState, proposal: CanvasProposal) -> Commit:
+        """Keep, replace by noise, soften; close canvases that have settled or are at their last step.
+
+        Raises:
+            FloatingPointError: the model returned NaN or infinite logits. Nothing is written then.
+        """
+        state.check_current(proposal)
+        rows, free = proposal.rows, proposal.available
+        before = state.read(state.canvas, rows, proposal.positions)
+        entropy = -proposal.quantities["minus_entropy"].masked_fill(~free, 0).sum(1) / free.sum(1)
+        same = (proposal.values == before).all(1)
+        tokens = proposal.values.cpu().numpy()
+        entropy, same = torch.stack((entropy, same.double())).cpu().numpy()
+        _check_finite(state, rows, entropy)
+
+        generator = _copied(state.generator)
+        kept = self._kept(state, proposal)
+        drawn = self._drawn(state, proposal, kept, generator)
+        fresh = state.renewed(rows, proposal.positions, generator)
+        shown = torch.where(kept, drawn, torch.where(free, fresh, proposal.values))
+
+        first = state.canvas_step[rows] == 0
+        unchanged = np.where((same > 0) & ~first, state.memory["unchanged"].cpu().numpy()[rows] + 1, 0)
+        settled = np.zeros(len(rows), bool)
+        if state.settled is not None:
+            settled = state.settled.satisfied(unchanged, entropy)
+        stands = state.converged[rows]  # lock step: it settled earlier, and waits as it is
+        over = state.canvas_step[rows] + 1 >= state.steps
+        closes = settled | stands
+        closes = over | (closes.all() if state.lock_step else closes)
+        stays = ~closes & ~stands
+        soft = self._soft(state, proposal, stays)  # nothing has changed until here
+
+        if generator is not None and state.generator is not None:
+            state.generator.set_state(generator.get_state())
+        moves = torch.as_tensor(~stands, device=free.device).unsqueeze(1)
+        values = torch.where(moves, proposal.values, before)
+        tokens = np.where(stands[:, None], before.cpu().numpy(), tokens) if stands.any() else tokens
+        state.canvas[state.index(rows).unsqueeze(1), proposal.positions] = values
+        state.memory.write("noisy", rows, torch.where(moves, shown, state.noisy(rows)))
+        state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=free.device))
+        if soft is not None:
+            state.memory.write("soft", rows[stays], soft)
+        final = torch.as_tensor(closes, device=free.device).unsqueeze(1) & free
+        if state.logprobs is not None and proposal.logprobs is not None:
+            state.logprobs.write(rows, proposal.positions, final, proposal.logprobs, state.row_step[rows])
+        self._count(state, proposal)
+        state.converged[rows] = settled | stands
+        state.close(rows[closes], tokens[closes])
+        scores = proposal.quantities["confidence"]
+        return Commit(rows, values, proposal.positions, final, scores, proposal.kind, proposal.logprobs)
+
+    def _kept(self, state: DenoisingState, proposal: CanvasProposal) -> Tensor:
+        """[R, C] bool: the positions whose token is kept."""
+        rows, free, positions = proposal.rows, proposal.available, proposal.positions
+        keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
+
+        def noise() -> Tensor:
+            return rng.uniform(keys, steps, positions, 1, rng.POSITION_STREAM).squeeze(-1)
+
+        view = View(
+            scores=proposal.scores.masked_fill(~free, -torch.inf),
+            candidates=free,
+            tokens=proposal.values,
+            positions=positions,
+            quantities=proposal.quantities,
+            quota=rules.quota(state.rule, free.sum(1), state.canvas_step[rows] + 1, state.steps),
+            memory={},
+            updates={},
+            current=state.noisy(rows),
+            editable=torch.zeros_like(free),
+            top=top_by_rank,
+            draw=noise,
+            choose=lambda scores, count: top_by_rank(scores + rng.gumbel(noise()), count),
+            ends=state.ends,
+        )
+        return selection(state.rule, view) & free
+
+    def _drawn(
+        self, state: DenoisingState, proposal: CanvasProposal, kept: Tensor, generator: torch.Generator | None
+    ) -> Tensor:
+        """[R, C] int64: draws where tokens are `kept`, anything elsewhere. A generator draws as transformers does."""
+        rows, drawn = proposal.rows, proposal.values.clone()
+        if generator is not None:
+            (law,) = self._laws(state, rows, proposal.logits, kept.numel())
+            law = law.softmax(-1, dtype=torch.float32).to(generator.device)
+            return torch.multinomial(law, 1, generator=generator).view(drawn.shape).to(drawn.device)
+        keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
+        uniform = rng.uniform(keys, steps, proposal.positions, 1, rng.TOKEN_STREAM).squeeze(-1)
+        temperature = state.temperature(rows).unsqueeze(1).expand(kept.shape)
+        row, column = kept.nonzero(as_tuple=True)
+        count = max(1, PIECE // proposal.logits.shape[-1])
+        for at in zip(row.split(count), column.split(count), strict=True):
+            drawn[at] = draw(self._law(state, proposal.logits[at], temperature[at]), uniform[at])
+        return drawn
+
+    def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
+        """What the next step of the rows whose canvas stays open [R] bool is conditioned on: [N, C, D]."""
+        if not stays.any():
+            return None
+        rows, at = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
+        logits = proposal.logits if stays.all() else proposal.logits[at]
+        # a row at a time: the product reads all embeddings
+        parts = [proposal.soften(law) for law in self._laws(state, rows, logits, logits.shape[1])]
+        soft = torch.stack(parts).to(state.canvas.device)
+        if state.pinned:  # else the model's own guess leaks into what was given
+            soft = soft.masked_fill(~proposal.available[at.to(soft.device)].unsqueeze(-1), 0)
+        return soft
+
+    def _count(self, state: DenoisingState, proposal: CanvasProposal) -> None:
+        rows, late = proposal.rows, proposal.encoded
+        state.count(proposal.cost)
+        state.commits += 1
+        state.encoded[late] = state.block_start[late]
+        state.encoder_calls[late] += 1
+        waits = state.evaluated.copy()
+        waits[rows] = False
+        state.waited[waits] += 1
+        state.waited[rows] = 0
+        state.denoising_calls[rows] += state.running[rows] & ~state.converged[rows]
+        state.canvas_step[rows] += 1
+        state.row_step[rows] += 1
+
+
+def _encoding(state: DenoisingState, rows: np.ndarray) -> Query:
+    """The call that encodes what is final of `rows` [R] and not in the store: keys and values, no logits."""
+    begin, end = state.encoded[rows], state.block_start[rows]
+    column = begin[:, None] + np.arange((end - begin).max())
+    valid = column < end[:, None]
+    device = state.canvas.device
+    positions = torch.as_tensor(np.minimum(column, end[:, None] - 1), device=device)
+    images = [state.images[row] for row in rows if state.encoded[row] == 0 and state.images]
+    found = [part for part in images if part is not None]
+    return Query(
+        rows=rows,
+        tokens=state.read(state.canvas, rows, positions),
+        positions=positions,
+        wanted=torch.empty((len(rows), 0), dtype=torch.int64, device=device),
+        valid=None if valid.all() else torch.as_tensor(valid, device=device),
+        store_rows=state.index(rows),
+        slots=torch.as_tensor(np.where(valid, column, -1), device=device),
+        store_index=rows,
+        begin=int(begin.min()),
+        reach=int(end.max()),
+        step=state.commits,
+        forwarded=end - begin,
+        index=np.arange(len(rows)),
+        kind="encode",
+        images=torch.cat(found) if found else None,
+    )
+
+
+def _copied(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator that draws the same, for a step that may fail."""
+    if generator is None:
+        return None
+    other = torch.Generator(generator.device)
+    other.set_state(generator.get_state())
+    return other
+
+
+def _check_finite(state: DenoisingState, rows: np.ndarray, entropy: np.ndarray) -> None:
+    """Raise FloatingPointError where the model's answer is not finite: the mean entropy is NaN then."""
+    if not math.isfinite(np.add.reduce(entropy)):
+        row = int(rows[np.isfinite(entropy).argmin()])
+        raise FloatingPointError(
+            f"the model returned NaN or infinite logits for row {row} at its step {int(state.row_step[row])}"
+        )

@@ -1,0 +1,47 @@
+"""Any rule on canvases of noise: what a masked sampler would make final is kept, the rest becomes noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paradec.core.checks import shown
+from paradec.core.registry import Registry
+from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.renoising import rules
+from paradec.samplers.renoising.base import CanvasSampler
+
+
+@dataclass(frozen=True)
+class Canvas(CanvasSampler):
+    """Keep what the rule selects, of all positions and anew at every step.
+
+    Args:
+        rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
+            what it selects is drawn from that. A schedule (`low_confidence`) keeps the surest ceil(C k / N) positions
+            at the k-th of N steps, and renews the least sure.
+
+    Rules that remember, draft, revise or cut blocks are refused, each with its reason. A model with canvases takes a
+    masked sampler in this way wherever one is named.
+
+    Raises:
+        ValueError: a rule that cannot say what a canvas keeps.
+    """
+
+    rule: Any = "threshold"
+
+    name = "canvas"
+    summary = "on canvases of noise: keep what the rule selects, renew the rest, close when all stands still"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        registry = Registry.by_kind["sampler"]
+        rule = registry.from_dict(self.rule) if isinstance(self.rule, Mapping) else self.rule
+        rule = registry.create(rule) if isinstance(rule, str) else rule
+        if not isinstance(rule, MaskedSampler):
+            raise ValueError(f"rule={shown(self.rule)} must be a sampler of the masked family, or the name of one")
+        object.__setattr__(self, "rule", rules.checked(rule, self.name))
+
+    def rule_for(self, defaults: Mapping[str, Any]) -> MaskedSampler:
+        return self.rule

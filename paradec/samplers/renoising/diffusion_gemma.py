@@ -1,0 +1,44 @@
+"""DiffusionGemma's own sampler: what is kept of a canvas is bounded by its entropies.
+
+The loop is that of transformers' `DiffusionGemmaGenerationMixin.generate`, the rule the EB-Sampler's: Ben-Hamu et al.,
+"Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking", arXiv 2505.24857.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paradec.core.checks import check_number
+from paradec.samplers.masked.rules.entropy_bound import EntropyBound
+from paradec.samplers.renoising.base import CanvasSampler
+
+
+@dataclass(frozen=True)
+class DiffusionGemma(CanvasSampler):
+    """Keep the positions of lowest entropy, as long as their sum without the largest is within the bound.
+
+    Args:
+        entropy_bound: in nats; None follows the model's generation_config.json, and is 0.1 where that says nothing.
+        max_denoising_steps, t_min, t_max, stability_threshold, confidence_threshold: as in transformers, see
+            `CanvasSampler`. There None as an argument of `generate` turns stopping early off; here early_stop=False.
+
+    With `rng="reference"` rows go in lock step, and draw from one generator what transformers' `generate` draws after
+    `torch.manual_seed`; otherwise each row goes on by itself. Unlike there, prompts are not padded (their positions
+    count from 0), the answer is cut to `max_new_tokens`, and a row that has ended is evaluated no more.
+    """
+
+    entropy_bound: float | None = None
+
+    name = "diffusion_gemma"
+    paper = "EB-Sampler"
+    arxiv = "2505.24857"
+    summary = "on canvases of noise: keep what the sum of entropies allows, renew the rest, close when all stands still"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("entropy_bound", self.entropy_bound, low=0, none=True)
+
+    def rule_for(self, defaults: Mapping[str, Any]) -> EntropyBound:
+        return EntropyBound(gamma=defaults["entropy_bound"] if self.entropy_bound is None else self.entropy_bound)

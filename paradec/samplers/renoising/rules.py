@@ -1,0 +1,74 @@
+"""Which masked samplers say what a canvas keeps, and what their schedules mean there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from paradec.samplers.masked.base import MaskedSampler
+from paradec.samplers.masked.rules.combination import Combination
+from paradec.samplers.masked.rules.origin import Origin
+from paradec.samplers.masked.rules.random import Random
+
+STAGES = (
+    "query",
+    "query_part",
+    "propose",
+    "commit",
+    "_ranked",
+    "_read",
+    "_draw",
+    "_view",
+    "_choose",
+)
+"""What runs around `select` in the masked family, and not here."""
+
+
+def refusal(rule: MaskedSampler) -> str | None:
+    """Why a sampler cannot say what a canvas keeps, in words that follow its name; None where it can."""
+    if isinstance(rule, Combination):
+        found = next((why for member in rule.members if (why := refusal(member))), None)
+        return found or ("its stages change logits from step to step" if rule.fuses else None)
+    if "text" not in rule.models:
+        return "it is made for pictures"
+    if rule.drafts or rule.shadows:
+        return "it evaluates drafts or a shadow of masks, which a canvas has none of"
+    if rule.assesses and not rule.revises:
+        return "it was trained on masks"
+    if rule.revises or rule.rereads:
+        return "it takes back what it decided, and in a canvas nothing is decided before it closes"
+    memory = rule.memory()
+    if any("vocab" in spec.dims for spec in memory.values()):
+        return "it remembers a number for every word of every position: 256 MiB for a row of DiffusionGemma"
+    if memory or rule.fuses:
+        return "it remembers what earlier steps decided, and on a canvas every step decides all anew"
+    if any(getattr(type(rule), name) is not getattr(MaskedSampler, name) for name in STAGES):
+        return "its scores, or its draws, are made in a step of its own"
+    if rule.blocks(None) is not None:
+        return "it cuts blocks of its own, and a canvas has the model's length"
+    if isinstance(rule, Origin):
+        return "its schedule is a probability for masks that are left"
+    if isinstance(rule, Random) and rule.order == "block":
+        return "order='block' is drawn once for a block of masks; use order='step'"
+    return None
+
+
+def checked(rule: MaskedSampler, user: str) -> MaskedSampler:
+    """The rule, or ValueError with the reason."""
+    why = refusal(rule)
+    if why is not None:
+        raise ValueError(f"sampler {rule.name!r} cannot say what sampler {user!r} keeps of a canvas: {why}")
+    return rule
+
+
+def quota(rule: MaskedSampler, free: Tensor, step: np.ndarray, steps: int) -> Any:
+    """What `view.quota` is: how many positions the step keeps in all, for rules with a schedule. Nothing that was kept
+    before counts, so that the numbers add up: ceil(free * step / steps). free: [R]; step: [R], from 1; [R] int64 on the
+    host, or a tuple of its like."""
+    if isinstance(rule, Combination):
+        return tuple(quota(member, free, step, steps) for member in rule.rules)
+    if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:
+        return None
+    return -(-free.cpu().numpy() * step // steps)

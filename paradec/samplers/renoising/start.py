@@ -1,0 +1,243 @@
+"""The start of a decoding of canvases: a request meets a model, and becomes a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from paradec.caches.kept import KeptPrefix
+from paradec.core import rng
+from paradec.core.checks import check_int, shown
+from paradec.core.facts import HOLE, ModelFacts
+from paradec.core.logprobs import LogProbs
+from paradec.core.prompts import encode
+from paradec.core.protocol import Memory
+from paradec.core.trace import Trace, spans
+from paradec.request import DEFAULTS, Request, randomness, stop_texts
+from paradec.samplers.masked.stopping import EndOfText, StopRule, StopStrings, check_stop
+from paradec.samplers.renoising import rules
+from paradec.samplers.renoising.settled import Settled
+from paradec.samplers.renoising.state import DenoisingState
+
+REFUSED: Mapping[str, str] = {
+    "cache": "keys and values of what is final are always kept, and those of an open canvas change at every step",
+    "attention": "its lists of keys are made for one block of masks",
+    "suffix": "a canvas is evaluated whole, and nothing lies behind it",
+    "blocks": "a canvas has the length that the model was trained with",
+    "block_length": "a canvas has the length that the model was trained with",
+    "temperature": "it falls with the steps: t_max and t_min are settings of the sampler",
+    "guidance_scale": "without a mask token there is no unconditional form of the prompt",
+    "share_prefix": "every row encodes its own prompt; prefix=... takes over what an earlier request encoded",
+    "confidence_eos_eot_inf": "a canvas closes as a whole, so that no token comes after the others",
+    "compile": "rows open canvases, and are encoded, when the host finds that they have settled",
+}
+"""Fields of a request that mean nothing on canvases, and why."""
+
+
+def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
+    """Check what takes the model, then lay out the rows: each prompt from position 0, canvases behind it, or over the
+    holes in it.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit the model, the sampler or the prompts.
+    """
+    sampler.check_model(model)
+    _refuse(sampler, request)
+    facts, device = model.facts, model.device
+    prompts = encode(model, prompt, attention_mask, request.chat)
+    rows = prompts.rows
+    holes = any(HOLE in row for row in rows)
+    new = _new_tokens(model, rows, request.max_new_tokens, holes)
+    defaults = model.denoising
+    rule = rules.checked(sampler.rule_for(defaults), sampler.name)
+    suppressed = _suppressed(request, facts)
+    check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
+    generator, seeds = _randomness(request, rows, holes)
+    stop_rules, early = check_stop(request.stop, SimpleNamespace(drafts=False, shadows=False))
+    if early:
+        raise ValueError(
+            f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "
+            f"(settings of sampler {sampler.name!r})"
+        )
+    texts = stop_texts(request.stop_strings)
+    if texts and model.tokenizer is None:
+        raise ValueError(f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {facts.name} has none")
+    images = prompts.images or []
+    reuse = _reuse(request.prefix, model, rows, images)
+    if request.keep_prefix and any(part is not None for part in images):
+        raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")
+
+    width = facts.block_length
+    assert width is not None  # what models with canvases state
+    lengths = np.array([len(row) for row in rows], np.int64)
+    asked = lengths + new
+    starts = [_starts(row, int(end), width) for row, end in zip(rows, asked, strict=True)]
+    answers = np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != HOLE), 0) for r in rows], np.int64)
+    ends = np.array([row[-1] + width for row in starts], np.int64)
+    longest = int(np.maximum(ends, asked).max())
+    canvas = np.full((len(rows), longest), HOLE, np.int64)
+    canvas[np.arange(longest) < lengths[:, None]] = np.concatenate(rows)
+    given = canvas != HOLE
+    steps = _steps(sampler, request, defaults, starts)
+    temperatures = _temperatures(sampler, defaults)
+    settled = _settled(sampler, defaults)
+    rule_list: list[StopRule] = [*stop_rules]
+    if request.eos_early_stop and facts.eos_token_ids:
+        rule_list.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else None))
+    if texts:
+        rule_list.append(StopStrings(texts, model.tokenizer, HOLE, canvas, answers))
+    sizes = {"window": width, "hidden": model.hidden_size}
+    state = DenoisingState(
+        batch=len(rows),
+        memory=Memory(sampler.memory(model.soft_dtype), len(rows), sizes, device),
+        facts=facts,
+        request=request.without_objects(),
+        rule=rule,
+        steps=steps,
+        temperatures=temperatures,
+        settled=settled,
+        encode_wait=sampler.encode_wait,
+        canvas=torch.as_tensor(np.where(given, canvas, facts.fill_token_id), device=device),
+        given=torch.as_tensor(given, device=device),
+        starts=starts,
+        prompt_length=np.array([row[0] for row in starts], np.int64),
+        answer_start=answers,
+        length=ends,
+        asked=asked,
+        max_new_tokens=new,
+        keys=torch.as_tensor(rng.row_keys(seeds, rows, prompts.before), device=device),
+        generator=generator,
+        suppressed=torch.tensor(suppressed, device=device) if suppressed else None,
+        ends=torch.tensor(facts.eos_token_ids, dtype=torch.int64, device=device),
+        stop_rules=tuple(rule_list),
+        images=images,
+        store=model.make_store(len(rows), longest),
+    )
+    if reuse is not None:
+        source, counts = reuse
+        state.store.load(request.prefix, source, counts)
+        state.encoded, state.reused = counts.copy(), counts
+    if request.trace:
+        begin = state.canvas.cpu()
+        state.trace = Trace(
+            canvas=[begin[row, : ends[row]].tolist() for row in range(len(rows))],
+            settings=sampler.to_dict() | request.sampling(),
+            family=sampler.family,
+            score="probability",
+            filled=[spans(state.to_fill(row)) for row in range(len(rows))],
+        )
+    if request.logprobs is not None:
+        state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
+    return state
+
+
+def _refuse(sampler: Any, request: Request) -> None:
+    """Raise ValueError for a field that means nothing here, with the reason."""
+    for name, why in REFUSED.items():
+        value = getattr(request, name)
+        said = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
+        if said and getattr(value, "name", None) != "none":
+            raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
+
+
+def _new_tokens(model: Any, rows: list[list[int]], asked: int | None, holes: bool) -> int:
+    """How many positions are appended to every row."""
+    facts, new = model.facts, asked
+    if new is None:
+        new = 0 if holes else model.default_max_new_tokens
+    check_int("max_new_tokens", new, low=0 if holes else 1)
+    for index, row in enumerate(rows):
+        if not new and HOLE not in row:
+            raise ValueError(f"the prompt of row {index} has no hole to fill; give it one, or max_new_tokens above 0")
+        if row[0] == HOLE:
+            raise ValueError(
+                f"the prompt of row {index} begins with a hole; {facts.name} reads at least one token before a canvas"
+            )
+    longest = max(map(len, rows)) + new
+    facts.check_length(longest, new)
+    return new
+
+
+def _starts(row: list[int], end: int, width: int) -> np.ndarray:
+    """Where canvases begin in a row that is to be `end` long: each at the first position to fill that none covers."""
+    free = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
+    found: list[int] = []
+    for position in free:
+        if not found or position >= found[-1] + width:
+            found.append(position)
+    return np.array(found, np.int64)
+
+
+def _suppressed(request: Request, facts: ModelFacts) -> list[int]:
+    """Ids that are never proposed, ascending. (Noise may hold them.)"""
+    for token in request.suppress_tokens:
+        check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
+    suppressed = {*request.suppress_tokens, *(facts.eos_token_ids if request.logits_eos_inf else ())}
+    if len(suppressed | ({*facts.eos_token_ids} if request.holes_eos_inf else set())) >= facts.vocab_size:
+        raise ValueError(f"suppress_tokens excludes all {facts.vocab_size} tokens of the vocabulary")
+    return sorted(suppressed)
+
+
+def _randomness(request: Request, rows: list[list[int]], holes: bool) -> tuple[torch.Generator | None, list[int]]:
+    """As `request.randomness`; transformers draws for rows of unequal prompts as for others."""
+    if request.rng != "reference":
+        return randomness(request, rows)
+    if holes:
+        raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
+    return randomness(request, [row[:1] for row in rows])
+
+
+def _reuse(prefix: Any, model: Any, rows: list[list[int]], images: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Which rows of `prefix` each row takes over, and how many of its tokens: both [B] int64. The encoder is causal, so
+    that any number of them is as exact as none."""
+    if prefix is None:
+        return None
+    if not isinstance(prefix, KeptPrefix):
+        raise ValueError(f"prefix={shown(prefix)} must be the `prefix` of an output made with keep_prefix=True")
+    if any(part is not None for part in images):
+        raise ValueError("prefix=... is looked up by tokens, and the prompt has images: leave it out")
+    prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]
+    source, counts = prefix.common(rows)
+    first = [row.index(HOLE) if HOLE in row else len(row) for row in rows]
+    counts = np.minimum(counts, first)
+    return (source, counts) if counts.any() else None
+
+
+def _setting(sampler: Any, defaults: Mapping[str, Any], name: str) -> Any:
+    """What the sampler says, else the model."""
+    value = getattr(sampler, name)
+    return defaults[name] if value is None else value
+
+
+def _steps(sampler: Any, request: Request, defaults: Mapping[str, Any], starts: list[np.ndarray]) -> int:
+    """N: what the request spreads over a row's canvases, else the sampler's or the model's."""
+    if request.steps is None:
+        return int(_setting(sampler, defaults, "max_denoising_steps"))
+    count = max(map(len, starts))
+    if request.steps % count and len({len(row) for row in starts}) == 1:
+        raise ValueError(
+            f"steps={request.steps} must be a multiple of the number of canvases ({count}): each has as many"
+        )
+    if request.steps < count:
+        raise ValueError(f"steps={request.steps} must be at least the number of canvases ({count})")
+    return -(-request.steps // count)
+
+
+def _temperatures(sampler: Any, defaults: Mapping[str, Any]) -> tuple[float, float]:
+    t_min, t_max = (float(_setting(sampler, defaults, name)) for name in ("t_min", "t_max"))
+    if t_min > t_max:
+        raise ValueError(f"t_min={t_min} must be at most t_max={t_max}; what is not given is the model's")
+    return t_min, t_max
+
+
+def _settled(sampler: Any, defaults: Mapping[str, Any]) -> Settled | None:
+    if not sampler.early_stop:
+        return None
+    return Settled(
+        stability=_setting(sampler, defaults, "stability_threshold"),
+        entropy=_setting(sampler, defaults, "confidence_threshold"),
+    )

@@ -1,0 +1,307 @@
+"""What changes while canvases of noise are decoded: each row's open canvas, what is encoded, the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paradec.caches.kept import KeptPrefix
+from paradec.core.contract import Window
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import State
+from paradec.request import Request
+from paradec.samplers.masked.stopping import NEVER, StopRule, first_end
+from paradec.samplers.renoising.annealing import annealed
+from paradec.samplers.renoising.noise import FIRST_STREAM, NOISE_STREAM, noise
+from paradec.samplers.renoising.settled import Settled
+
+
+@dataclass
+class DenoisingState(State):
+    """`B` rows of up to `L` positions; row r has canvases of `C` positions from `starts[r]` on, one of them open.
+
+    Memory, all of the open canvas: "noisy" [B, C], the ids that the model is shown; "soft" [B, C, D], the embeddings
+    that the last step expected, zeros before the first and at pinned positions; "unchanged" [B], how many steps in a
+    row had the best tokens of the step before.
+    """
+
+    facts: ModelFacts
+    request: Request
+    rule: Any
+    """The masked sampler whose `select` says what a step keeps."""
+    steps: int
+    """N: steps that close a canvas at the latest."""
+    temperatures: tuple[float, float]
+    """t_min and t_max."""
+    settled: Settled | None
+    """When a canvas closes earlier; None: never."""
+    encode_wait: int
+    canvas: Tensor
+    """[B, L] int64 ids: what is final, and in open canvases the draft, which is what closing now would write."""
+    given: Tensor
+    """[B, L] bool: what the user gave."""
+    starts: list[np.ndarray]
+    """Where each row's canvases begin, ascending."""
+    prompt_length: np.ndarray
+    """[B] int64: where the first canvas begins."""
+    answer_start: np.ndarray
+    """[B] int64: the position after the last one that was given."""
+    length: np.ndarray
+    """[B] int64: the end of each row's last canvas."""
+    asked: np.ndarray
+    """[B] int64: the position after the last one that was asked for."""
+    max_new_tokens: int
+    keys: Tensor
+    """[B, 2] int64 random keys."""
+    generator: torch.Generator | None
+    """The caller's, for `rng="reference"`: then rows go in lock step, as transformers draws them."""
+    suppressed: Tensor | None
+    """[S] int64 ids that are never proposed; None when there are none."""
+    ends: Tensor
+    """[E] int64 ids that end an answer."""
+    stop_rules: Sequence[StopRule] = ()
+    images: list[Tensor | None] = field(default_factory=list)
+    """What stands at the image tokens of each row's prompt, [N, D]."""
+    store: Any = None
+
+    attention_state: ClassVar[None] = None
+    cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="canvas")
+    revises: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        batch = self.batch
+        self.block_start = np.array([row[0] for row in self.starts], np.int64)
+        """[B] int64: where each row's open canvas begins."""
+        self.opened = np.zeros(batch, np.int64)
+        """[B] int64: which of its canvases that is."""
+        self.encoded = np.zeros(batch, np.int64)
+        """[B] int64: leading positions whose keys and values are in the store."""
+        self.waited = np.zeros(batch, np.int64)
+        """[B] int64: steps that a row has waited for others to be encoded with."""
+        self.canvas_step = np.zeros(batch, np.int64)
+        """[B] int64: steps taken in the open canvas."""
+        self.row_step = np.zeros(batch, np.int64)
+        """[B] int64: steps taken by the row, in all canvases."""
+        self.running = np.ones(batch, bool)
+        self.converged = np.zeros(batch, bool)
+        """[B] bool: rows whose canvas has settled, and stands until those of all others have (lock step)."""
+        self.decided = np.zeros(batch, np.int64)
+        self.end = self.asked.copy()
+        """[B] int64: the position after each row's last token; before `asked` where a stop rule ended it."""
+        self.stopped = np.zeros(batch, bool)
+        self.reused = np.zeros(batch, np.int64)
+        """[B] int64: leading positions whose keys and values came from a prefix."""
+        self.encoder_calls = np.zeros(batch, np.int64)
+        self.denoising_calls = np.zeros(batch, np.int64)
+        """[B] int64 each: calls that encoded final tokens of a row, and steps that its open canvas took. In lock step
+        calls that a settled or ended row only rode along in are left out here, as transformers does."""
+        column = np.arange(self.canvas.shape[1])
+        covered = np.zeros(self.canvas.shape, bool)
+        for row, starts in enumerate(self.starts):
+            for start in starts:
+                covered[row, start : start + self.width] = True
+        self._final = ~covered | (column >= self.length[:, None]) | self.given.cpu().numpy()
+        self.total = (~self._final).sum(1)
+        self.pinned = any(bool(self.given_in(row, s).any()) for row, starts in enumerate(self.starts) for s in starts)
+        """Whether a canvas has positions that the user gave."""
+        self._open_noise(np.arange(batch))
+
+    # ---- what is read ---------------------------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """C: positions of a canvas."""
+        width = self.facts.block_length
+        assert width is not None  # what models with canvases state
+        return width
+
+    @property
+    def lock_step(self) -> bool:
+        """Whether canvases close together, as in transformers' generate."""
+        return self.generator is not None
+
+    @property
+    def undecided(self) -> Tensor:
+        """[B, L] bool: positions that are not final yet."""
+        return torch.as_tensor(~self._final, device=self.canvas.device)
+
+    @property
+    def evaluated(self) -> np.ndarray:
+        """[B] bool: rows that steps evaluate; in lock step ended ones go on being denoised with the others."""
+        return np.full(self.batch, bool(self.running.any())) if self.lock_step else self.running
+
+    @property
+    def done(self) -> bool:
+        return not self.running.any()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return int(np.where(self.running, self.decided, self.total).sum()), int(self.total.sum())
+
+    @property
+    def block_end(self) -> np.ndarray:
+        """[B] int64: where each row's open canvas ends."""
+        return self.block_start + self.width
+
+    def cache_advice(self) -> None:
+        """There is nothing to advise: what is encoded is always kept."""
+
+    def draft_end(self) -> np.ndarray:
+        """[B] int64: where what may be shown of a row ends: its open canvas, or the row itself. A canvas that no step
+        has read yet has nothing to show."""
+        shown = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.asked), self.block_start)
+        return np.where(self.running, shown, self.end)
+
+    def to_fill(self, row: int) -> list[int]:
+        """The positions of a row that decoding makes final."""
+        covered = [at for start in self.starts[row] for at in range(int(start), int(start) + self.width)]
+        given = self.given[row].cpu().numpy()
+        return [at for at in covered if not given[at]]
+
+    def given_in(self, row: int, start: int) -> np.ndarray:
+        """[C] bool: the positions of the canvas at `start` that the user gave."""
+        return self.given[row, start : start + self.width].cpu().numpy()
+
+    def waiting(self) -> tuple[np.ndarray, np.ndarray]:
+        """[R] rows to encode at this step, and [R] rows whose canvas a step denoises, those among them."""
+        rows = self.evaluated.nonzero()[0]
+        late = self.encoded[rows] < self.block_start[rows]
+        ready = late & (late.all() or self.waited[rows].max(initial=0) >= self.encode_wait)
+        return rows[ready], rows[~late | ready]
+
+    def positions(self, rows: np.ndarray) -> Tensor:
+        """[R, C] int64: positions of the rows' open canvases."""
+        return torch.as_tensor(self.block_start[rows, None] + np.arange(self.width), device=self.canvas.device)
+
+    def index(self, rows: np.ndarray) -> Tensor:
+        """[R] int64 on the device."""
+        return torch.as_tensor(rows, device=self.canvas.device)
+
+    def noisy(self, rows: np.ndarray) -> Tensor:
+        """[R, C] int64: the ids that the model is shown of the rows' open canvases."""
+        return self.memory["noisy"].index_select(0, self.index(rows))
+
+    def read(self, tensor: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
+        """[R, C] of a canvas-shaped tensor [B, L]."""
+        return tensor[self.index(rows).unsqueeze(1), positions]
+
+    def temperature(self, rows: np.ndarray) -> Tensor:
+        """[R] float32: the temperatures of the rows' steps, which are counted down from N."""
+        left = torch.as_tensor(self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device)
+        return annealed(left / self.steps, *self.temperatures)
+
+    def kept_prefix(self, model: Any) -> KeptPrefix | None:
+        """What the next request can take over, if that was asked for; to be taken before the store is freed."""
+        if not self.request.keep_prefix:
+            return None
+        counts = np.minimum(self.encoded, self.end)
+        canvas = self.canvas.cpu()
+        tokens = [canvas[row, :count].tolist() for row, count in enumerate(counts)]
+        return KeptPrefix(model.module, tokens, self.store.leading(int(counts.max())), True)
+
+    @contextmanager
+    def freed_store(self) -> Iterator[None]:
+        """Give the store's memory back on exit, whatever happened: a traceback would keep the state alive."""
+        try:
+            yield
+        finally:
+            self.store.release()
+
+    # ---- what commits change --------------------------------------------------------------------------------------
+
+    def renewed(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None) -> Tensor:
+        """[R, C] int64: random tokens for what a step does not keep."""
+        return self._noise(rows, positions, generator, NOISE_STREAM)
+
+    def _noise(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None, stream: int) -> Tensor:
+        vocab = self.facts.vocab_size
+        if generator is not None:
+            return _drawn(generator, vocab, (len(rows), self.width)).to(positions.device)
+        index = self.index(rows)
+        return noise(self.keys[index], self.index(self.row_step[rows]), positions, vocab, stream)
+
+    def _open_noise(self, rows: np.ndarray) -> None:
+        """Random tokens for the canvases that `rows` have opened, and what the user gave in them."""
+        if not len(rows):
+            return
+        positions = self.positions(rows)
+        fresh = self._noise(rows, positions, self.generator, FIRST_STREAM)
+        given = self.read(self.given, rows, positions)
+        self.memory.write("noisy", rows, torch.where(given, self.read(self.canvas, rows, positions), fresh))
+
+    def close(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Make the open canvases of `rows` [R] final, with tokens [R, C] on the host; end rows, or open the next."""
+        if not len(rows):
+            return
+        at = self.block_start[rows, None] + np.arange(self.width)
+        alive = self.running[rows]
+        self.decided[rows] += np.where(alive, (~self._final[rows[:, None], at]).sum(1), 0)
+        self._final[rows[:, None], at] = True
+        self._stop(rows[alive], at[alive], tokens[alive])
+        if self.facts.pad_token_id is not None:  # without an id to pad with, transformers pads nothing
+            self._fill_after_end(rows[~alive])
+        more = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
+        self.running[rows[~more]] = False
+        goes_on = more & self.evaluated[rows]
+        self._fill_after_end(rows[~goes_on])
+        rows = rows[goes_on]
+        self.opened[rows] += 1
+        self.block_start[rows] = [self.starts[row][self.opened[row]] for row in rows]
+        self.canvas_step[rows] = self.waited[rows] = 0
+        self.converged[rows] = False
+        self.memory.reset(rows, "block")
+        self._open_noise(rows)
+
+    def _stop(self, rows: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
+        """Ask the stop rules of rows that run [R] and have closed canvases at `at` [R, C]."""
+        if not len(rows) or not self.stop_rules:
+            return
+        self.window = _window(self.canvas, rows, at)
+        ends: Any = first_end(self.stop_rules, self, tokens)  # type: ignore[arg-type]
+        if ends is None:
+            return
+        stopped = ends < NEVER
+        rows, ends = rows[stopped], ends[stopped]
+        self.end[rows] = np.minimum(self.end[rows], ends)
+        self.stopped[rows] = ends <= self.asked[rows]
+        self.running[rows] = False
+        if not self.lock_step or self.facts.pad_token_id is not None:
+            self._fill_after_end(rows)
+
+    def _fill_after_end(self, rows: np.ndarray) -> None:
+        """Padding behind the last token of rows that a rule has ended."""
+        rows = rows[self.stopped[rows]]
+        if len(rows):
+            column = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+            tail = column >= self.index(self.end[rows]).unsqueeze(1)
+            index = self.index(rows)
+            self.canvas[index] = self.canvas[index].masked_fill(tail, self.facts.fill_token_id)
+            self._final[rows] = True
+
+
+def _drawn(generator: torch.Generator, high: int, shape: tuple[int, ...]) -> Tensor:
+    """Uniform integers below `high`, where the generator draws them."""
+    return torch.randint(high, shape, generator=generator, device=generator.device)
+
+
+def _window(canvas: Tensor, rows: np.ndarray, at: np.ndarray) -> Window:
+    """The closed canvases as stop rules read them."""
+    positions = torch.as_tensor(at, device=canvas.device)
+    flat = torch.as_tensor(at + rows[:, None] * canvas.shape[1], device=canvas.device)
+    return Window(
+        rows=rows,
+        host_positions=at,
+        host_valid=None,
+        positions=positions,
+        flat=flat,
+        valid=None,
+        whole=len(rows) == len(canvas),
+    )

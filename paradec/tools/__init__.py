@@ -1,0 +1,1 @@
+"""What is built on decoding: comparing, tuning, training, estimating, checking, looking at traces."""

@@ -1,0 +1,305 @@
+"""What a harness asks of a model, answered by paradec: texts up to stop strings, and log-likelihoods. Needs no harness;
+`harness.py` is the model of lm-evaluation-harness over it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paradec
+from paradec.api.generate import own_defaults
+from paradec.batching.batch import refusal
+from paradec.batching.many import generate_many
+from paradec.core.checks import check_bool, check_int, check_model
+from paradec.core.prompts import ids_of
+from paradec.request import Preset, Request
+from paradec.tools.evaluation.asked import asked, cut, generation_fields
+from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
+
+TASKS = Path(__file__).parent / "lm_eval_tasks"
+"""The packaged prompts as tasks ("paradec", or "paradec_copy", ...): a folder for the harness' `--include_path`."""
+
+
+@dataclass
+class Spent:
+    """What answers took, all of them together."""
+
+    answers: int = 0
+    forwards: int = 0
+    """Forward calls that rows took part in."""
+    tokens: int = 0
+    """End tokens and the token that completes a stop string included, padding after them excluded."""
+    forwarded_tokens: int = 0
+    seconds: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """The sums, and what follows from them."""
+        found: dict[str, Any] = asdict(self)
+        if self.answers:
+            found |= {"nfe": self.forwards / self.answers, "tokens_per_forward": self.tokens / max(1, self.forwards)}
+            found["tokens_per_second"] = self.tokens / self.seconds if self.seconds else 0.0
+        return found
+
+
+class Answering:
+    """A paradec model that a harness asks. What is said here wins over what a task says; the rest is the task's.
+
+    Args:
+        pretrained: what `paradec.load` takes, or a model; None is the small one inside the package.
+        batch_size: rows decoded together; the batch stays full (`generate_many`). Scores depend on it no more than
+            rounding does, and in float64 not at all.
+        max_batch_size: not used; the harness gives one.
+        device, dtype, revision: as in `paradec.load`.
+        preset: a request, or a file that `Request.save` wrote.
+        seed: of all draws.
+        until: whether the task's stop strings end an answer; False cuts nothing (`escape_until` of others).
+        max_length: tokens of prompt and answer; by default the model's.
+        likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal ones are
+            exact.
+        mc_num, mc_batch: its `samples` and `stratum`. order: its order of "chain".
+        check_greedy: whether log-likelihoods say if the continuation is what greedy decoding writes (a forward per
+            token; LAMBADA's accuracy reads it, tasks with choices do not). False answers no.
+        arguments: fields of `paradec.Request`, and settings of its sampler. `max_new_tokens` is the canvas; where it is
+            not given the task's length counts.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, or one that is neither; the message names it.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        *,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        revision: str | None = None,
+        preset: Preset | None = None,
+        seed: int = 0,
+        until: bool = True,
+        max_length: int | None = None,
+        likelihood: str | None = None,
+        mc_num: int = 128,
+        mc_batch: int = 16,
+        order: str = "left_to_right",
+        check_greedy: bool = True,
+        **arguments: Any,
+    ):
+        super().__init__()
+        batch_size = int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size
+        check_int("batch_size", 1 if batch_size is None else batch_size, low=1)
+        check_bool("until", until)
+        check_bool("check_greedy", check_greedy)
+        check_int("max_length", max_length, low=2, none=True)
+        said, request = asked(arguments, preset, seed)
+        model = pretrained
+        if pretrained is None or isinstance(pretrained, (str, Path)):
+            model = paradec.load(pretrained, device=device, dtype=dtype, revision=revision)
+        elif (device, dtype, revision) != (None, None, None):
+            raise ValueError(f"device={device!r}, dtype={dtype!r}, revision={revision!r} are for a model by its name")
+        check_model("lm-eval's model", model, MADE)
+        if "sampler" not in said:
+            request = Request(**{**request.changes(), **own_defaults(model)})
+        if reason := refusal(model, request):
+            raise ValueError(reason)
+        self.model, self.request, self.said = model, request, said
+        self.batch_size: int = 1 if batch_size is None else int(batch_size)
+        self.tokenizer = model.tokenizer
+        if self.tokenizer is None:
+            raise ValueError(f"{model.facts.name} has no tokenizer; lm-eval asks in words")
+        self.until, self.check_greedy = until, check_greedy
+        self.own_length, self._device = max_length, model.device
+        self.estimate: dict[str, Any] = {"method": likelihood, "samples": mc_num, "stratum": mc_batch, "order": order}
+        log_likelihoods(model, [], **self.estimate)  # a wrong one is said before anything is decoded
+        self.spent = Spent()
+        self.likelihoods: list[Likelihood] = []
+        """Of every continuation that was judged, in the order in which they were."""
+        self._rendered: set[str] = set()
+
+    # ---- text ---------------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends an answer."""
+        return int(self.model.facts.eos_token_ids[0]) if self.model.facts.eos_token_ids else self.prefix_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context.
+
+        Raises:
+            ValueError: the tokenizer has neither a first nor a last token.
+        """
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *self.model.facts.eos_token_ids):
+            if token is not None:
+                return int(token)
+        raise ValueError(f"{self.model.facts.name} names no token for a text to begin with; give a context")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.own_length or self.model.facts.max_length or 2**20
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness' own caches."""
+        return str(getattr(self.tokenizer, "name_or_path", "") or self.model.facts.name).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text as `paradec.generate` makes them without a chat: causal models have their first token before
+        it, but not where a chat template has rendered it.
+
+        Raises:
+            ValueError: words that the tokenizer cannot express.
+        """
+        causal = self.model.facts.topology == "causal" and string not in self._rendered
+        return ids_of(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both, split where the context's end; spaces at its end go with the continuation."""
+        special = self.model.facts.topology == "causal" and context not in self._rendered
+        cut_at = len(context.rstrip())
+        before = self.tok_encode(context[:cut_at], add_special_tokens=special)
+        whole = self.tok_encode(context + continuation, add_special_tokens=special)
+        return before, whole[len(before) :]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A chat as text.
+
+        Raises:
+            ValueError: no chat template, or one that does not take these messages.
+        """
+        from jinja2 import TemplateError
+
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"the tokenizer of {self.model.facts.name} has no chat template: leave it out (--no-chat)")
+        open_end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        try:
+            text = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **open_end)
+        except TemplateError as error:
+            raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
+        self._rendered.add(text)
+        return text
+
+    def _fitting(self, ids: list[int], room: int) -> list[int]:
+        """The end of a context, as much of it as there is room for."""
+        if room < 1:
+            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt beside the answer")
+        if len(ids) > room:
+            warnings.warn(f"a context of {len(ids)} tokens is cut on the left to {room}", stacklevel=2)
+        return ids[-room:]
+
+    def keep(self, kind: str, arguments: Any, answer: Any) -> None:
+        """Called with every answer as it comes, for a cache that a run can go on from."""
+
+    # ---- answers ------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers, each up to the first of the task's stop strings."""
+        texts: list[str] = []
+        asked_for = [self._asked(*request.args) for request in requests]
+        begin = time.perf_counter()
+        many = generate_many(
+            self.model,
+            [entry for entry, _ in asked_for],
+            batch_size=self.batch_size,
+            errors="raise",
+            preset=self.request,
+        )
+        bar = self._bar(len(requests), disable_tqdm, "answers")
+        with many, bar:
+            for request, (_, until), output in zip(requests, asked_for, many, strict=True):
+                texts.append(cut(str(output.text), until))
+                self.keep("generate_until", request.args, texts[-1])
+                self.spent.answers += 1
+                self.spent.forwards += sum(output.row_nfe)
+                self.spent.tokens += sum(output.tokens)
+                self.spent.forwarded_tokens += output.forwarded_tokens
+                bar.update()
+        self.spent.seconds += time.perf_counter() - begin
+        return texts
+
+    def _asked(self, context: str, of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """An entry for `generate_many`, and the stop strings that its text is cut at."""
+        fields, until = generation_fields(of_task)
+        fields = {name: value for name, value in fields.items() if name not in self.said}
+        if not self.until:
+            until = []
+        new = self.request.max_new_tokens if "max_new_tokens" in self.said else fields.get("max_new_tokens")
+        fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
+        if until and "stop_strings" not in self.said:
+            fields["stop_strings"] = tuple(until)
+        ids = self.tok_encode(context) if context else [self.prefix_token_id]
+        if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
+            raise ValueError(f"a prompt holds the mask id {mask}, at token {ids.index(mask)}: it would be filled in")
+        return {"prompt": self._fitting(ids, self.max_length - new), **fields}, until
+
+    # ---- log-likelihoods ----------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = []
+        for _, context, continuation in requests:
+            room = self.max_length - len(continuation)
+            pairs.append((self._fitting(context, room) if context else [], continuation))
+        greedy: Callable[[int, Likelihood], bool | None] = lambda _, found: found.greedy  # noqa: E731
+        scale = self.request.guidance_scale
+        if self.model.facts.topology != "causal":
+            looked = [False] * len(pairs)
+            if self.check_greedy:
+                looked = greedily_decoded(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
+            greedy = lambda number, _: looked[number]  # noqa: E731
+        answers: list[tuple[float, bool]] = []
+        how = {**self.estimate, "guidance_scale": scale, "seed": self.request.seed, "batch_size": self.batch_size}
+        with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
+            for number, found in enumerate(log_likelihoods(self.model, pairs, **how)):
+                answers.append((found.value, bool(greedy(number, found))))
+                self.likelihoods.append(found)
+                if requests[number][0] is not None:
+                    self.keep("loglikelihood", requests[number][0], answers[-1])
+                bar.update()
+        return answers
+
+    # ---- what the harness reports ---------------------------------------------------------------------------------
+
+    def get_model_info(self) -> dict[str, Any]:
+        """For the harness' result: what was asked, what it took, and how sure the log-likelihoods are."""
+        found: dict[str, Any] = {
+            "paradec": paradec.__version__,
+            "request": self.request.to_dict(),
+            "model_dtype": str(self.model.dtype),
+            "model_name": self.model.facts.name,
+        }
+        if self.spent.answers:
+            found["spent"] = self.spent.report()
+        if self.likelihoods:
+            errors = torch.tensor([found.error for found in self.likelihoods], dtype=torch.float64)
+            found["log_likelihoods"] = {
+                **{name: value for name, value in self.estimate.items() if value is not None},
+                "judged": len(errors),
+                "forwards": sum(likelihood.forwards for likelihood in self.likelihoods),
+                # NaN (one draw) is no number in JSON
+                "median_standard_error": _number(errors.nanmedian().item()),
+                "largest_standard_error": _number(
+                    max(errors.tolist(), key=lambda error: -1 if error != error else error)
+                ),
+                "without_a_standard_error": int(errors.isnan().sum()),
+            }
+        return found
+
+    def _bar(self, total: int, hidden: bool, what: str) -> Any:
+        from tqdm.auto import tqdm
+
+        return tqdm(total=total, desc=what, disable=hidden)
+
+
+def _number(value: float) -> float | None:
+    return None if value != value or value < 0 else value

@@ -1,0 +1,504 @@
+"""The honest comparison: every masked sampler on prompts with checkable answers, accuracy beside the forwards it took.
+
+Each sampler runs with its defaults and with the settings of its class attribute `frontier`. All share the model, the
+cache, the canvas, the seed and the stop at the end of the text, so that what separates them is the rule. The baseline
+is the threshold rule at 0.9 with that stop; it is always measured, and every row says how it compares.
+
+Right answers and forwards are the same on every run of one machine; times are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paradec import caches, samplers
+from paradec.api.generate import generate
+from paradec.attention.sparsed import SparseD
+from paradec.caches.suffix import Suffix
+from paradec.core.checks import check_int, shown
+from paradec.core.prompts import encode
+from paradec.core.protocol import Interrupted, Sampler, plain
+from paradec.core.text_files import parse_json, read_text, write_json
+from paradec.core.version import __version__
+from paradec.models.adapter import Model
+from paradec.models.loading import load
+from paradec.request import Request, seed_matters
+from paradec.samplers.masked.start import attention_of, block_policy
+from paradec.tools.evaluation.metrics import aup, wilson
+from paradec.tools.evaluation.questions import Question, packaged_questions
+
+SCHEMA = "paradec-compare/1"
+BASELINE = "threshold"
+"""The sampler whose defaults are the baseline: confidence 0.9."""
+COMBINATIONS = ("credit+localleap", "credit>>localleap", "factor+localleap", "klass+persistence")
+"""What is measured beside the registered samplers: of a dozen joined ones tried on the packaged prompts, the three that
+are fastest and the one that is most often right."""
+
+Progress = Callable[["Comparison", "Configuration", float], None]
+"""Called after every batch with what is finished, the configuration under way, and the share of the work done."""
+
+
+# What is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A sampler with some of its settings, and of the request's, changed; nothing changed is its default.
+
+    `sampler` is a registered name, or a combination as text ("credit+localleap"), which carries its settings itself.
+    `changes` is one entry of the sampler's `frontier`. Names of the sampler's settings go to the sampler, the others
+    to `generate`. A fraction for `steps` stands for that share of the undecided positions.
+    """
+
+    sampler: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The sampler with what is changed, in one word."""
+        return f"{self.sampler}({self.setting})" if self.changes else self.sampler
+
+    @property
+    def setting(self) -> str:
+        """What is changed, in short."""
+        return ", ".join(f"{name}={plain(value)}" for name, value in self.changes.items()) or "default"
+
+    def make(self) -> Sampler:
+        """The sampler.
+
+        Raises:
+            ValueError: an unknown name, a value out of its range, or a change that neither takes.
+        """
+        own = self._own_settings()
+        return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in own})
+
+    def _own_settings(self) -> Collection[str]:
+        return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
+
+    def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
+        """Arguments for `generate`, for an answer of so many undecided positions in so many blocks."""
+        own = self._own_settings()
+        given = {name: value for name, value in self.changes.items() if name not in own}
+        if isinstance(given.get("steps"), float):
+            given["steps"] = max(1, round(given["steps"] * positions / blocks)) * blocks
+        return given
+
+
+def configurations(names: str | Iterable[str | Configuration] | None = None) -> list[Configuration]:
+    """The baseline, then every sampler with its defaults and the settings of its `frontier`; the baseline's come first.
+
+    Args:
+        names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they stand; None
+            takes every registered sampler of the masked family, and `COMBINATIONS`.
+
+    Raises:
+        ValueError: an unknown sampler, one of another family, or a `frontier` with something that nothing takes.
+    """
+    if names is None:
+        names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+        names += COMBINATIONS
+    entries = [names] if isinstance(names, str) else list(names)
+    as_they_stand = [entry for entry in entries if isinstance(entry, Configuration)]
+    wanted = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
+    found = [Configuration(BASELINE)]
+    for name in sorted(wanted, key=lambda name: name != BASELINE):
+        frontier: tuple[Mapping[str, Any], ...] = ()
+        if name in samplers.registry or not any(sign in name for sign in samplers.JOINING):
+            cls = samplers.get(name)
+            if cls.family != "masked":
+                raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")
+            frontier = cls.frontier
+        for changes in ({}, *frontier):
+            configuration = Configuration(name, changes)
+            configuration.make()
+            Request(**configuration.request(1))
+            if configuration not in found:
+                found.append(configuration)
+    for configuration in as_they_stand:
+        configuration.make()
+        Request(**configuration.request(1))
+        if configuration not in found:
+            found.append(configuration)
+    return found
+
+
+@dataclass
+class Result:
+    """What one configuration achieved."""
+
+    configuration: Configuration
+    tasks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By task: (right answers, prompts)."""
+    forwards: int = 0
+    """Forward calls that rows took part in, over all prompts."""
+    forwarded_tokens: int = 0
+    """Positions evaluated, padding excluded."""
+    tokens: int = 0
+    """Answer tokens, end tokens included and the padding after them excluded."""
+    seconds: float = 0.0
+    """Wall time of decoding."""
+
+    def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
+        """(right answers, prompts) of some tasks, or of all."""
+        counts = [self.tasks[name] for name in (self.tasks if tasks is None else tasks) if name in self.tasks]
+        return sum(right for right, _ in counts), sum(asked for _, asked in counts)
+
+    def accuracy(self, tasks: Iterable[str] | None = None) -> float:
+        """Share of right answers in some tasks, or in all; in [0, 1]."""
+        right, asked = self.right(tasks)
+        return right / asked
+
+    @property
+    def nfe(self) -> float:
+        """Forward calls per prompt, the mean."""
+        return self.forwards / self.right()[1]
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / self.forwards
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass
+class Comparison:
+    """What `compare` returns; `to_json` keeps it, `paradec.tools.evaluation.plot.frontier` draws it."""
+
+    setup: dict[str, Any]
+    """What was compared on what: all that two runs must share to be compared with each other."""
+    machine: dict[str, Any]
+    """Where it ran; only times depend on it."""
+    many: dict[str, bool | None]
+    """By task: whether its prompts have several right answers."""
+    results: list[Result] = field(default_factory=list)
+    """The baseline first."""
+    complete: bool = False
+    """Whether every configuration was measured."""
+
+    @property
+    def baseline(self) -> Result:
+        return self.results[0]
+
+    def group(self, many: bool) -> list[str]:
+        """Tasks whose prompts have several right answers, or just one."""
+        return [task for task, several in self.many.items() if several is many]
+
+    def aup(self) -> dict[str, float]:
+        """Area under each sampler's accuracy-parallelism curve; see `paradec.tools.evaluation.metrics.aup`.
+
+        Only of samplers that were measured with as many settings as most: under one setting lies a rectangle, under
+        three a curve, and the two say nothing about each other.
+        """
+        best = max((100 * result.accuracy() for result in self.results), default=0.0)
+        points: dict[str, list[tuple[float, float]]] = {}
+        for result in self.results:
+            point = (result.tokens_per_forward, 100 * result.accuracy())
+            points.setdefault(result.configuration.sampler, []).append(point)
+        counts = Counter(map(len, points.values()))
+        most = max(counts, key=lambda count: (counts[count], count), default=0)
+        return {sampler: aup(curve, best) for sampler, curve in points.items() if len(curve) == most}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON holds it: what was counted, and what follows from it for those who read the file."""
+        rows = []
+        for result in self.results:
+            right, asked = result.right()
+            rows.append(
+                {
+                    "sampler": result.configuration.sampler,
+                    "changes": {name: plain(value) for name, value in result.configuration.changes.items()},
+                    "tasks": {name: list(counts) for name, counts in result.tasks.items()},
+                    "forwards": result.forwards,
+                    "forwarded_tokens": result.forwarded_tokens,
+                    "tokens": result.tokens,
+                    "seconds": result.seconds,
+                    "accuracy": result.accuracy(),
+                    "interval": list(wilson(right, asked)),
+                    "nfe": result.nfe,
+                    "tokens_per_forward": result.tokens_per_forward,
+                    "tokens_per_second": round(result.tokens_per_second, 1),
+                    "versus_baseline": self.versus_baseline(result),
+                }
+            )
+        return {
+            "schema": SCHEMA,
+            "complete": self.complete,
+            "setup": self.setup,
+            "machine": self.machine,
+            "many": self.many,
+            "results": rows,
+            "aup": self.aup(),
+        }
+
+    def versus_baseline(self, result: Result) -> dict[str, float]:
+        """Accuracy lost or won (difference of shares), and parallelism and speed as multiples of the baseline's."""
+        base = self.baseline
+        speed = result.tokens_per_second / base.tokens_per_second if base.tokens_per_second else 0.0
+        return {
+            "accuracy": result.accuracy() - base.accuracy(),
+            "tokens_per_forward": result.tokens_per_forward / base.tokens_per_forward,
+            "tokens_per_second": round(speed, 2),
+        }
+
+    def to_json(self, file: str | os.PathLike[str]) -> None:
+        """Write `to_dict`, whole or not at all."""
+        write_json(file, self.to_dict())
+
+    @classmethod
+    def from_json(cls, file: str | os.PathLike[str]) -> Comparison:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: another kind of file. OSError: it cannot be read.
+        """
+        try:
+            data = parse_json(read_text(file))
+            if data["schema"] != SCHEMA:
+                raise ValueError(f"schema {data['schema']!r}")
+            results = [
+                Result(
+                    Configuration(row["sampler"], row["changes"]),
+                    {name: (right, asked) for name, (right, asked) in row["tasks"].items()},
+                    *(row[name] for name in ("forwards", "forwarded_tokens", "tokens", "seconds")),
+                )
+                for row in data["results"]
+            ]
+            return cls(data["setup"], data["machine"], data["many"], results, data["complete"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{str(file)!r} is no comparison of schema {SCHEMA!r} ({error!r})") from None
+
+    def columns(self) -> list[str]:
+        """Heads of `table`."""
+        heads = ["sampler", "setting", "right %", "95 %"]
+        if self._split():
+            heads += ["one answer %", "many answers %"]
+        return [*heads, "NFE", "tokens/forward", "x baseline", "tokens/s", "x baseline", "AUP"]
+
+    def table(self) -> list[list[str]]:
+        """One line of cells per configuration, in the order of `columns`; AUP stands on a sampler's first line."""
+        area = self.aup() if self.results else {}
+        lines = []
+        for result in self.results:
+            low, high = wilson(*result.right())
+            versus = self.versus_baseline(result)
+            cells = [
+                result.configuration.sampler,
+                result.configuration.setting,
+                f"{100 * result.accuracy():.1f}",
+                f"{100 * low:.1f}-{100 * high:.1f}",
+            ]
+            if self._split():
+                cells += [f"{100 * result.accuracy(self.group(many)):.1f}" for many in (False, True)]
+            cells += [
+                f"{result.nfe:.1f}",
+                f"{result.tokens_per_forward:.2f}",
+                f"{versus['tokens_per_forward']:.2f}",
+                f"{result.tokens_per_second:.0f}",
+                f"{versus['tokens_per_second']:.2f}",
+                f"{area.pop(result.configuration.sampler):.0f}" if result.configuration.sampler in area else "",
+            ]
+            lines.append(cells)
+        return lines
+
+    def _split(self) -> bool:
+        return bool(self.group(False)) and bool(self.group(True))
+
+
+# The comparison --------------------------------------------------------------------------------------------------
+
+
+def compare(
+    model: Model | None = None,
+    *,
+    questions: Sequence[Question] | None = None,
+    names: str | Iterable[str | Configuration] | None = None,
+    cache: str = "none",
+    attention: str | SparseD | None = None,
+    suffix: Suffix | int | str | None = None,
+    batch: int = 1,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
+    block_length: int | None = None,
+    resume: Comparison | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Decode every question with every configuration, and count.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`; None takes the small model inside the package.
+        questions: from `packaged_questions` or `read_questions`; None takes all packaged ones.
+        names: as in `configurations`; None takes every registered sampler of the masked family, and `COMBINATIONS`,
+            where the request suits them. The baseline is measured in any case.
+        cache: a name that `paradec.caches.names()` lists.
+        attention, suffix: as in `paradec.generate`.
+        batch: prompts decoded together. Rows are independent: more of them change the speed, and nothing else (in
+            float32, up to near-ties).
+        seed: of the samplers that draw.
+        max_new_tokens, block_length: as in `paradec.generate`.
+        resume: an earlier comparison with the same setup; what it has is not measured again.
+        progress: called after every batch.
+
+    Returns:
+        A complete `Comparison`.
+
+    Raises:
+        ValueError: an argument out of its range, or a `resume` of another setup, before any decoding.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the configurations that were
+            finished, `complete` False.
+    """
+    todo = configurations(names)
+    caches.create(cache)
+    suffix = Suffix.of(suffix)
+    check_int("batch", batch, low=1)
+    check_int("seed", seed, low=0, high=2**63 - 1)
+    check_int("max_new_tokens", max_new_tokens, low=1, none=True)
+    check_int("block_length", block_length, low=1, none=True)
+    questions = packaged_questions() if questions is None else list(questions)
+    if not questions:
+        raise ValueError("questions is empty; give at least one")
+    model = load() if model is None else model
+    attention_of(Request(attention=attention), Configuration(BASELINE).make(), model)
+    new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
+    if names is None:
+        asked: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix}
+        asked |= {"max_new_tokens": new, "block_length": block_length}
+        todo = [configuration for configuration in todo if _serves(configuration, model, questions[0].prompt, asked)]
+    setup = {
+        "model": model.facts.name,
+        "cache": cache,
+        "seed": seed,
+        "max_new_tokens": new,
+        "blocks": repr(block_policy(Configuration(BASELINE).make(), model, None, block_length)),
+        "baseline": BASELINE,
+        "tasks": dict(Counter(question.task for question in questions)),
+        "questions": hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16],
+    }
+    if attention is not None:  # earlier results have no such entry
+        setup["attention"] = attention if isinstance(attention, str) else attention.to_dict()
+    if suffix is not None:
+        setup["suffix"] = suffix.to_dict()
+    comparison = Comparison(setup, _machine(model, batch), {q.task: q.many for q in questions})
+    finished = {} if resume is None else _finished(resume, setup)
+    work = [_expected_forwards(configuration, new) for configuration in todo]
+    # in order, and with all that was resumed, asked for or not: nothing measured is lost
+    order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
+    comparison.results = [finished[name] for name in order if name in finished]
+    request = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
+    request |= {"max_new_tokens": new, "block_length": block_length}
+    done = 0.0
+
+    try:
+        for configuration, expected in zip(todo, work, strict=True):
+            if configuration.name not in finished:
+                result = Result(configuration)
+                for asked_so_far in _measure(result, model, questions, batch, request):
+                    if progress is not None:
+                        share = (done + expected * asked_so_far / len(questions)) / sum(work)
+                        progress(comparison, configuration, share)
+                finished[configuration.name] = result
+            done += expected
+            comparison.results = [finished[name] for name in order if name in finished]
+    except KeyboardInterrupt as interrupt:
+        stopped = Interrupted("the comparison was interrupted; what was measured is in .output")
+        stopped.output = comparison
+        raise stopped from interrupt
+    comparison.complete = True
+    return comparison
+
+
+def _measure(
+    result: Result, model: Model, questions: Sequence[Question], batch: int, request: dict[str, Any]
+) -> Iterator[int]:
+    """Ask one configuration all questions, `batch` together, and add to its result what it took.
+
+    Args:
+        request: arguments of `generate` that all configurations share.
+
+    Yields:
+        After every batch how many questions were asked. The right answers are counted when all were.
+    """
+    configuration, new = result.configuration, request["max_new_tokens"]
+    method = configuration.make()
+    policy = block_policy(method, model, None, request["block_length"])
+    right: dict[str, list[bool]] = {}
+    for first in range(0, len(questions), batch):
+        rows = questions[first : first + batch]
+        prompts = [question.prompt for question in rows]
+        counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
+        asked = request | configuration.request(new, max(counts))
+        if not seed_matters(method, asked.get("temperature", 0), asked["suffix"]):
+            asked["seed"] = None
+        output = generate(model, prompts, sampler=method, **asked)
+        for question, text in zip(rows, output.text or (), strict=True):
+            right.setdefault(question.task, []).append(question.right(text))
+        result.forwards += sum(output.row_nfe)
+        result.forwarded_tokens += output.forwarded_tokens
+        result.tokens += sum(output.tokens)
+        result.seconds += output.seconds
+        yield first + len(rows)
+    result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
+
+
+def _serves(configuration: Configuration, model: Model, prompt: str, asked: dict[str, Any]) -> bool:
+    """Whether a sampler that nobody asked for by name fits the model and the request; a warning says why not."""
+    if configuration.sampler == BASELINE:
+        return True  # what is wrong with the request itself is an error
+    try:
+        configuration.make().start(model, prompt, **asked)
+    except ValueError as error:
+        if not configuration.changes:
+            warnings.warn(f"{configuration.sampler} is left out: {error}", stacklevel=3)
+        return False
+    return True
+
+
+def _expected_forwards(configuration: Configuration, new: int) -> float:
+    """A guess at the forwards per prompt, good enough to say how much time is left."""
+    steps = configuration.request(new).get("steps")
+    if steps is not None:
+        return steps / 2
+    return new / 2 if configuration.make().uses_steps else new / 16
+
+
+def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
+    for name in resume.setup | setup:
+        was, value = resume.setup.get(name), setup.get(name)
+        if was != value:
+            raise ValueError(f"the comparison to resume has {name}={shown(was)}, this one has {name}={shown(value)}")
+    return {result.configuration.name: result for result in resume.results}
+
+
+def _machine(model: Model, batch: int) -> dict[str, Any]:
+    return {
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "batch": batch,
+        "paradec": __version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+    }
+
+
+def _commit() -> str | None:
+    """The commit that paradec runs from; None where it was installed otherwise than from a checkout."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return done.stdout.strip() or None

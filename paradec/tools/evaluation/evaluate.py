@@ -1,0 +1,238 @@
+"""Running a recipe through lm-evaluation-harness, or saying what it would run (`paradec eval`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import paradec
+from paradec.core.checks import check_int, shown
+from paradec.models.checkpoint import CheckpointError
+from paradec.models.loading import PACKAGED
+from paradec.tools.evaluation.recipe import Recipe
+
+SCHEMA = "paradec-eval/1"
+PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "triton")
+"""Whose releases move scores."""
+
+
+def evaluate(
+    recipe: Recipe,
+    *,
+    model: Any = None,
+    device: str | None = None,
+    use_cache: str | None = None,
+    log_samples: bool = False,
+    bootstrap_iters: int = 1000,
+) -> dict[str, Any]:
+    """Run the harness on a recipe's tasks.
+
+    Args:
+        recipe: what to run.
+        model: a loaded one, in the place of the recipe's.
+        device: as in `paradec.load`.
+        use_cache: the beginning of a file's name in which the harness keeps every answer as it comes: a run that was
+            interrupted goes on from there. Only for an equal recipe: the harness' file does not know the settings.
+        log_samples: whether the result holds every prompt and answer.
+        bootstrap_iters: resamples for the standard errors of metrics that have no formula; 0 leaves them out.
+
+    Returns:
+        What JSON can hold: "schema", "recipe" (all its fields), "met" (versions, the weights' commit, device, dtype,
+        whether a chat template was applied), "results" and "groups" as the harness has them, "config" with what
+        decoding took, "samples" if asked for.
+
+    Raises:
+        ModuleNotFoundError: the extra `eval` is missing. ValueError: what the recipe asks cannot be done.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; what was answered is in `use_cache`.
+    """
+    from paradec.tools.evaluation.harness import ParadecLM
+
+    check_int("bootstrap_iters", bootstrap_iters, low=0)
+    import lm_eval
+
+    manager = tasks_of(recipe)  # an unknown task is said before minutes of loading
+    arguments = recipe.asked()
+    begin = time.time()
+    given: dict[str, Any] = (
+        {"device": device, "dtype": recipe.dtype, "revision": recipe.revision} if model is None else {}
+    )
+    lm = ParadecLM(
+        recipe.model if model is None else model,
+        batch_size=recipe.batch,
+        seed=recipe.seed,
+        until=recipe.until,
+        likelihood=recipe.likelihood,
+        mc_num=recipe.mc_num,
+        mc_batch=recipe.mc_batch,
+        order=recipe.order,
+        check_greedy=recipe.check_greedy,
+        **given,
+        **arguments,
+    )
+    chat = bool(getattr(lm.tokenizer, "chat_template", None)) if recipe.chat is None else recipe.chat
+    found = lm_eval.simple_evaluate(
+        lm,
+        tasks=[*recipe.tasks],
+        num_fewshot=recipe.shots,
+        use_cache=use_cache,
+        limit=recipe.limit,
+        log_samples=log_samples,
+        bootstrap_iters=bootstrap_iters,
+        system_instruction=recipe.system,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=recipe.multiturn and chat,
+        task_manager=manager,
+        random_seed=recipe.seed,
+        numpy_random_seed=recipe.seed,
+        torch_random_seed=recipe.seed,
+        fewshot_random_seed=recipe.seed,
+        confirm_run_unsafe_code=recipe.unsafe_code,
+    )
+    assert found is not None  # rank 0 alone
+    met = {
+        "versions": versions(),
+        "weights": commit_of(recipe) if model is None else None,
+        "device": str(lm.model.device),
+        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "chat": chat,
+        "seconds": round(time.time() - begin, 1),
+    }
+    kept = ("results", "groups", "n-shot", "n-samples", "higher_is_better", "config", *(["samples"] * log_samples))
+    result = {"schema": SCHEMA, "recipe": recipe.to_dict(), "met": met}
+    return result | {name: found[name] for name in kept if name in found}
+
+
+def tasks_of(recipe: Recipe) -> Any:
+    """The harness' task manager, with the packaged tasks and the recipe's own.
+
+    Raises:
+        ModuleNotFoundError: the extra `eval` is missing. ValueError: an unknown task, or a folder that is none.
+    """
+    from paradec.tools.evaluation.harness import TASKS
+
+    if recipe.include is not None and not Path(recipe.include).is_dir():
+        raise ValueError(f"include={shown(recipe.include)} is no folder")
+    from lm_eval.tasks import TaskManager
+
+    own = [str(TASKS), *([recipe.include] if recipe.include else [])]
+    manager = TaskManager(include_path=own, include_defaults=False)
+    if all(manager.match_tasks([task]) for task in recipe.tasks):
+        return manager  # the harness' own are thousands of files, which take seconds to look through
+    manager = TaskManager(include_path=own)
+    for task in recipe.tasks:
+        if not manager.match_tasks([task]):
+            raise ValueError(f"tasks: the harness knows no task {task!r}; `lm-eval ls tasks` lists its own")
+    return manager
+
+
+def versions() -> dict[str, str]:
+    """Releases of paradec and of what moves scores; what is not installed is left out."""
+    found = {"paradec": paradec.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def other_versions(recipe: Recipe) -> list[str]:
+    """Of the packages that a recipe was written for, those that are here in another release, as sentences."""
+    here = versions()
+    return [
+        f"the recipe was written for {package} {wanted}; here is {here.get(package, 'none')}"
+        for package, wanted in recipe.versions.items()
+        if here.get(package) != wanted
+    ]
+
+
+def commit_of(recipe: Recipe) -> str | None:
+    """The commit of a hub id's weights on this disk; None for folders, and where they are not here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if recipe.model is None or os.path.exists(recipe.model):
+        return None
+    try:
+        file = try_to_load_from_cache(recipe.model, "config.json", revision=recipe.revision)
+    except ValueError:  # no hub id
+        return None
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
+def on_disk(recipe: Recipe) -> bool:
+    """Whether a run would download no weights."""
+    return recipe.model is None or os.path.isdir(recipe.model) or commit_of(recipe) is not None
+
+
+def plan(recipe: Recipe, device: str = "h100", prompt_tokens: int = 512) -> dict[str, Any]:
+    """What a recipe would run, with all that can be known without the weights.
+
+    Args:
+        device: of the estimate, as in `paradec.estimate`. prompt_tokens: a guess at the tokens of a prompt.
+
+    Returns:
+        What JSON can hold: the recipe, the sampler with its settings, whether the harness knows the tasks, whether the
+        weights are on this disk, the versions, what is missing, and "estimate", per batch of answers.
+
+    Raises:
+        ValueError: as `tasks_of`, and for settings that cannot be estimated.
+    """
+    method = recipe.method()
+    missing: list[str] = []
+    try:
+        tasks_of(recipe)
+        known: bool | None = True
+    except ModuleNotFoundError as error:
+        known = None
+        missing.append(f"tasks were not checked: {error}")
+    if not on_disk(recipe):
+        missing.append(f"the weights of {recipe.model} are not on this disk: a run downloads them")
+    missing += other_versions(recipe)
+    return {
+        "recipe": recipe.to_dict(),
+        "sampler": method.to_dict(),
+        "tasks_known": known,
+        "weights": commit_of(recipe),
+        "versions": versions(),
+        "missing": missing,
+        "estimate": _estimate(recipe, method, device, prompt_tokens),
+    }
+
+
+def _estimate(recipe: Recipe, method: Any, device: str, prompt_tokens: int) -> dict[str, Any]:
+    """What a batch of answers takes by arithmetic; a sentence under "none" where that is not known."""
+    if recipe.likelihood is not None:
+        return {"none": "the recipe judges continuations, and how long these are is the tasks'"}
+    request: Mapping[str, Any] = recipe.asked()
+    packaged = Path(paradec.__file__).parent / "assets" / PACKAGED
+    local = packaged if recipe.model is None else recipe.model
+    source = local if os.path.isdir(local) else recipe.shape
+    if source is None:
+        return {"none": "the recipe names no shape, and its model's config.json is not at hand"}
+    new = request.get("max_new_tokens") or 256
+    steps = request.get("steps")
+    per_forward = max(1.0, new / steps) if steps and method.uses_steps else 1.0
+    block = request.get("block_length")
+    branches = 1 if request.get("guidance_scale", 1) == 1 else 2
+    try:
+        found = paradec.estimate(
+            source,
+            device=device,
+            batch=recipe.batch * branches,
+            prompt=prompt_tokens,
+            answer=new,
+            cache=request.get("cache") or "none",
+            suffix=request.get("suffix"),
+            attention=request.get("attention"),
+            tokens_per_forward=per_forward,
+            block=None if block is None else min(block, new),
+            dtype=recipe.dtype,
+        )
+    except (ValueError, CheckpointError) as error:
+        return {"none": str(error)}
+    said = {"device": device, "prompt_tokens": prompt_tokens, "max_new_tokens": new, "tokens_per_forward": per_forward}
+    return said | {"batch": recipe.batch, "seconds": found.seconds, "text": str(found)}

@@ -1,0 +1,58 @@
+"""A model of lm-evaluation-harness: `lm_eval --model paradec`, or `lm_eval.simple_evaluate(model=ParadecLM(...))`.
+
+>>> from paradec.tools.evaluation.harness import ParadecLM# doctest: +SKIP
+>>> lm = ParadecLM("GSAI-ML/LLaDA-8B-Instruct", max_new_tokens=256, batch_size=8)                # doctest: +SKIP
+>>> lm_eval.simple_evaluate(lm, tasks=["gsm8k"], apply_chat_template=True)                      # doctest: +SKIP
+
+Needs the extra `eval`. Importing this module registers the model as "paradec", after the harness' own models, which it
+would leave out otherwise. Harnesses that look for entry points ("lm_eval.models", after 0.4.13) find it by themselves;
+for 0.4.13 there is `paradec eval`, which imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    import lm_eval.models  # noqa: F401  (before ours: a registry that holds a model is taken for complete)
+    from lm_eval import utils as of_harness
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"evaluation needs {error.name}: install paradec's extra 'eval', e.g. pip install -e '.[eval]'"
+    ) from None
+
+from paradec.tools.evaluation.answers import TASKS, Answering
+
+__all__ = ["TASKS", "ParadecLM"]
+
+
+@register_model("paradec")
+class ParadecLM(Answering, TemplateLM):
+    """A paradec model for the harness. Arguments are those of `paradec.tools.evaluation.answers.Answering`."""
+
+    def keep(self, kind: str, arguments: Any, answer: Any) -> None:
+        self.cache_hook.add_partial(kind, arguments, answer)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, window by window; a masked model's first window has one token before it."""
+        check, self.check_greedy = self.check_greedy, False  # nothing reads it
+        try:
+            return [self._rolling(request, disable_tqdm) for request in requests]
+        finally:
+            self.check_greedy = check
+
+    def _rolling(self, request: Any, disable_tqdm: bool) -> float:
+        (text,) = request.args
+        windows = of_harness.get_rolling_token_windows(
+            self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length - 1, 1
+        )
+        pairs = [(None, *of_harness.make_disjoint_window(window)) for window in windows]
+        total = sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm))
+        self.keep("loglikelihood_rolling", (text,), total)
+        return total
+
+    def _bar(self, total: int, hidden: bool, what: str) -> Any:
+        return super()._bar(total, hidden or self.rank != 0, what)

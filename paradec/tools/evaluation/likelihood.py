@@ -1,0 +1,299 @@
+"""How likely a model finds a continuation: exactly, by Monte Carlo over maskings, or one token at a time.
+
+What a model says of the positions of a continuation x of L tokens, given what stands before it:
+
+- "exact": of causal models, log p(x) from one forward.
+- "monte_carlo": of masked models, the lower bound on log p(x) that they are trained with (LLaDA, arXiv 2502.09992,
+  equation 6 and `get_log_likelihood`): l ~ uniform{1, ..., L} positions, chosen uniformly, are masked;
+
+      E[ (L / l) sum over the masked i of log p(x_i | the rest) ]
+
+- "chain": sum of log p(x_i | those before i in an order, the rest masked), one position at a time. For one order that
+  is the log-likelihood of a model that decodes in it; its mean over all orders is the expectation above.
+
+Block-causal models make blocks one after the other, so that a continuation's value is the sum over its blocks of
+either, each given the blocks before it; what a last block has left stays masked, as it is while it is decoded.
+
+Differences to LLaDA's code: it spreads the l of a batch over 1 to L by rounding to even numbers, which for some L (8
+maskings a batch of 16, say) favours even l; here every l is equally likely. Where a continuation has no more
+maskings than were asked for, all of them are evaluated, each once, and nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paradec.api.generate import generate
+from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
+from paradec.core.facts import ModelFacts
+from paradec.core.logprobs import StepLogProbs
+from paradec.core.prompts import check_rows
+from paradec.core.protocol import NotFinite, Query
+from paradec.request import LARGEST_GUIDANCE
+from paradec.samplers.statistics import guided
+from paradec.tools.evaluation import maskings
+from paradec.tools.evaluation.maskings import Masking, Part
+
+METHODS = ("exact", "monte_carlo", "chain")
+ORDERS = ("left_to_right", "right_to_left", "random")
+MADE = ("text",)
+"""Kinds of model (`paradec.core.checks.MODELS`) whose likelihoods are known here."""
+MOST_SAMPLES = 2**20
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Ids of what stands before, and of the continuation."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """A log-likelihood, or an estimate of one."""
+
+    value: float
+    """In nats."""
+    variance: float
+    """Of `value` as an estimate: 0 where nothing was drawn, NaN where one draw says nothing of it."""
+    samples: int
+    """Maskings or orders that the value is the mean of; 1 where it is exact."""
+    forwards: int
+    """Rows evaluated (2 each under guidance)."""
+    greedy: bool | None = None
+    """Whether the likeliest token stood at every position; None where that was not looked at."""
+
+    @property
+    def error(self) -> float:
+        """Standard error of `value`."""
+        return math.sqrt(self.variance)
+
+
+def log_likelihoods(
+    model: Any,
+    pairs: Sequence[Pair],
+    *,
+    method: str | None = None,
+    samples: int = 128,
+    stratum: int = 16,
+    order: str = "left_to_right",
+    guidance_scale: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 16,
+) -> Iterator[Likelihood]:
+    """Log-likelihoods of continuations, one after the other as they are known.
+
+    A pair's value depends on its ids, the seed and the settings, and on no other pair; it is exact for every batch size
+    in float64, in narrower types up to rounding.
+
+    Args:
+        model: a language model, masked or causal.
+        pairs: (context, continuation) as ids. A context may be empty for masked models that predict in place; a
+            continuation has one token at least.
+        method: of `METHODS`; None takes "exact" for causal models and "monte_carlo" for masked ones.
+        samples: maskings of "monte_carlo", and orders of "chain" with order "random". 128 is LLaDA's.
+        stratum: maskings whose l are spread evenly over 1 to L, which makes the estimate surer; the variance is that of
+            the strata's means. `samples` is a multiple of it, or smaller. 16 is LLaDA's batch.
+        order: of "chain".
+        guidance_scale: as in `paradec.Request`: the context is masked in the second branch. LLaDA's cfg is this less 1.
+        seed: of the draws. batch_size: rows evaluated together.
+
+    Returns:
+        An iterator of `Likelihood`s, in the order of the pairs.
+
+    Raises:
+        ValueError, TypeError: an argument out of its range, before any forward; the message names it.
+        FloatingPointError: NaN or +inf among the logits.
+    """
+    check_model("log_likelihoods", model, MADE)
+    facts: ModelFacts = model.facts
+    causal = facts.topology == "causal"
+    method = ("exact" if causal else "monte_carlo") if method is None else method
+    check_choice("method", method, METHODS)
+    if causal != (method == "exact"):
+        kind = "causal" if causal else "masked"
+        others = "exact" if causal else "monte_carlo or chain"
+        raise ValueError(f"method={method!r} is not for {facts.name}, a {kind} model: give {others}")
+    check_choice("order", order, ORDERS)
+    check_int("samples", samples, low=1, high=MOST_SAMPLES)
+    check_int("stratum", stratum, low=1)
+    if samples % min(stratum, samples):
+        raise ValueError(f"samples={samples} must be a multiple of stratum={stratum}, or smaller")
+    check_number("guidance_scale", guidance_scale, low=0, high=LARGEST_GUIDANCE)
+    if causal and guidance_scale != 1:
+        raise ValueError(f"guidance_scale={guidance_scale} needs a mask token; {facts.name} is causal")
+    check_int("seed", seed, low=0, high=2**63 - 1)
+    check_int("batch_size", batch_size, low=1)
+    for number, pair in enumerate(pairs):
+        _check_pair(model, number, pair)
+
+    def parts_of(pair: Pair) -> list[Part]:
+        context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
+        if method == "exact":
+            return maskings.exact(context, continuation)
+        if method == "chain":
+            return maskings.chain(facts, context, continuation, order, samples, seed)
+        return maskings.monte_carlo(facts, context, continuation, samples, stratum, seed)
+
+    return _evaluated(model, [*pairs], parts_of, guidance_scale, batch_size)
+
+
+def _check_pair(model: Any, number: int, pair: Pair) -> None:
+    """Raise ValueError for a pair that cannot be judged."""
+    context, continuation = pair
+    facts = model.facts
+    if not len(continuation):
+        raise ValueError(f"continuation {number} is empty; give at least one token")
+    if not len(context) and facts.topology == "causal":
+        raise ValueError(f"context {number} is empty, and {facts.name} needs a token to begin with")
+    if not len(context) and facts.shift:
+        raise ValueError(f"context {number} is empty, and {facts.name} predicts each token from the one before")
+    row = [int(token) for token in (*context, *continuation)]
+    check_rows(model, [row])
+    if facts.mask_token_id is not None and facts.mask_token_id in row:
+        raise ValueError(f"pair {number} holds the mask id {facts.mask_token_id} at {row.index(facts.mask_token_id)}")
+    facts.check_length(len(row), len(continuation))
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def _evaluated(
+    model: Any, pairs: list[Pair], parts_of: Callable[[Pair], list[Part]], scale: float, batch_size: int
+) -> Iterator[Likelihood]:
+    """Evaluate the rows of all pairs, `batch_size` together whatever pair they are of."""
+    plans: list[list[Part]] = []
+    sums: list[list[np.ndarray]] = []
+    """Of each pair and part: the strata's values."""
+    greedy, left, done = [True] * len(pairs), [0] * len(pairs), 0
+
+    def rows() -> Iterator[tuple[int, int, Masking]]:
+        for number, pair in enumerate(pairs):
+            plans.append(parts_of(pair))
+            sums.append([np.zeros(part.rows[-1].stratum + 1) for part in plans[-1]])
+            left[number] = sum(len(part.rows) for part in plans[-1])
+            yield from ((number, place, row) for place, part in enumerate(plans[-1]) for row in part.rows)
+
+    source = rows()
+    while batch := list(itertools.islice(source, batch_size)):
+        read = _log_probs(model, [row for *_, row in batch], scale)
+        for (number, place, row), (value, best) in zip(batch, read, strict=True):
+            sums[number][place][row.stratum] += row.weight * value
+            greedy[number] &= best
+            left[number] -= 1
+        while done < len(plans) and left[done] == 0:
+            yield _likelihood(model, plans[done], sums[done], greedy[done], scale)
+            plans[done], sums[done] = [], []  # thousands of pairs have millions of rows
+            done += 1
+
+
+def _likelihood(model: Any, parts: list[Part], sums: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
+    value, variance = 0.0, 0.0
+    for part, strata in zip(parts, sums, strict=True):
+        value += float(strata.mean())
+        if part.drawn:
+            variance += float(strata.var(ddof=1)) / len(strata) if len(strata) > 1 else math.nan
+    rows = sum(len(part.rows) for part in parts) * (1 if scale == 1 else 2)
+    causal = model.facts.topology == "causal"
+    return Likelihood(value, variance, max(part.samples for part in parts), rows, greedy if causal else None)
+
+
+def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
+    """For each row: the sum of the log-probabilities of its ids, and whether each was the likeliest token."""
+    found: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
+    buckets: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        buckets.setdefault(0 if model.pads else len(row.tokens), []).append(index)
+    for bucket in buckets.values():
+        for index, answer in zip(bucket, _of_bucket(model, [rows[i] for i in bucket], scale), strict=True):
+            found[index] = answer
+    return found
+
+
+def _of_bucket(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
+    """The same of rows that go into one call, padded on the right."""
+    facts, device = model.facts, model.device
+    width, most = max(len(row.tokens) for row in rows), max(len(row.at) for row in rows)
+    tokens = torch.full((len(rows), width), facts.fill_token_id, dtype=torch.int64)
+    valid = torch.zeros(len(rows), width, dtype=torch.bool)
+    at = torch.zeros(len(rows), most, dtype=torch.int64)
+    ids, judged = torch.zeros_like(at), torch.zeros(len(rows), most, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.tokens)] = torch.tensor(row.tokens)
+        valid[index, : len(row.tokens)] = True
+        at[index, : len(row.at)] = torch.tensor(row.at)
+        ids[index, : len(row.at)] = torch.tensor(row.ids)
+        judged[index, : len(row.at)] = True
+    origin = torch.tensor([[row.context] for row in rows], device=device) if facts.prompt_aligned else None
+    branches = 1 if scale == 1 else 2
+    shift = 1 if facts.topology == "causal" else facts.shift
+    if branches == 2:
+        without = tokens.clone()
+        for index, row in enumerate(rows):
+            without[index, : row.context] = facts.mask_id
+        tokens, valid = torch.cat((tokens, without)), valid.repeat(2, 1)
+    query = Query(
+        rows=np.arange(len(rows)),
+        tokens=tokens.to(device),
+        positions=torch.arange(width, device=device).expand(len(tokens), -1),
+        wanted=(at - shift).clamp(min=0).repeat(branches, 1).to(device),
+        valid=None if valid.all() else valid.to(device),
+        origin=None if origin is None else origin.repeat(branches, 1),
+        branches=branches,
+        forwarded=np.array([len(row.tokens) for row in rows]),
+    )
+    with torch.inference_mode():
+        logits = model(query)
+        logits = logits if branches == 1 else guided(logits, scale)
+        read = StepLogProbs.of_logits(logits, ids.to(device), 1)
+        chosen, best = read.chosen.cpu(), (read.best_tokens.squeeze(-1).cpu() == ids)
+    wrong = (read.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()
+    if len(wrong):
+        raise NotFinite(f"{facts.name} returned NaN or +inf for a row of {len(rows[wrong[0]].tokens)} tokens", wrong)
+    total = torch.where(judged, chosen, 0.0).sum(1).tolist()
+    return list(zip(total, (best | ~judged).all(1).tolist(), strict=True))
+
+
+def greedily_decoded(
+    model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
+) -> list[bool]:
+    """Whether a masked model that decodes greedily, the surest token first, one per forward, writes the continuation.
+
+    What LLaDA's evaluation calls `suffix_greedy_prediction`; the answer has the continuation's length, and end tokens
+    end nothing.
+
+    Raises:
+        ValueError, TypeError: as `log_likelihoods`; a causal model, whose `Likelihood.greedy` says it.
+    """
+    check_model("greedily_decoded", model, MADE)
+    if model.facts.topology == "causal":
+        raise ValueError(f"{model.facts.name} is causal: log_likelihoods says whether its tokens are the likeliest")
+    for number, pair in enumerate(pairs):
+        _check_pair(model, number, pair)
+    found = [False] * len(pairs)
+    by_length: dict[int, list[int]] = {}
+    for number, (context, continuation) in enumerate(pairs):
+        if not len(context):
+            raise ValueError(
+                f"context {number} is empty; greedy decoding needs a token to begin with: {shown(context)}"
+            )
+        by_length.setdefault(len(continuation), []).append(number)
+    blocks = None if model.facts.topology == "block_causal" else "whole"
+    for length, numbers in by_length.items():
+        for first in range(0, len(numbers), batch_size):
+            part = numbers[first : first + batch_size]
+            output = generate(
+                model,
+                input_ids=[list(map(int, pairs[number][0])) for number in part],
+                sampler="low_confidence",
+                max_new_tokens=length,
+                blocks=blocks,
+                eos_early_stop=False,
+                guidance_scale=guidance_scale,
+            )
+            for number, answer in zip(part, output.new_tokens.tolist(), strict=True):
+                found[number] = answer == list(map(int, pairs[number][1]))
+    return found

@@ -1,0 +1,110 @@
+"""Numbers that a comparison reports: intervals of shares and means, and the area under an accuracy curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+from paradec.core.checks import check_int, check_number, shown
+
+LARGEST_LOSS = 5.0
+"""Points of accuracy that a setting may lose to the method's slowest one before the area leaves it out."""
+DECAY = 3.0
+"""How fast the weight of an accuracy falls with its distance to the best one."""
+
+
+def wilson(right: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share: where the true one may lie, given `right` of `asked`.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927). Unlike the
+    normal approximation it stays inside [0, 1], and has a width at 0 and 1 too.
+
+    Args:
+        right: successes, in [0, asked].
+        asked: trials, at least 1, taken to be independent.
+        confidence: coverage, in (0, 1).
+
+    Returns:
+        (low, high), shares in [0, 1].
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    check_int("asked", asked, low=1)
+    check_int("right", right, low=0, high=asked)
+    z = NormalDist().inv_cdf((1 + _confidence(confidence)) / 2)
+    share = right / asked
+    centre = (share + z * z / (2 * asked)) / (1 + z * z / asked)
+    half = z / (1 + z * z / asked) * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
+    # at 0 and 1 the bound is the share itself; rounding must not leave it a bit beside
+    return (0.0 if right == 0 else centre - half), (1.0 if right == asked else centre + half)
+
+
+def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> float:
+    """Area under one method's accuracy-parallelism curve, in points of accuracy times tokens per forward.
+
+    The measure of d3LLM (hao-ai-lab): settings are sorted by parallelism, rho_1 <= rho_2 <= ...; those with an
+    accuracy more than 5 points below y_1 are left out; the rest give
+
+        rho_1 y_1 + sum over i > 1 of (rho_i - rho_(i-1)) (y_i w_i + y_(i-1) w_(i-1)) / 2
+
+    with w_i = min(exp(-3 (1 - y_i / best)), 1). It needs no clock, so it is the same on every machine.
+
+    Args:
+        points: (tokens per forward, accuracy in per cent) of each setting, at least one; tokens per forward above 0.
+        best: the best accuracy of any method in the comparison, in per cent; by default the best of `points`.
+
+    Raises:
+        ValueError: no points, or a number out of its range.
+    """
+    ordered = sorted(points)
+    if not ordered:
+        raise ValueError("points is empty; the area needs the settings of a method, at least one")
+    for rho, accuracy in ordered:
+        check_number("tokens per forward", rho, low=0, open_low=True)
+        check_number("accuracy", accuracy, low=0, high=100)
+    check_number("best", best, low=0, high=100, none=True)
+    best = max(accuracy for _, accuracy in ordered) if best is None else best
+    if best == 0:
+        return 0.0  # nothing was ever right
+    slowest = ordered[0][1]
+    kept = [(rho, accuracy) for rho, accuracy in ordered if accuracy >= slowest - LARGEST_LOSS]
+    weighted = [accuracy * min(math.exp(-DECAY * (1 - accuracy / best)), 1.0) for _, accuracy in kept]
+    area = kept[0][0] * slowest
+    for k in range(1, len(kept)):
+        area += (kept[k][0] - kept[k - 1][0]) * (weighted[k] + weighted[k - 1]) / 2
+    return area
+
+
+def bootstrap(
+    values: Sequence[float], confidence: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of `values`: (low, high).
+
+    Args:
+        values: one number per independent unit, at least 1.
+        confidence: coverage, in (0, 1).
+        draws: resamples, at least 1.
+        seed: of the resampling; equal seeds give equal intervals.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    numbers = np.asarray(values, np.float64)
+    if numbers.ndim != 1 or not len(numbers) or not np.isfinite(numbers).all():
+        raise ValueError(f"values={shown(values)} must be at least one finite number")
+    check_int("draws", draws, low=1)
+    tail = (1 - _confidence(confidence)) / 2
+    index = np.random.default_rng(seed).integers(len(numbers), size=(draws, len(numbers)))
+    low, high = np.quantile(numbers[index].mean(1), (tail, 1 - tail))
+    return float(low), float(high)
+
+
+def _confidence(value: float) -> float:
+    check_number("confidence", value, low=0, high=1, open_low=True)
+    if value == 1:
+        raise ValueError("confidence=1 must be below 1")
+    return value

@@ -1,0 +1,154 @@
+"""What parallel decoding costs, as ParallelBench asks it: tasks with one right answer and with many, swept settings.
+
+ParallelBench (arXiv 2510.04767) decodes each task at many degrees of parallelism and draws the score over tokens per
+step. Here every sampler is measured with the same number of settings: the area under its curve (AUP, d3LLM) grows with
+the number of points under it, and would otherwise favour whoever was swept most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import paradec
+from paradec import samplers
+from paradec.caches.suffix import Suffix
+from paradec.core.checks import check_choice, check_int
+from paradec.models.adapter import Model
+from paradec.tools.evaluation.compare import BASELINE, Comparison, Configuration, Progress, compare
+from paradec.tools.evaluation.questions import Question, packaged_questions
+from paradec.tools.evaluation.waiting_line import NAMES, waiting_line_questions
+
+Changes = Mapping[str, Any]
+
+MOST_SETTINGS = 5
+SCHEDULE: tuple[Changes, ...] = ({}, {"steps": 1 / 4}, {"steps": 1 / 2}, {"steps": 1 / 8}, {"steps": 1 / 16})
+"""Tokens per step 1, 4, 2, 8 and 16, for samplers that plan their steps."""
+SWEEPS: dict[str, tuple[Changes, ...]] = {
+    "threshold": ({}, {"threshold": 0.5}, {"threshold": 1.0}, {"threshold": 0.75}, {"threshold": 0.6}),
+    "factor": ({}, {"factor": 1.9}, {"factor": 0.7}, {"factor": 1.6}, {"factor": 1.3}),
+    "random": SCHEDULE,
+    "low_confidence": SCHEDULE,
+    "margin": SCHEDULE,
+    "entropy": SCHEDULE,
+}
+"""ParallelBench's methods, each with its default first: thresholds in its range of 0.5 to 1, and its five factors. The
+first `n` are measured where fewer are asked for."""
+FORMS = ("packaged", "names")
+
+
+def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
+    """A sampler with so many settings, its default among them.
+
+    Args:
+        name: a registered one of the masked family: with the settings of `SWEEPS`, else with its class attribute
+            `frontier`, the threshold's where that is about a threshold alone, or a schedule's where it plans steps.
+        settings: 2 to 5.
+
+    Raises:
+        ValueError: an unknown name, another family, or fewer settings than were asked for.
+    """
+    check_int("settings", settings, low=2, high=MOST_SETTINGS)
+    cls = samplers.get(name)
+    if cls.family != "masked":
+        raise ValueError(f"sampler {name!r} is of family {cls.family!r}; the bench takes the 'masked' family")
+    changes: tuple[Changes, ...] = SWEEPS.get(name, ({}, *cls.frontier))
+    varied = {key for change in cls.frontier for key in change}
+    if name not in SWEEPS and varied == {"steps"}:
+        changes = SCHEDULE
+    if name not in SWEEPS and varied == {"threshold"}:
+        default = cls().threshold  # type: ignore[attr-defined]
+        values = [*(change["threshold"] for change in cls.frontier), 0.75, 1.0, 0.6]
+        changes = ({}, *({"threshold": value} for value in dict.fromkeys(values) if value != default))
+    if len(changes) < settings:
+        raise ValueError(f"sampler {name!r} has {len(changes)} settings to sweep, not {settings}: ask for fewer of all")
+    found = [Configuration(name, change) for change in changes[:settings]]
+    for configuration in found:
+        configuration.make()
+    return found
+
+
+def parallel_questions(form: str, tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
+    """ParallelBench's ten waiting lines and its Latin squares.
+
+    Args:
+        form: "packaged" asks in the words that the packaged model was trained on, "names" in plain words
+            (`paradec.tools.evaluation.waiting_line`), for models that follow instructions.
+        tasks: of `paradec.tools.evaluation.waiting_line.NAMES`; None takes all. limit: prompts of each.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    check_choice("form", form, FORMS)
+    if form == "names":
+        return waiting_line_questions(tasks, limit)
+    wanted = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
+    for name in wanted:
+        check_choice("task", name, NAMES)
+    return packaged_questions(wanted, limit)
+
+
+def parallel(
+    model: Model | None = None,
+    *,
+    names: Iterable[str] | None = None,
+    settings: int = MOST_SETTINGS,
+    form: str | None = None,
+    tasks: str | Iterable[str] | None = None,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+    block_length: int | None = None,
+    cache: str = "none",
+    suffix: Suffix | int | str | None = None,
+    batch: int = 1,
+    seed: int = 0,
+    resume: Comparison | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Sweep samplers over the tasks, at temperature 0.
+
+    Args:
+        model: a masked language model; None takes the small one inside the package.
+        names: samplers; None takes ParallelBench's (`SWEEPS`).
+        settings: of each sampler, 2 to 5.
+        form, tasks, limit: as in `parallel_questions`; form None is "packaged" for the packaged model, else "names".
+        max_new_tokens: by default the model's own for the packaged form, and 64 for "names".
+        others: as in `paradec.tools.evaluation.compare`.
+
+    Returns:
+        A `Comparison`; `aup` has every sampler, `paradec.tools.evaluation.plot.frontier` draws it.
+
+    Raises:
+        ValueError: an argument out of its range, or a sampler that the model does not serve, before any decoding.
+        Interrupted: as `compare`.
+    """
+    configurations = [one for name in (SWEEPS if names is None else names) for one in sweep(name, settings)]
+    if form is not None:
+        check_choice("form", form, FORMS)
+    form = form or ("packaged" if model is None else "names")
+    questions = parallel_questions(form, tasks, limit)
+    model = paradec.load() if model is None else model
+    new = 64 if max_new_tokens is None and form == "names" else max_new_tokens
+    asked = {"cache": cache, "suffix": suffix, "block_length": block_length}
+    asked |= {"max_new_tokens": new or model.default_max_new_tokens}
+    for configuration in configurations:  # not after hours
+        with configuration.make().start(model, questions[0].prompt, **asked).freed_store():
+            pass
+    if all(configuration.sampler != BASELINE for configuration in configurations):
+        configurations = [
+            *sweep(BASELINE, settings),
+            *configurations,
+        ]  # it is measured anyway, and gets a curve as well
+    return compare(
+        model,
+        questions=questions,
+        names=configurations,
+        cache=cache,
+        suffix=suffix,
+        batch=batch,
+        seed=seed,
+        max_new_tokens=new,
+        block_length=block_length,
+        resume=resume,
+        progress=progress,
+    )

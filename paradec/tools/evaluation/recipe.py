@@ -1,0 +1,192 @@
+"""Recipes: everything that a score depends on, in one file of YAML.
+
+    model: GSAI-ML/LLaDA-8B-Instruct
+    dtype: bfloat16
+    tasks: [gsm8k]
+    shots: 5
+    chat: true
+    multiturn: false
+    request: {sampler: threshold, cache: dual, max_new_tokens: 256, block_length: 32}
+    batch: 1
+    seed: 0
+    published: {metric: exact_match, value: 78.5, source: "Fast-dLLM README"}
+
+`paradec eval FILE.yaml` runs one and writes it into the result, with the versions and the commit of the weights that it
+met. `recipes/` holds those of published settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paradec import samplers
+from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown
+from paradec.core.registry import unknown
+from paradec.core.text_files import read_text
+from paradec.request import Request
+from paradec.tools.evaluation.likelihood import METHODS, ORDERS
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+SHAPES = ("LLaDA-8B", "Dream-7B", "LLaDA2.0-mini")
+"""What `paradec estimate` knows without a checkpoint."""
+PUBLISHED = ("metric", "value", "source")
+PATHS = ("preset", "include")
+"""Fields that name files, which stand beside the recipe's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """An evaluation by lm-evaluation-harness. Checked when made, as far as neither model nor harness is needed.
+
+    Args:
+        tasks: names of the harness' tasks and groups, or of the packaged ones ("paradec", "paradec_sort").
+        model: a folder or a hub id; None is the small model inside the package.
+        revision: branch, tag or commit of a hub id; the result says which commit it was.
+        dtype: the parameters' type; None is the checkpoint's.
+        shots: examples before each prompt; None is the task's own number.
+        chat: whether the tokenizer's chat template is applied; None does so where there is one, as `paradec.generate`.
+        multiturn: whether examples become turns of that chat, or stand in one turn.
+        system: what the system says first.
+        request: fields of `paradec.Request` as `Request.to_dict` writes them, and settings of the sampler.
+        preset: a file that `Request.save` wrote; `request` wins over what is in it.
+        until: whether the tasks' stop strings end answers.
+        likelihood, mc_num, mc_batch, order, check_greedy: how continuations are judged, see `ParadecLM`.
+        batch: rows decoded together.
+        limit: prompts of each task; None is all.
+        seed: of paradec's draws, and of the harness' own.
+        include: a folder of further tasks.
+        unsafe_code: whether tasks may run the code that the model writes.
+        shape: what stands for the model in an estimate where its config.json is not at hand, one of `SHAPES`.
+        versions: by package, what the recipe was written for; others are met with a warning.
+        published: the metric, the value that somebody published for these settings, and where.
+        about: what this is, in a sentence.
+
+    Raises:
+        ValueError, TypeError: a field out of its range; the message names it.
+    """
+
+    tasks: tuple[str, ...]
+    model: str | None = None
+    revision: str | None = None
+    dtype: str | None = None
+    shots: int | None = None
+    chat: bool | None = None
+    multiturn: bool = True
+    system: str | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
+    until: bool = True
+    likelihood: str | None = None
+    mc_num: int = 128
+    mc_batch: int = 16
+    order: str = "left_to_right"
+    check_greedy: bool = True
+    batch: int = 1
+    limit: int | None = None
+    seed: int = 0
+    include: str | None = None
+    unsafe_code: bool = False
+    shape: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    published: Mapping[str, Any] | None = None
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        tasks = (self.tasks,) if isinstance(self.tasks, str) else self.tasks
+        if not isinstance(tasks, (list, tuple)) or not tasks or not all(isinstance(t, str) and t for t in tasks):
+            raise ValueError(f"tasks={shown(self.tasks)} must be names of tasks, at least one")
+        object.__setattr__(self, "tasks", tuple(tasks))
+        for name in ("model", "revision", "system", "preset", "include"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name}={shown(value)} must be a text")
+        for name in ("multiturn", "until", "check_greedy", "unsafe_code"):
+            check_bool(name, getattr(self, name))
+        if self.chat is not None:
+            check_bool("chat", self.chat)
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, DTYPES)
+        if self.shape is not None:
+            check_choice("shape", self.shape, SHAPES)
+        if self.likelihood is not None:
+            check_choice("likelihood", self.likelihood, METHODS)
+        check_choice("order", self.order, ORDERS)
+        for name, low in (("mc_num", 1), ("mc_batch", 1), ("batch", 1)):
+            check_int(name, getattr(self, name), low=low)
+        check_int("shots", self.shots, low=0, none=True)
+        check_int("limit", self.limit, low=1, none=True)
+        check_int("seed", self.seed, low=0, high=2**32 - 1)  # of numpy, too
+        for name in ("request", "versions"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be a mapping")
+        if self.published is not None:
+            if not isinstance(self.published, Mapping) or set(self.published) != {*PUBLISHED}:
+                raise ValueError(
+                    f"published={shown(self.published)} must have {', '.join(PUBLISHED)}, and nothing else"
+                )
+            check_number("published value", self.published["value"])
+        self.asked()
+
+    def asked(self) -> dict[str, Any]:
+        """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset.
+
+        Raises:
+            ValueError, TypeError: what is no field of a request and no setting of its sampler, or out of its range.
+        """
+        from paradec.tools.evaluation.asked import asked
+
+        fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
+        read = {**self.request, **Request.from_dict(fields)}
+        asked(read, self.preset, self.seed)
+        return read if self.preset is None else {**read, "preset": self.preset}
+
+    def method(self) -> Any:
+        """The sampler that it names, or that its preset has."""
+        from paradec.tools.evaluation.asked import asked
+
+        arguments = self.asked()
+        _, request = asked(arguments, arguments.pop("preset", None), self.seed)
+        return samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
+
+    def but(self, **changes: Any) -> Recipe:
+        """A copy with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain data."""
+        return {**dataclasses.asdict(self), "tasks": list(self.tasks)}
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> Recipe:
+        """Read one; paths in it count from its own folder.
+
+        Raises:
+            ValueError: no YAML, or no recipe; the message names the file and what is wrong. OSError: it cannot be read.
+        """
+        import yaml
+
+        path = Path(file)
+        try:
+            data = yaml.safe_load(read_text(path))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{str(file)!r} is no YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{str(file)!r} holds {shown(data)}, not the fields of a recipe")
+        names = [entry.name for entry in dataclasses.fields(cls)]
+        try:
+            for name in data:
+                if name not in names:
+                    raise ValueError(unknown("field", name, names))
+            if "tasks" not in data:
+                raise ValueError("it names no tasks")
+            for name in PATHS:
+                if isinstance(data.get(name), str):
+                    data[name] = str(path.parent / data[name])
+            return cls(**data)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{str(file)!r}: {error}") from None

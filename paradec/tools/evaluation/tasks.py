@@ -1,0 +1,355 @@
+"""Short list tasks that show what parallel decoding costs.
+
+A sampler that commits several tokens in one step treats them as independent of each other. That
+is harmless where a prompt has one right answer (copy, sort, ...) and harmful where it has many
+(shuffle, "insert anywhere", ...): each token is plausible alone, and together they contradict
+each other. The tasks here come in both sorts, so the difference between the two groups is the
+price of a sampler's parallelism. They follow ParallelBench (arXiv 2510.04767), its waiting-line
+and Latin-square tasks, with words instead of names and short instructions::
+
+    Sort: pear fig apple                    -> apple fig pear
+    Insert kiwi at 1: pear fig apple        -> pear kiwi fig apple    (indices count from 0)
+    Shuffle: pear fig apple                 -> any other order of the three
+    Latin square: A B C                     -> three lines; no symbol twice in a row or column
+
+One of the many-answer tasks forgives: the likeliest word at each position of "remove any", chosen
+without regard to the others, happens to be the list without its middle. It is a control.
+
+A :class:`Task` makes prompts (:meth:`Task.make`) and judges answers (:meth:`Task.check`).
+:func:`load_prompts` reads the prompts shipped with the package. A hash of the prompt decides on
+which side of the split it lies (:func:`is_held_out`), so a training script that draws with
+``held_out=False`` can never meet a shipped prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from random import Random
+from typing import Any, cast
+
+from paradec.core.packaged import LIST_LENGTHS, SQUARE_SIZES, SYMBOLS, TEMPLATES, WORDS
+from paradec.core.text_files import lines_of
+
+Lines = list[list[str]]
+"""An answer split into lines, each split into words."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt, and what a checker needs to know about it.
+
+    Attributes:
+        task: Key into :data:`TASKS`.
+        prompt: What the user says, without any chat template.
+        items: The list in the prompt (words, or the symbols of a Latin square).
+        word: The word to insert or to put in place of another, if the task has one.
+        target: The list member that the prompt names, if the task names one.
+        index: The list position that the prompt names (from 0), if the task names one.
+        answer: One right answer. :meth:`Task.make` always fills it in (training needs one); the
+            shipped prompts have ``None`` where a task has many.
+    """
+
+    task: str
+    prompt: str
+    items: tuple[str, ...]
+    word: str | None = None
+    target: str | None = None
+    index: int | None = None
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of prompt: how to draw one and how to judge an answer to it.
+
+    Attributes:
+        name: Key into :data:`TASKS`.
+        template: The prompt; ``{items}``, ``{word}``, ``{target}`` and ``{index}`` are drawn.
+        solve: Gives one right answer (for a task with many: a random one).
+        accept: Judges an answer where there are many; ``None`` means that only the one that
+            ``solve`` gives is right.
+        alphabet: What ``{items}`` and ``{word}`` are drawn from.
+        sizes: How many items a list may have.
+        slots: How many more positions than items ``{index}`` may name (1 for an insertion).
+        max_answer_tokens: Length of the longest answer in words and line breaks.
+    """
+
+    name: str
+    template: str
+    solve: Callable[[Example, Random], Lines]
+    accept: Callable[[Example, Lines], bool] | None = None
+    alphabet: tuple[str, ...] = WORDS
+    sizes: tuple[int, ...] = LIST_LENGTHS
+    slots: int = 0
+    max_answer_tokens: int = 7
+
+    @property
+    def many_answers(self) -> bool:
+        """Whether a prompt of this task has more than one right answer."""
+        return self.accept is not None
+
+    def make(self, rng: Random, held_out: bool = False, size: int | None = None) -> Example:
+        """Draw a prompt with one right answer.
+
+        Args:
+            rng: Source of randomness; equal states give equal examples.
+            held_out: Draw from the evaluation side of the split instead of the training side.
+            size: Number of items; drawn from ``sizes`` if not given.
+        """
+        if size is not None and size not in self.sizes:
+            raise ValueError(f"size={size} is not one that task {self.name!r} has: {self.sizes}")
+        while True:
+            example = self._draw(rng, size or rng.choice(self.sizes))
+            if is_held_out(example.prompt) == held_out:
+                return example
+
+    def _draw(self, rng: Random, size: int) -> Example:
+        *items, word = rng.sample(self.alphabet, size + 1)
+        drawn: dict[str, Any] = {
+            "word": word if "{word}" in self.template else None,
+            "target": rng.choice(items) if "{target}" in self.template else None,
+            "index": rng.randrange(size + self.slots) if "{index}" in self.template else None,
+        }
+        prompt = self.template.format(items=" ".join(items), **drawn)
+        question = Example(self.name, prompt, tuple(items), **drawn)
+        return _with_answer(question, _join(self.solve(question, rng)))
+
+    def check(self, example: Example, text: str) -> bool:
+        """Whether ``text`` (decoded, without special tokens) is a right answer to ``example``.
+
+        Spaces around words and empty lines at either end do not count; case, order and line
+        breaks do.
+        """
+        if example.task != self.name:
+            raise ValueError(f"example.task={example.task!r} was given to task {self.name!r}")
+        lines = [line.split() for line in text.strip().splitlines()]
+        if self.accept is not None:
+            return self.accept(example, lines)
+        return lines == self.solve(example, Random(0))  # one right answer: the rng is not used
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to the evaluation side of the split (one in sixteen does)."""
+    return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] < 16
+
+
+# What the templates of some tasks draw; the others have None there --------------------------------
+
+
+def _word(x: Example) -> str:
+    return cast(str, x.word)
+
+
+def _target(x: Example) -> str:
+    return cast(str, x.target)
+
+
+def _index(x: Example) -> int:
+    return cast(int, x.index)
+
+
+# One right answer --------------------------------------------------------------------------------
+
+
+def _copy(x: Example, rng: Random) -> Lines:
+    return [list(x.items)]
+
+
+def _reverse(x: Example, rng: Random) -> Lines:
+    return [list(x.items[::-1])]
+
+
+def _sort(x: Example, rng: Random) -> Lines:
+    return [sorted(x.items)]
+
+
+def _insert_at(x: Example, rng: Random) -> Lines:
+    return [[*x.items[: _index(x)], _word(x), *x.items[_index(x) :]]]
+
+
+def _insert_after(x: Example, rng: Random) -> Lines:
+    cut = x.items.index(_target(x)) + 1
+    return [[*x.items[:cut], _word(x), *x.items[cut:]]]
+
+
+def _remove_at(x: Example, rng: Random) -> Lines:
+    return [[*x.items[: _index(x)], *x.items[_index(x) + 1 :]]]
+
+
+def _remove_name(x: Example, rng: Random) -> Lines:
+    return [[item for item in x.items if item != x.target]]
+
+
+def _replace_at(x: Example, rng: Random) -> Lines:
+    return [[*x.items[: _index(x)], _word(x), *x.items[_index(x) + 1 :]]]
+
+
+def _replace_name(x: Example, rng: Random) -> Lines:
+    return [[_word(x) if item == x.target else item for item in x.items]]
+
+
+def _rotations(x: Example, rng: Random) -> Lines:
+    return [[*x.items[k:], *x.items[:k]] for k in range(len(x.items))]
+
+
+# Many right answers: how to draw one, and how to judge one ---------------------------------------
+
+
+def _shuffle(x: Example, rng: Random) -> Lines:
+    while (order := rng.sample(x.items, len(x.items))) == list(x.items):
+        pass
+    return [order]
+
+
+def _is_shuffle(x: Example, lines: Lines) -> bool:
+    return len(lines) == 1 and sorted(lines[0]) == sorted(x.items) and lines[0] != list(x.items)
+
+
+def _insert_random(x: Example, rng: Random) -> Lines:
+    cut = rng.randrange(len(x.items) + 1)
+    return [[*x.items[:cut], _word(x), *x.items[cut:]]]
+
+
+def _is_insertion(x: Example, lines: Lines) -> bool:
+    options = ([*x.items[:k], _word(x), *x.items[k:]] for k in range(len(x.items) + 1))
+    return len(lines) == 1 and lines[0] in options
+
+
+def _remove_random(x: Example, rng: Random) -> Lines:
+    gone = rng.randrange(len(x.items))
+    return [[*x.items[:gone], *x.items[gone + 1 :]]]
+
+
+def _is_removal(x: Example, lines: Lines) -> bool:
+    options = ([*x.items[:k], *x.items[k + 1 :]] for k in range(len(x.items)))
+    return len(lines) == 1 and lines[0] in options
+
+
+def _replace_random(x: Example, rng: Random) -> Lines:
+    gone = rng.randrange(len(x.items))
+    return [[*x.items[:gone], _word(x), *x.items[gone + 1 :]]]
+
+
+def _is_replacement(x: Example, lines: Lines) -> bool:
+    options = ([*x.items[:k], _word(x), *x.items[k + 1 :]] for k in range(len(x.items)))
+    return len(lines) == 1 and lines[0] in options
+
+
+def _latin_square(x: Example, rng: Random) -> Lines:
+    # Row by row, keeping the orders that repeat nothing in a column. A Latin rectangle can always
+    # be completed (Hall's theorem), so this never gets stuck.
+    rows: Lines = []
+    while len(rows) < len(x.items):
+        row = rng.sample(x.items, len(x.items))
+        if all(a != b for above in rows for a, b in zip(above, row, strict=True)):
+            rows.append(row)
+    return rows
+
+
+def _is_latin_square(x: Example, lines: Lines) -> bool:
+    symbols = sorted(x.items)
+    if len(lines) != len(symbols) or any(sorted(row) != symbols for row in lines):
+        return False
+    return all(sorted(column) == symbols for column in zip(*lines, strict=True))
+
+
+def _task(name: str, solve: Callable[[Example, Random], Lines], *checked: Any, **others: Any) -> Task:
+    return Task(name, TEMPLATES[name], solve, *checked, **others)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        _task("copy", _copy),
+        _task("reverse", _reverse),
+        _task("sort", _sort),
+        _task("insert_at", _insert_at, slots=1),
+        _task("insert_after", _insert_after),
+        _task("remove_at", _remove_at),
+        _task("remove_name", _remove_name),
+        _task("replace_at", _replace_at),
+        _task("replace_name", _replace_name),
+        _task("rotations", _rotations, max_answer_tokens=41),
+        _task("shuffle", _shuffle, _is_shuffle),
+        _task("insert_random", _insert_random, _is_insertion),
+        _task("remove_random", _remove_random, _is_removal),
+        _task("replace_random", _replace_random, _is_replacement),
+        _task(
+            "latin_square",
+            _latin_square,
+            _is_latin_square,
+            alphabet=SYMBOLS,
+            sizes=SQUARE_SIZES,
+            max_answer_tokens=19,
+        ),
+    )
+}
+"""All tasks by name: ten with one right answer, then five with many."""
+
+
+def get_task(name: str) -> Task:
+    """The task of that name."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; the tasks are: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def make_prompts(per_size: int = 12, seed: int = 0) -> Iterator[Example]:
+    """Draw the prompts to ship: held out, no two alike, as many of each list length.
+
+    Every task gets ``4 * per_size`` prompts. What is drawn for one task depends on ``seed`` and
+    its name only, so adding a task leaves the prompts of the others as they are.
+    """
+    for task in TASKS.values():
+        rng = Random(f"{task.name}-{seed}")
+        count = per_size * len(LIST_LENGTHS) // len(task.sizes)
+        for size in task.sizes:
+            seen: set[str] = set()
+            while len(seen) < count:
+                example = task.make(rng, held_out=True, size=size)
+                if example.prompt not in seen:
+                    seen.add(example.prompt)
+                    yield _with_answer(example, None) if task.many_answers else example
+
+
+def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
+    """Read the prompts shipped with the package; none of them was seen in training.
+
+    Args:
+        tasks: Name or names of the tasks wanted; all of them if not given.
+        limit: How many prompts of each task, spread over its list lengths; all if not given.
+
+    Returns:
+        Examples in the order of :data:`TASKS`.
+    """
+    names = list(TASKS) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
+    wanted = {get_task(name).name for name in names}
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} must be at least 1, or None for all prompts")
+    by_task: dict[str, list[Example]] = {name: [] for name in TASKS if name in wanted}
+    source = files("paradec.tools.evaluation") / "data" / "prompts.jsonl"
+    for _, line in lines_of(source.read_text(encoding="utf-8")):
+        fields = json.loads(line)
+        if fields["task"] in wanted:
+            example = Example(**{**fields, "items": tuple(fields["items"])})
+            by_task[example.task].append(example)
+    return [example for group in by_task.values() for example in spread(group, limit)]
+
+
+def spread(examples: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    """``limit`` of the examples at even distances (the shipped ones are sorted by list length)."""
+    if limit is None or limit >= len(examples):
+        return examples
+    return [examples[k * len(examples) // limit] for k in range(limit)]
+
+
+def _join(lines: Lines) -> str:
+    return "\n".join(" ".join(line) for line in lines)
+
+
+def _with_answer(x: Example, answer: str | None) -> Example:
+    return Example(x.task, x.prompt, x.items, x.word, x.target, x.index, answer)

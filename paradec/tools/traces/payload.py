@@ -1,0 +1,182 @@
+"""A trace as a page needs it: bounded, and in numbers that any browser reads.
+
+However long a run is, a page stays within a few megabytes. What is left out is said on the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from paradec.core.checks import shown
+from paradec.core.trace import Trace, TraceStep
+
+MOST_RUNS = 4
+"""Runs side by side."""
+MOST_ROWS = 16
+"""Rows of a run; the first ones are drawn."""
+MOST_WRITES = 120_000
+"""Entries of all commits together: steps behind that are drawn as one, which has the end result."""
+MOST_STEPS = 10_000
+"""Steps: those behind are drawn as one too."""
+MOST_MARKS = 60_000
+"""Spans that were evaluated, of all steps together, and likewise drafts that were rejected; further ones are left
+out."""
+LONGEST_TEXT = 60
+"""Characters of a token."""
+LONGEST_SETTING = 200
+MOST_IMAGE_TEXT = 4_000_000
+"""Characters of all pictures together; further ones are left out."""
+
+
+def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
+    """The names of runs: those given, else of their samplers.
+
+    Raises:
+        TypeError: no traces. ValueError: none, too many, or names that are not as many.
+    """
+    for trace in traces:
+        if not isinstance(trace, Trace):
+            raise TypeError(f"beside={shown(trace)} must be a paradec.core.trace.Trace, or several")
+    if not 1 <= len(traces) <= MOST_RUNS:
+        raise ValueError(f"{len(traces)} traces: from 1 to {MOST_RUNS} can stand side by side")
+    if names and len(names) != len(traces):
+        raise ValueError(f"names has {len(names)} entries for {len(traces)} traces; give one for each, or none")
+    return [str(name) for name in names] or [_name_of(trace) for trace in traces]
+
+
+def _name_of(trace: Trace) -> str:
+    name = trace.settings.get("sampler") or trace.family or "trace"
+    return name if trace.cache in ("", "none", "causal") else f"{name}, cache {trace.cache}"
+
+
+def run_data(trace: Trace, name: str) -> dict[str, Any]:
+    """One run."""
+    rows = range(min(trace.batch, MOST_ROWS))
+    left_out: list[str] = []
+    if trace.batch > MOST_ROWS:
+        left_out.append(f"rows {MOST_ROWS + 1} to {trace.batch}")
+    images: list[str | None] = []
+    budget = MOST_IMAGE_TEXT
+    for image in (trace.images or [])[: len(rows)]:
+        fits = len(image) <= budget
+        budget -= len(image) * fits
+        images.append(image if fits else None)
+    if None in images:
+        left_out.append("some of the pictures")
+    steps = _steps(trace, len(rows), budget, left_out)
+    return {
+        "name": name,
+        "family": trace.family,
+        "sampler": str(trace.settings.get("sampler", "")),
+        "settings": {key: _setting(value) for key, value in trace.settings.items()},
+        "cache": trace.cache,
+        "score": trace.score,
+        "unit": trace.unit,
+        "mask": trace.mask_id,
+        "texts": {str(token): text[:LONGEST_TEXT] for token, text in trace.texts.items()},
+        "special": trace.special,
+        "rules": [name or str(trace.settings.get("sampler", "")) for name in trace.rules],
+        "rows": [_row(trace, row, images) for row in rows],
+        "grid": trace.grid,
+        "steps": steps,
+        "left": left_out,
+    }
+
+
+def _setting(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST_SETTING else text[: LONGEST_SETTING - 3] + "..."
+
+
+def _row(trace: Trace, row: int, images: list[str | None]) -> dict[str, Any]:
+    found: dict[str, Any] = {"filled": trace.to_fill(row)}
+    if trace.canvas:
+        found["start"] = [_token(token) for token in trace.canvas[row]]
+    if trace.ends is not None:
+        found["end"] = trace.ends[row]
+    if trace.joined is not None and trace.joined[row]:
+        found["joined"] = trace.joined[row]
+    if trace.cells is not None:
+        found["cells"] = trace.cells[row]
+    if row < len(images) and images[row] is not None:
+        found["image"] = images[row]
+    return found
+
+
+def _token(token: Any) -> int | None:
+    """An id; None for continuous tokens."""
+    return token if isinstance(token, int) else None
+
+
+def _number(value: float) -> float | None:
+    """What JSON can hold, to four digits: some samplers score by the lowest number there is."""
+    return float(f"{value:.4g}") if math.isfinite(value) and abs(value) < 1e30 else None
+
+
+def _steps(trace: Trace, rows: int, images: int, left_out: list[str]) -> list[dict[str, Any]]:
+    """The steps within their bounds. images: characters left for pictures."""
+    found: list[dict[str, Any]] = []
+    writes = spans = drafts = 0
+    whole = (True, True, True)
+    for index, step in enumerate(trace.steps):
+        writes += len(step.commits)
+        if writes > MOST_WRITES or index >= MOST_STEPS:
+            found.append(_rest(trace, index, rows))
+            left_out.append(f"steps {index + 1} to {len(trace.steps)} one by one: the last one here has all of them")
+            break
+        spans += sum(len(row) for row in step.evaluated or ())
+        drafts += len(step.rejected or ())
+        images -= sum(len(picture) for picture in step.pictures or ())
+        whole = (spans <= MOST_MARKS, drafts <= MOST_MARKS, images >= 0)
+        found.append(_step(step, rows, *whole))
+    for kept, what in zip(whole, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
+        if not kept:
+            left_out.append(f"{what}, in later steps")
+    return found
+
+
+def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool) -> dict[str, Any]:
+    rules = step.rules or [-1] * len(step.commits)
+    commits = zip(step.commits, rules, strict=True)
+    data: dict[str, Any] = {
+        "k": step.kind,
+        "f": step.forwarded[:rows],
+        "c": [
+            [row, position, _token(token), _number(score), rule]
+            for (row, position, token, score), rule in commits
+            if row < rows
+        ],
+    }
+    if step.nfe is not None:
+        data["n"] = step.nfe[:rows]
+    if step.draft_nfe is not None:
+        data["d"] = step.draft_nfe[:rows]
+    if step.seconds is not None:
+        data["s"] = _number(step.seconds)
+    if step.blocks is not None:
+        data["b"] = step.blocks[:rows]
+    if step.starts is not None:
+        data["o"] = step.starts[:rows]
+    if step.evaluated is not None and spans:
+        data["e"] = step.evaluated[:rows]
+    if step.rejected and drafts:
+        data["r"] = [list(entry) for entry in step.rejected if entry[0] < rows]
+    if step.pictures and pictures:
+        data["p"] = step.pictures[:rows]
+    return data
+
+
+def _rest(trace: Trace, first: int, rows: int) -> dict[str, Any]:
+    """All steps from `first` on as one."""
+    written: dict[tuple[int, int], Any] = {}
+    forwarded, nfe = [0] * rows, [0] * rows
+    for step in trace.steps[first:]:
+        for row, position, token, score in step.commits:
+            if row < rows:
+                written[row, position] = [row, position, _token(token), _number(score), -1]
+        for row, count in enumerate(step.forwarded[:rows]):
+            forwarded[row] += count
+            nfe[row] += step.nfe[row] if step.nfe is not None else int(count > 0)
+    return {"k": "rest", "f": forwarded, "n": nfe, "c": [written[place] for place in sorted(written)]}

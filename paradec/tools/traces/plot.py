@@ -1,0 +1,95 @@
+"""A trace as a plot: when each position became final, and what the steps cost. Needs matplotlib (the extra `bench`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paradec.core.checks import count
+from paradec.core.trace import Trace
+from paradec.tools.traces.payload import check_runs
+
+KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
+
+
+def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
+    """A matplotlib figure with a column for each run: above, which step wrote each position of its first row (of a
+    picture: each token), below, what the steps evaluated.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed. TypeError, ValueError: as for
+            `paradec.tools.traces.html.page`.
+    """
+    called = check_runs(traces, names)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ModuleNotFoundError(
+            'plots need matplotlib; install paradec with its extra "bench", or pip install matplotlib'
+        ) from None
+    drawn = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
+    axes = drawn.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
+    for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):
+        above.set_title(f"{name}: {count(max(trace.row_nfe, default=0), 'forward')}")
+        _positions(drawn, above, trace)
+        _costs(below, trace)
+    return drawn
+
+
+def _positions(drawn: Any, axes: Any, trace: Trace) -> None:
+    if trace.grid is not None and trace.cells:
+        steps = np.full(len(trace.cells[0]), np.nan)
+        place = {position: cell for cell, position in enumerate(trace.cells[0])}
+        for index, step in enumerate(trace.steps, start=1):
+            for row, position, token, _ in step.commits:
+                if row == 0 and position in place:
+                    steps[place[position]] = np.nan if token == trace.mask_id else index
+        image = axes.imshow(steps.reshape(trace.grid), cmap="viridis", vmin=1, vmax=max(1, len(trace.steps)))
+        axes.set_xticks([])
+        axes.set_yticks([])
+        drawn.colorbar(image, ax=axes, label="step")
+        return
+    if not trace.canvas:
+        kinds = [step.kind for step in trace.steps]
+        for kind in dict.fromkeys(kinds):
+            at = [index for index, found in enumerate(kinds, start=1) if found == kind]
+            axes.vlines(at, 0, 1, label=kind, color=KINDS.get(kind, "tab:green"), linewidth=3)
+        axes.set_yticks([])
+        axes.set_xlabel("step")
+        axes.legend()
+        return
+    written = [
+        (index, position, score, token == trace.mask_id)
+        for index, step in enumerate(trace.steps, start=1)
+        for row, position, token, score in step.commits
+        if row == 0
+    ]
+    for index, step in enumerate(trace.steps, start=1):
+        for start, stop in step.evaluated[0] if step.evaluated else ():
+            axes.fill_betweenx((start - 0.5, stop - 0.5), index - 0.5, index + 0.5, color="tab:blue", alpha=0.12, lw=0)
+    kept = [entry for entry in written if not entry[3]]
+    scores = np.array([entry[2] for entry in kept], float)
+    scores[~np.isfinite(scores) | (np.abs(scores) > 1e30)] = np.nan
+    points = axes.scatter(
+        [entry[0] for entry in kept], [entry[1] for entry in kept], c=scores, cmap="viridis", s=14, plotnonfinite=True
+    )
+    if np.isfinite(scores).any():
+        drawn.colorbar(points, ax=axes, label=trace.score)
+    if back := [entry for entry in written if entry[3]]:
+        axes.plot([entry[0] for entry in back], [entry[1] for entry in back], "rx", label="taken back")
+        axes.legend()
+    spans = trace.to_fill(0)
+    if spans:
+        axes.set_ylim(max(stop for _, stop in spans) - 0.5, min(start for start, _ in spans) - 0.5)
+    axes.set_xlabel("step")
+    axes.set_ylabel("position")
+
+
+def _costs(axes: Any, trace: Trace) -> None:
+    costs = [sum(step.forwarded) for step in trace.steps]
+    colours = [KINDS.get(step.kind, "tab:green") for step in trace.steps]
+    axes.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
+    axes.set_xlabel("step")
+    axes.set_ylabel(trace.unit)

@@ -1,0 +1,394 @@
+"""Training of Learn2PD's filters: collect records of "extremely greedy" decoding, then fit a network to them.
+
+"Learning to Parallel" (Learn2PD), arXiv 2509.25188, and its generate_training_data.py and train.ipynb.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import paradec
+from paradec import caches as cache_registry
+from paradec.api.generate import generate
+from paradec.core.checks import check_choice, check_int, check_number, check_text, shown
+from paradec.core.prompts import Prompts, encode
+from paradec.core.protocol import Commit, Interrupted, State
+from paradec.core.registry import unknown
+from paradec.core.text_files import parse_json, read_lines
+from paradec.models.adapter import Model
+from paradec.samplers.masked.base import MaskedSampler, View
+from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, KINDS, FilterFacts, block_features
+from paradec.tools.evaluation.tasks import TASKS
+
+PAPER_EPOCHS = 40_000
+FORMAT = "paradec-learn2pd-records/1"
+READ_BY_FILTERS = ("confidence", "margin", "minus_entropy")
+MOST_PER_TASK = 10_000
+"""Prompts of a packaged task; the smallest has some ten thousands in all."""
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share of it that is done."""
+
+
+def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
+    """Prompts of the packaged tasks in random order, from the training side of their split: none of the evaluation is
+    among them."""
+    check_int("per_task", per_task, low=1, high=MOST_PER_TASK)
+    prompts: dict[str, None] = {}
+    for task in TASKS.values():
+        rng = Random(f"learn2pd-{task.name}-{seed}")
+        wanted = len(prompts) + per_task
+        while len(prompts) < wanted:
+            prompts[task.make(rng).prompt] = None
+    return Random(seed).sample(list(prompts), len(prompts))
+
+
+def read_prompts(file: str | os.PathLike[str]) -> list[str]:
+    """Prompts from a file: one per line, or JSON lines with a "prompt" each where it is named .jsonl.
+
+    Raises:
+        ValueError: a line that has none, or no prompts; the message names the line. OSError: it cannot be read.
+    """
+    prompts = read_lines(file, _prompt_in if Path(file).suffix == ".jsonl" else str)
+    if not prompts:
+        raise ValueError(f"{str(file)!r} has no prompts")
+    return prompts
+
+
+def _prompt_in(line: str) -> str:
+    fields = parse_json(line)
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        raise ValueError(f'{shown(fields)} is no object with a "prompt"')
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"prompt={shown(prompt)} must be a text")
+    check_text("prompt", prompt)
+    return prompt
+
+
+# ---- records --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Records:
+    """Blocks as the filter would see them, and which of their candidates are final. `N` records of `n` positions."""
+
+    setup: dict[str, Any]
+    """What was recorded on what: all that two runs must share to be put together."""
+    done: int
+    """How many of the prompts are in."""
+    features: Tensor
+    """[N, F, n] float32, in the order of `paradec.samplers.masked.rules.learn2pd_filter.FEATURES`."""
+    final: Tensor
+    """[N, n] bool: the candidate is the token that one-by-one decoding ends with."""
+    undecided: Tensor
+    """[N, n] bool."""
+    valid: Tensor
+    """[N, n] bool: False behind the end of a block that is shorter than n."""
+    prompt: Tensor
+    """[N] int64: which prompt a record is of."""
+
+    @classmethod
+    def empty(cls, setup: dict[str, Any]) -> Records:
+        size = setup["block_length"]
+        flags = torch.zeros(0, size, dtype=torch.bool)
+        features = torch.zeros(0, len(FEATURES), size)
+        return cls(setup, 0, features, flags, flags, flags, torch.zeros(0, dtype=torch.int64))
+
+    def joined(self, others: Sequence[Records], done: int) -> Records:
+        """These and others."""
+        names = ("features", "final", "undecided", "valid", "prompt")
+        tensors = [torch.cat([getattr(part, name) for part in (self, *others)]) for name in names]
+        return Records(self.setup, done, *tensors)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, whole or not at all."""
+        tensors = {f.name: getattr(self, f.name).contiguous() for f in dataclasses.fields(self)[2:]}
+        about = {"format": FORMAT, "setup": self.setup, "done": self.done}
+        save_file(tensors, f"{os.fspath(file)}.part", metadata={"learn2pd": json.dumps(about)})
+        os.replace(f"{os.fspath(file)}.part", file)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> Records:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: another kind of file. OSError: it cannot be read.
+        """
+        try:
+            with safe_open(file, framework="pt") as opened:
+                about = json.loads((opened.metadata() or {})["learn2pd"])
+                if about["format"] != FORMAT:
+                    raise ValueError(f"format {about['format']!r}")
+                return cls(about["setup"], about["done"], **{name: opened.get_tensor(name) for name in opened.keys()})
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(file)!r} holds no records of format {FORMAT!r} ({error})") from None
+
+
+@dataclass(frozen=True)
+class _Replay(MaskedSampler):
+    """Commits every masked position that the caller marks in the proposal's quantity "agrees"."""
+
+    name = "learn2pd replay"
+    reads = READ_BY_FILTERS
+    rereads = True
+    may_wait = True
+
+    def select(self, view: View) -> Tensor:
+        return view.quantities["agrees"]
+
+
+def collect(
+    model: Model,
+    prompts: Sequence[Any],
+    *,
+    block_length: int | None = None,
+    max_new_tokens: int | None = None,
+    caches: Sequence[str] = ("none",),
+    batch: int = 16,
+    resume: Records | None = None,
+    checkpoint: Callable[[Records], None] | None = None,
+    progress: Progress | None = None,
+) -> Records:
+    """Record the steps of an "extremely greedy" decoding of every prompt.
+
+    First each prompt is decoded one token a step, the surest first, to the end of its canvas. Then it is decoded again,
+    blocks at a time: every step records the block's features and which candidates agree with the first decoding, and
+    commits all that do. A block whose candidates are those of the step before is filled from the first decoding.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`.
+        prompts: texts, chats or rows of ids.
+        block_length: positions per block; by default the model's own.
+        max_new_tokens: answer length; by default the model's own.
+        caches: names; the second decoding is done with each of them, and the filter will serve them.
+        batch: prompts decoded together.
+        resume: records of the same setup; prompts that it has are not decoded again.
+        checkpoint: called with everything so far about twice a minute's work, after a batch.
+        progress: called after every step.
+
+    Raises:
+        ValueError: an argument out of its range, or a `resume` of another setup, before any decoding.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the batches that were finished.
+    """
+    check_int("batch", batch, low=1)
+    check_int("block_length", block_length, low=1, none=True)
+    check_int("max_new_tokens", max_new_tokens, low=1, none=True)
+    length = block_length or model.facts.block_length or model.default_block_length
+    if length is None:
+        raise ValueError(f"block_length=None: {model.facts.name} has no blocks of its own; give a length")
+    if not caches or isinstance(caches, str):
+        raise ValueError(f"caches={shown(caches)} must be a sequence of names, at least one")
+    for name in caches:
+        if name not in cache_registry.names():
+            raise ValueError(unknown("cache", name, cache_registry.names()))
+    rows = encode(model, list(prompts)).rows
+    setup = {
+        "model": model.facts.name,
+        "vocab_size": model.facts.vocab_size,
+        "block_length": length,
+        "max_new_tokens": max_new_tokens or model.default_max_new_tokens,
+        "caches": list(caches),
+        "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
+    }
+    records = Records.empty(setup) if resume is None else resume
+    for name, value in setup.items():
+        if records.setup.get(name) != value:
+            was = shown(records.setup.get(name))
+            raise ValueError(f"the records to resume have {name}={was}, this run has {name}={shown(value)}")
+    request: dict[str, Any] = {
+        "block_length": length,
+        "max_new_tokens": setup["max_new_tokens"],
+        "eos_early_stop": False,
+    }
+    parts: list[Records] = []
+    done = records.done
+    try:
+        for first in range(done, len(rows), batch):
+            chosen = Prompts(rows[first : first + batch], False, [0] * len(rows[first : first + batch]))
+
+            def tell(state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)) -> None:
+                if progress is not None:
+                    decided, total = state.progress
+                    progress("collecting", (first + count * decided / total) / len(rows))
+
+            found: list[Records] = []
+            targets = generate(model, chosen, sampler="low_confidence", callback=tell, **request).new_tokens
+            for cache in caches:
+                state = _Replay().start(model, chosen, cache=cache, **request)
+                found += _replay(model, state, targets, first, setup)
+            parts += found  # all of a batch or nothing
+            done = first + len(chosen.rows)
+            if checkpoint is not None and (done // batch) % 4 == 0:
+                checkpoint(records.joined(parts, done))
+    except KeyboardInterrupt as interrupt:
+        stopped = Interrupted("collecting was interrupted; the records so far are in .output")
+        stopped.output = records.joined(parts, done)
+        raise stopped from interrupt
+    return records.joined(parts, done)
+
+
+def _replay(model: Model, state: Any, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
+    """Decode a batch again, and yield the records of each step."""
+    sampler, size = _Replay(), setup["block_length"]
+    canvas = torch.full_like(state.canvas, -1)
+    for row, start in enumerate(state.asked - state.max_new_tokens):
+        canvas[row, start : state.asked[row]] = targets[row]
+    before = torch.full_like(canvas, -1)
+    with torch.inference_mode(), state.freed_store():
+        while not state.done:
+            proposal, window = sampler.step(model, state), state.window
+            target = window.read(canvas)
+            features, valid = block_features(state, proposal)
+            final = (proposal.values == target) & valid
+            stands = ((proposal.values == window.read(before)) | ~valid).all(1)
+            # a block takes at most one step per mask
+            last = state.block_step[window.rows] + 1 >= state.masks_at_open[window.rows]
+            stands |= torch.as_tensor(last, device=stands.device)
+            block = torch.stack([features[name] for name in FEATURES], 1)
+            yield Records(
+                setup,
+                0,
+                _fit(torch.where(valid.unsqueeze(1), block, 0).float(), size),
+                _fit(final, size),
+                _fit(window.undecided(proposal.current, state.facts.mask_token_id), size),
+                _fit(valid, size),
+                torch.as_tensor(window.rows + first),
+            )
+            window.write(before, proposal.values.clone())
+            proposal.values = torch.where(stands.unsqueeze(1), target, proposal.values)
+            proposal.quantities["agrees"] = proposal.values == target
+            sampler.commit(state, proposal)
+
+
+def _fit(tensor: Tensor, size: int) -> Tensor:
+    """The last dimension cut or filled up with zeros to `size`, on the host."""
+    tensor = tensor[..., :size].cpu()
+    return nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def train(
+    records: Records,
+    *,
+    kind: str = "block",
+    epochs: int = PAPER_EPOCHS,
+    lr: float = 3e-3,
+    threshold: float = 0.96,
+    false_accept_weight: float = 1.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[FilterFacts, nn.Module]:
+    """Fit a filter: binary cross-entropy over all positions of all records at once, with AdamW.
+
+    Prompts are dealt to three sets, 80 % for training, 10 % to choose among the epochs by their loss, and 10 % to
+    measure with (the paper deals records, so that one prompt's neighbouring steps stand on both sides).
+
+    Args:
+        kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
+        epochs: passes over all records; the paper's by default.
+        lr: AdamW's learning rate.
+        threshold: acceptance probability that precision and recall are measured at.
+        false_accept_weight: how much more a position weighs that is not final; 1 in the paper.
+        seed: of the split and the weights.
+        progress: called now and then.
+
+    Returns:
+        What the filter was trained on with what was measured, and the network of the best epoch.
+
+    Raises:
+        ValueError: an argument out of its range, or records of fewer than 10 prompts.
+    """
+    check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
+    prompts = records.prompt.unique()
+    if len(prompts) < 10:
+        raise ValueError(f"records of {len(prompts)} prompts cannot be split; collect from at least 10")
+    order = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed))]
+    cuts = len(order) * 8 // 10, len(order) * 9 // 10
+    fit, choose, measure = (
+        torch.isin(records.prompt, part) for part in (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])
+    )
+    setup = records.setup
+    facts = FilterFacts(
+        kind=kind,
+        model=setup["model"],
+        vocab_size=setup["vocab_size"],
+        block_length=setup["block_length"],
+        caches=tuple(setup["caches"]),
+        threshold=threshold,
+        paradec=paradec.__version__,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = facts.network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=lr)
+    best, kept = float("inf"), network.state_dict()
+    for epoch in range(1, epochs + 1):
+        optimizer.zero_grad()
+        _loss(network, records, fit, false_accept_weight).backward()
+        optimizer.step()
+        if epoch % 50 == 0 or epoch == epochs:
+            with torch.no_grad():
+                loss = float(_loss(network, records, choose, false_accept_weight))
+            if loss < best:
+                best, kept = loss, {name: value.clone() for name, value in network.state_dict().items()}
+            if progress is not None:
+                progress("training", epoch / epochs)
+    network.load_state_dict(kept)
+    held_out = _measure(network, records, measure, threshold)
+    return dataclasses.replace(facts, held_out=held_out | {"epochs": epochs, "prompts": len(prompts)}), network
+
+
+def check_settings(kind: str, epochs: int, lr: float, threshold: float, false_accept_weight: float, seed: int) -> None:
+    """Raise ValueError where an argument of `train` is out of its range; the message names it."""
+    check_choice("kind", kind, tuple(KINDS))
+    check_int("epochs", epochs, low=1)
+    check_number("lr", lr, low=0, high=1, open_low=True)
+    check_number("threshold", threshold, low=0, high=1)
+    check_number("false_accept_weight", false_accept_weight, low=1, high=1e3)
+    check_int("seed", seed, low=0, high=2**63 - 1)
+
+
+def _logits(network: nn.Module, records: Records, chosen: Tensor) -> Tensor:
+    features = dict(zip(FEATURES, records.features[chosen].unbind(1), strict=True))
+    return network(features, records.valid[chosen])
+
+
+def _loss(network: nn.Module, records: Records, chosen: Tensor, weight: float) -> Tensor:
+    final, valid = records.final[chosen].float(), records.valid[chosen].float()
+    weights = valid * (1 + (weight - 1) * (1 - final))
+    each = binary_cross_entropy_with_logits(_logits(network, records, chosen), final, reduction="none")
+    return (each * weights).sum() / valid.sum()
+
+
+def _measure(network: nn.Module, records: Records, chosen: Tensor, threshold: float) -> dict[str, Any]:
+    """Of the undecided positions: which share of the accepted is final, and which share of the final is accepted."""
+    with torch.no_grad():
+        accepted = _logits(network, records, chosen).sigmoid() > threshold
+    asked = records.undecided[chosen] & records.valid[chosen]
+    accepted, final = accepted & asked, records.final[chosen] & asked
+    right = int((accepted & final).sum())
+    counts = np.maximum([int(accepted.sum()), int(final.sum())], 1)
+    return {
+        "precision": right / float(counts[0]),
+        "recall": right / float(counts[1]),
+        "accepted": int(accepted.sum()),
+        "undecided": int(asked.sum()),
+        "records": int(chosen.sum()),
+    }

@@ -1,0 +1,387 @@
+"""What tuning found: the front with its intervals, what is chosen from it, as text, data and preset."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paradec.core.checks import check_int
+from paradec.core.text_files import write_json
+from paradec.request import Request
+from paradec.tools.evaluation.metrics import wilson
+from paradec.tools.tuning.halving import fronts
+from paradec.tools.tuning.measuring import Measured
+from paradec.tools.tuning.space import Candidate
+
+SCHEMA = "paradec-tuning/1"
+WIDTH = 80
+MOST_POINTS = 8
+"""Points of a front that are reported."""
+FEW = 30
+"""Prompts: fewer choose badly, and the report says so."""
+DRAWS = 10_000
+"""Resamples of a bootstrap."""
+
+
+@dataclass
+class Point:
+    """A setting that was measured on the whole choosing half."""
+
+    candidate: Candidate
+    request: Request
+    choosing: Measured
+    reported: Measured | None = None
+    """On the other half; None where that was not measured."""
+    by_hand: bool = False
+    """Whether it is a sampler's defaults or one of its `frontier`, and not what a search proposed."""
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+
+@dataclass
+class Tuning:
+    """What `paradec.tune` returns; `str()` of it is the report that the command prints, at most 80 columns wide.
+
+    Scores are shares from 0 to 1. What stands under `reported` was measured on prompts that chose nothing.
+    """
+
+    setup: dict[str, Any]
+    """What was tuned on what: all that must be equal for a study to go on."""
+    costs: tuple[str, ...]
+    """The objectives beside the score: "forwards", "seconds" or both."""
+    tolerance: float
+    """Points of score that `choose` gives away, on the choosing half."""
+    points: list[Point]
+    """The front and the chosen one, the cheapest first."""
+    chosen: int | None
+    """Which of them the preset is; None where there is none yet."""
+    reference: Measured | None = None
+    """One token per step on the reported half. It is no candidate."""
+    default: Point | None = None
+    """The baseline of `paradec compare`, `threshold` at its defaults, whether it is on the front or not."""
+    hand: Point | None = None
+    """What `choose` takes of the settings made by hand, whether it is on the front or not."""
+    groups: list[str] = field(default_factory=list)
+    """Of every reported prompt."""
+    trials: dict[str, int] = field(default_factory=dict)
+    """How many were measured whole, stopped early, refused before anything was decoded, or failed."""
+    failures: list[str] = field(default_factory=list)
+    """Why trials failed, each reason once."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Samplers and pairs that do not work on this model, and why."""
+    complete: bool = False
+    """Whether the search came to its end and the reported half was measured."""
+
+    # ---- the preset ---------------------------------------------------------------------------------------------
+
+    @property
+    def preset(self) -> Request:
+        """The chosen request, for `preset=`.
+
+        Raises:
+            ValueError: nothing has been measured on all choosing prompts yet.
+        """
+        return self.request(None)
+
+    def request(self, point: int | None) -> Request:
+        """The request of a point of the front, counted from 1 as in the report; None is the chosen one.
+
+        Raises:
+            ValueError: no such point, or none at all.
+        """
+        if self.chosen is None:
+            raise ValueError("no setting was measured on all choosing prompts yet: give more trials or minutes")
+        check_int("point", point, low=1, high=len(self.points), none=True)
+        return self.points[self.chosen if point is None else point - 1].request
+
+    def save(self, path: str | os.PathLike[str], point: int | None = None) -> None:
+        """Write a point's request as a preset, for `generate(preset=)`, `--preset`, schedulers and servers.
+
+        Raises: as `request`; OSError.
+        """
+        self.request(point).save(Path(path))
+
+    # ---- intervals ----------------------------------------------------------------------------------------------
+
+    def score(self, measured: Measured) -> list[float]:
+        """What a report calls a measurement's score, by prompt: truth where all of it is known, else the score."""
+        known = [value for value in measured.truth if value is not None]
+        return known if self.by_truth and len(known) == len(measured) else measured.score
+
+    @property
+    def by_truth(self) -> bool:
+        """Whether reported scores are truth: answers were known for every reported prompt, and no checker chose."""
+        measured = next((point.reported for point in self.points if point.reported is not None), None)
+        if measured is None or self.setup["score"] == "checker":
+            return False
+        return all(value is not None for value in measured.truth)
+
+    def interval(self, values: Sequence[float]) -> tuple[float, float]:
+        """95 % interval of the mean of one number per reported prompt: Wilson's where all are right or wrong and every
+        prompt is a group of its own, else a percentile bootstrap over groups."""
+        if self.exact:
+            return wilson(int(sum(values)), len(values))
+        return grouped_bootstrap(values, self.groups)
+
+    @property
+    def exact(self) -> bool:
+        """Whether intervals of scores are Wilson's."""
+        points = [*self.points, self.default, self.hand]
+        measured = [point.reported for point in points if point is not None and point.reported is not None]
+        values = {value for entry in measured for value in self.score(entry)}
+        return values <= {0.0, 1.0} and len(set(self.groups)) == len(self.groups)
+
+    def difference(self, ours: Measured, other: Measured) -> tuple[float, float, float]:
+        """Mean difference of two scores, prompt by prompt, and its 95 % interval: a paired bootstrap over groups."""
+        values = [a - b for a, b in zip(self.score(ours), self.score(other), strict=True)]
+        return (sum(values) / len(values), *grouped_bootstrap(values, self.groups))
+
+    def alike(self) -> list[list[int]]:
+        """For every point the others, counted from 1, whose score is not separated from its own: the interval of the
+        paired difference on the reported half holds 0."""
+        found: list[list[int]] = []
+        for a in self.points:
+            own = []
+            for k, b in enumerate(self.points, 1):
+                if a is not b and a.reported is not None and b.reported is not None:
+                    _, low, high = self.difference(a.reported, b.reported)
+                    if low <= 0 <= high:
+                        own.append(k)
+            found.append(own)
+        return found
+
+    # ---- as data ------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON holds it: what was measured, prompt by prompt, and what follows from it."""
+        points, alike = [], self.alike()
+        for index, point in enumerate(self.points):
+            points.append(self._row(point) | {"chosen": index == self.chosen, "alike": alike[index]})
+        data = {
+            "schema": SCHEMA,
+            "complete": self.complete,
+            "setup": self.setup,
+            "costs": list(self.costs),
+            "tolerance": self.tolerance,
+            "trials": self.trials,
+            "failures": self.failures,
+            "left_out": self.left_out,
+            "groups": self.groups,
+            "reference": None if self.reference is None else self._summary(self.reference),
+            "default": None if self.default is None else self._row(self.default),
+            "hand": None if self.hand is None else self._row(self.hand),
+            "points": points,
+        }
+        return data
+
+    def _row(self, point: Point) -> dict[str, Any]:
+        choosing = {name: point.choosing.mean(name) for name in ("score", "forwards", "positions", "seconds")}
+        row = {"name": point.name, **point.candidate.to_data(), "preset": point.request.to_dict()}
+        row |= {"by_hand": point.by_hand, "choosing": choosing}
+        if point.reported is not None:
+            row["reported"] = self._summary(point.reported)
+            if self.reference is not None:
+                row["versus_reference"] = list(self.difference(point.reported, self.reference))
+        return row
+
+    def _summary(self, measured: Measured) -> dict[str, Any]:
+        values = self.score(measured)
+        means = {name: measured.mean(name) for name in ("forwards", "positions", "seconds")}
+        means |= {"score": sum(values) / len(values), "agreement_or_score": measured.mean("score")}
+        return means | {"interval": list(self.interval(values)), "prompts": measured.to_data()}
+
+    def to_json(self, file: str | os.PathLike[str]) -> None:
+        """Write `to_dict`, whole or not at all."""
+        write_json(file, self.to_dict())
+
+    # ---- as text ------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        lines = [*self._head(), ""]
+        lines += self._table() if self.points else ["nothing was measured on all choosing prompts yet"]
+        return "\n".join([*lines, "", *self._foot()])
+
+    def _head(self) -> list[str]:
+        chose, reported = self.setup["prompts"]["choose"], self.setup["prompts"]["report"]
+        counted = ", ".join(f"{count} {what}" for what, count in self.trials.items() if count)
+        lines = [
+            f"{self.setup['model']}: {chose} prompts chose, by {self.setup['score']}; {reported} others are reported",
+            f"trials: {counted or 'none'}",
+        ]
+        return [line for text in lines for line in textwrap.wrap(text, WIDTH)]
+
+    def _table(self) -> list[str]:
+        measured = all(point.reported is not None for point in self.points)
+        what = "right, %" if self.by_truth else "score, %"
+        costs = [cost for cost in ("forwards", "seconds") if cost == "forwards" or cost in self.costs]
+        head = f"  #  {what:>8}  {'95 %':^11}  {'- one per step (95 %)':^21}"
+        lines = [head + "".join(f"  {cost:>8}" for cost in costs) + ("  alike" if measured else "")]
+        alike = self.alike()
+        if self.reference is not None:
+            lines.append(self._line("", self.reference, costs, "", versus=False))
+            lines += _under("one token per step (the reference, no candidate)")
+        for beside, what in ((self.default, "the baseline"), (self.hand, "the best set by hand")):
+            if beside is not None and beside.reported is not None:
+                lines.append(self._line("", beside.reported, costs, ""))
+                lines += _under(f"{beside.name} ({what})")
+        for k, point in enumerate(self.points):
+            mark = f"{'*' if k == self.chosen else ' '}{k + 1}"
+            lines.append(self._line(mark, point.reported or point.choosing, costs, ",".join(map(str, alike[k]))))
+            lines += _under(point.name)
+        return lines
+
+    def _line(self, mark: str, measured: Measured, costs: Sequence[str], alike: str, versus: bool = True) -> str:
+        chosen_on = self.reference is None  # then there is nothing but the choosing half
+        values = measured.score if chosen_on else self.score(measured)
+        cells = f"{mark:>3}  {100 * sum(values) / len(values):8.1f}"
+        if chosen_on:
+            cells += " " * 36
+        else:
+            low, high = self.interval(values)
+            ends = f"{100 * low:.1f}-{100 * high:.1f}"
+            if not versus and self.setup["score"] == "agreement" and not self.by_truth:
+                ends = "(itself)"
+            paired = ""
+            if versus and self.reference is not None:
+                mean, below, above = (100 * value for value in self.difference(measured, self.reference))
+                paired = f"{mean:+.1f} ({below:+.1f} to {above:+.1f})"
+            cells += f"  {ends:>11}  {paired:>21}"
+        for cost in costs:
+            cells += f"  {measured.mean(cost):8.{3 if cost == 'seconds' else 2}f}"
+        return (cells + (f"  {alike}" if alike else "")).rstrip()
+
+    def _foot(self) -> list[str]:
+        notes = []
+        if self.chosen is not None:
+            cost = self.costs[-1]
+            notes.append(
+                f"*: chosen, on the prompts that chose: of what was set by hand the fewest {cost} at most "
+                f"{self.tolerance:g} points below the best, or what takes fewer {cost} than that, scores no less, and "
+                f"is at most {self.tolerance:g} points below by a paired interval."
+            )
+        if self.points and self.reference is None:
+            notes.append("Scores are those of the prompts that chose, which flatter: the other half was not measured.")
+        elif self.points:
+            exact = "Wilson's" if self.exact else "bootstraps over prompts"
+            notes.append(
+                f"Intervals are {exact}; differences paired bootstraps. alike: points whose scores these prompts do "
+                "not separate."
+            )
+        if self.setup["score"] == "agreement":
+            known = "truth, which chose nothing" if self.by_truth and self.reference is not None else "agreement too"
+            notes.append(f"Chosen by agreement with one token per step; what is reported is {known}.")
+        if self.points and (few := self.setup["prompts"]["choose"]) < FEW:
+            notes.append(f"Only {few} prompts chose: whatever is fast and right on these by chance looks best.")
+        if not self.complete:
+            notes.append("Incomplete: the same command with the same study goes on.")
+        notes += [f"Failed: {reason}" for reason in self.failures[:3]]
+        return [line for note in notes for line in textwrap.wrap(note, WIDTH)]
+
+
+def _under(name: str) -> list[str]:
+    return textwrap.wrap(name, WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 7)
+
+
+def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[Point]:
+    """The points that no other beats in score and costs, the cheapest first; of equals the first, and none more than
+    `loss` (a share) below the best score."""
+    if not points:
+        return []
+    best = max(point.choosing.mean("score") for point in points)
+    kept = [point for point in points if point.choosing.mean("score") >= best - loss]
+    places = [point.choosing.point(costs) for point in kept]
+    found: dict[tuple[float, ...], Point] = {}
+    for point, place, level in zip(kept, places, fronts(places), strict=True):
+        if level == 0:
+            found.setdefault(place, point)
+    return [found[place] for place in sorted(found, key=lambda place: place[1:])]
+
+
+def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
+    """What becomes the preset, and what it was measured against: of the settings made by hand one, and what takes its
+    place; the same one twice where nothing does, nothing where there is no point.
+
+    Of those made by hand it is the least of the last cost among those at most `tolerance` (a share) below the best
+    score of them. Of hundreds that are searched the best score is the luckiest one as well. So one of these takes the
+    place only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most
+    `tolerance` below. All of it on the choosing half; where nothing made by hand was measured all points stand in.
+
+    Args:
+        points: measured on the whole choosing half. groups: of every choosing prompt.
+
+    Returns:
+        (chosen, the one set by hand), or nothing.
+    """
+    if not points:
+        return []
+
+    def cost(point: Point) -> float:
+        return point.choosing.mean(costs[-1])
+
+    def score(point: Point) -> float:
+        return point.choosing.mean("score")
+
+    by_hand = [point for point in points if point.by_hand] or points
+    # a share of right answers is no sum of tenths: 97.8 - 1 is 96.8, whatever the last bit says
+    least = max(map(score, by_hand)) - tolerance - 1e-9
+    hand = min((point for point in by_hand if score(point) >= least), key=lambda point: (cost(point), -score(point)))
+    for point in sorted(points, key=lambda point: (cost(point), -score(point))):
+        if cost(point) >= cost(hand):
+            break
+        if score(point) >= score(hand) - 1e-9 and paired(point.choosing, hand.choosing, groups)[0] >= -tolerance - 1e-9:
+            return [point, hand]
+    return [hand, hand]
+
+
+def surely_below(ours: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
+    """Whether one of the others, on the same prompts, is better by more than `loss` (a share), whatever chance did:
+    the 95 % interval of the paired difference says so."""
+    own = ours.mean("score")
+    # most need no bootstrap
+    return any(paired(ours, other, groups)[1] < -loss for other in others if own < other.mean("score") - loss)
+
+
+def paired(ours: Measured, other: Measured, groups: Sequence[str]) -> tuple[float, float]:
+    """95 % interval of the mean difference of two scores, prompt by prompt: a bootstrap over groups."""
+    return grouped_bootstrap([a - b for a, b in zip(ours.score, other.score, strict=True)], groups)
+
+
+def thinned(
+    points: Sequence[Point], chosen: Point | None, costs: Sequence[str], most: int = MOST_POINTS
+) -> tuple[list[Point], int | None]:
+    """At most so many points of a front, with the chosen one, which a luckier point may have driven off it: those that
+    lie closest to a neighbour's score go, but for the chosen one, the cheapest and the best. Also where the chosen one
+    stands then."""
+    kept = list(points)
+    if chosen is not None and all(point is not chosen for point in kept):
+        kept = sorted([*kept, chosen], key=lambda point: point.choosing.point(costs)[1:])
+    points, fixed = list(kept), {id(chosen)}
+    fixed |= {id(points[0]), id(max(points, key=lambda point: point.choosing.mean("score")))} if points else set()
+    while len(kept) > max(most, len(fixed)):
+        scores = [point.choosing.mean("score") for point in kept]
+        gaps = {
+            k: min(abs(scores[k] - scores[j]) for j in (k - 1, k + 1) if 0 <= j < len(kept))
+            for k in range(len(kept))
+            if id(kept[k]) not in fixed
+        }
+        kept.pop(min(gaps, key=lambda k: gaps[k]))
+    place = None if chosen is None else next(k for k, point in enumerate(kept) if point is chosen)
+    return kept, place
+
+
+def grouped_bootstrap(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean of `values`, whole groups drawn at a time: (low, high)."""
+    index = {name: k for k, name in enumerate(dict.fromkeys(groups))}
+    place = np.array([index[name] for name in groups])
+    sums, sizes = np.bincount(place, np.asarray(values, np.float64)), np.bincount(place)
+    drawn = np.random.default_rng(seed).integers(len(sums), size=(DRAWS, len(sums)))
+    low, high = np.quantile(sums[drawn].sum(1) / sizes[drawn].sum(1), (0.025, 0.975))
+    return float(low), float(high)

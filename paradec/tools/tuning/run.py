@@ -1,0 +1,479 @@
+"""`tune`: settings are drawn, decoded on one half of the prompts, and the best ones measured on the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paradec import caches as cache_plans
+from paradec import samplers as registered
+from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
+from paradec.core.protocol import Interrupted
+from paradec.request import Request, check_names
+from paradec.tools.evaluation.compare import BASELINE
+from paradec.tools.tuning import space as spaces
+from paradec.tools.tuning.halving import goes_on, rungs
+from paradec.tools.tuning.measuring import Failed, Half, Measured
+from paradec.tools.tuning.prompts import Asked, fingerprint, halves, prompts_of
+from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thinned
+from paradec.tools.tuning.scoring import Checker, Scorer, truth
+from paradec.tools.tuning.space import Candidate, Space
+from paradec.tools.tuning.study import SCHEMA, Study, candidate_of, check_installed, rung_of, up_to
+
+OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
+"""What is spent, beside the score; the last one chooses."""
+SHARED = (
+    *("attention", "max_new_tokens", "temperature", "top_p", "top_k", "top_n_sigma", "guidance_scale", "rng"),
+    *("eos_early_stop", "logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
+    *("stop_strings", "stop", "chat", "compile"),
+)
+"""Fields of a request that all settings share, and that presets have."""
+TRIALS = 40
+"""Settings that are proposed, beyond those made by hand."""
+SLOW = 0.5
+"""Forwards per position: what was made by hand and takes more is dropped as early as anything else."""
+
+Progress = Callable[[str, float], None]
+"""Called after every rung and batch: what is measured, and the share of the work that is done."""
+
+
+def tune(
+    model: Any,
+    prompts: Any,
+    *,
+    answers: Sequence[Any] | None = None,
+    score: str | None = None,
+    checker: Checker | None = None,
+    mask: str | None = None,
+    samplers: str | Iterable[str] | None = None,
+    caches: str | Iterable[str] | None = None,
+    blocks: Sequence[int | None] | None = None,
+    objective: str = "forwards",
+    trials: int = TRIALS,
+    minutes: float | None = None,
+    study: str | os.PathLike[str] | None = None,
+    tolerance: float = 1.0,
+    loss: float = 10.0,
+    eta: int = 3,
+    batch: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **arguments: Any,
+) -> Tuning:
+    """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
+
+    Half of the prompts choose. All settings that were made by hand, defaults and frontiers, are decoded first; then
+    Optuna draws others, successive halving drops what is beaten on the first prompts (`paradec.tools.tuning.halving`),
+    and what is left makes a Pareto front. The preset is the best one made by hand, or what is cheaper and surely not
+    worse (`paradec.tools.tuning.result.choose`). The other half is decoded with the front alone, and reported. One
+    token per step (`low_confidence`, in the model's own blocks and without a cache) is measured beside it and is never
+    a candidate.
+
+    Args:
+        model: from `paradec.load` or `paradec.wrap`, with a mask token.
+        prompts: a file of JSON lines (`paradec.tools.tuning.read_prompts`), or a sequence of texts, chats, rows of ids,
+            or questions (`paradec.tools.evaluation.packaged_questions`). Ids may hold the mask id, to be filled.
+        answers: for a sequence of prompts, what is right: a text, a list of texts, the ids of the filled positions, or
+            None for each.
+        score: what chooses: "answers", "checker", or "agreement" with the tokens of one token per step. By default the
+            checker if there is one, else answers where all prompts have one, else agreement.
+        checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
+        mask: text that stands for one token to fill ("<mask>"), as in `paradec.infill`; by default texts are prompts.
+        samplers: names and combinations; by default every masked sampler that works here. caches: names; by default
+            "none" where forwards are the objective, which a cache makes cheaper and not fewer, else all.
+        blocks: block lengths, None for the model's own; by default that, half and twice of it, and the whole answer.
+        objective: "forwards", "seconds" (wall time of decoding, on this machine as it is), or "both".
+        trials: settings that are proposed beyond those made by hand, by all processes on one study together.
+        minutes: begin no trial or rung later than this; None has no limit. The report comes on top.
+        study: an SQLite file that keeps everything; the same call goes on with it, after Ctrl-C, a crash, or in several
+            processes at once.
+        tolerance: points of score, of 100, that the preset may lie below the best set by hand, on the choosing half.
+        loss: points below the best from which on a setting is of no interest; what was made by hand is dropped where
+            it is surely so far below another one, or slow.
+        eta: how much rungs grow, and how many trials are dropped at each.
+        batch: prompts decoded together. seed: of the halves, the proposals, and samplers that draw.
+        progress: called with what is measured and the share that is done.
+        arguments: fields of `paradec.Request` that all settings share (`paradec.tools.tuning.run.SHARED`):
+            max_new_tokens, temperature, ...; presets have them too.
+
+    Returns:
+        A `Tuning`; `.preset` is a `Request`.
+
+    Raises:
+        ImportError: Optuna is not installed. ValueError, TypeError: an argument out of its range, before any work is
+            done, or a study that was made with another model, prompts or space; the message names it.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Tuning` so far, on the choosing half.
+    """
+    check_installed()
+    check_model("tune", model, ("text", "codes", "masked image"))
+    check_search(objective, trials, minutes, tolerance, batch, seed)
+    check_int("eta", eta, low=2)
+    check_number("loss", loss, low=0, high=100)
+    check_names(arguments, SHARED)
+    if mask is not None:
+        arguments = {"max_new_tokens": 0, "holes_eos_inf": True, **arguments}
+    Request(**arguments)
+    asked = prompts_of(prompts, answers)
+    scorer = Scorer.of(asked, score, checker)
+    first, second = halves(asked, seed)
+    chat = arguments.get("chat")
+    work = _Work(
+        model=model,
+        base=arguments,
+        choosing=Half("choosing", model, first, chat, mask),
+        reporting=Half("reporting", model, second, chat, mask),
+        scorer=scorer,
+        batch=batch,
+        seed=seed,
+        costs=OBJECTIVES[objective],
+        loss=loss / 100,
+        eta=eta,
+        progress=progress,
+    )
+    names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
+    space = work.build_space(names, _cache_names(caches, objective), blocks)
+    setup = {
+        "schema": SCHEMA,
+        "model": model.facts.name,
+        "weights": weights_of(model),
+        "prompts": {"choose": len(first), "report": len(second), "text": fingerprint(asked)},
+        "score": scorer.kind,
+        "checker": None if checker is None else getattr(checker, "__qualname__", type(checker).__name__),
+        "objective": objective,
+        "mask": mask,
+        "request": Request(**arguments).to_dict(),
+        "space": space.to_data(),
+        "loss": loss,
+        "eta": eta,
+        "seed": seed,
+    }
+    directions = ["maximize", *("minimize" for _ in work.costs)]
+    with Study(study, setup, directions, seed) as opened:
+        try:
+            search = _Search(work, space, opened, setup, tolerance / 100)
+            return search.run(trials, minutes)
+        finally:
+            opened.close()
+
+
+def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
+    """Raise ValueError for an argument of `tune` of that name that is out of its range; no model is needed."""
+    check_choice("objective", objective, OBJECTIVES)
+    check_int("trials", trials, low=0)
+    check_int("batch", batch, low=1)
+    check_int("seed", seed, low=0, high=2**31)
+    check_number("minutes", minutes, low=0, open_low=True, none=True)
+    check_number("tolerance", tolerance, low=0, high=100)
+
+
+def _cache_names(names: str | Iterable[str] | None, objective: str) -> list[str]:
+    if names is None:
+        return ["none"] if objective == "forwards" else ["none", *(n for n in cache_plans.names() if n != "none")]
+    found = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    if not found:
+        raise ValueError("caches is empty; give at least one")
+    for name in found:
+        cache_plans.create(name)
+    return found
+
+
+def weights_of(model: Any) -> str:
+    """A short text that another checkpoint does not have: names, shapes, types and the first values of all weights;
+    "unknown" of models of one's own, which have no module."""
+    module = getattr(model, "module", None)
+    if module is None:
+        return "unknown"
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel() and not tensor.is_meta:
+            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # the rest is not copied into that order
+            digest.update(repr(first.reshape(-1)[:32].double().cpu().tolist()).encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass
+class _Work:
+    """What is decoded, and how it is counted: the same for every trial."""
+
+    model: Any
+    base: dict[str, Any]
+    choosing: Half
+    reporting: Half
+    scorer: Scorer
+    batch: int
+    seed: int
+    costs: tuple[str, ...]
+    loss: float
+    eta: int
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        facts, rows = self.model.facts, [*self.choosing.prompts.rows, *self.reporting.prompts.rows]
+        holed = [row.count(facts.mask_token_id) for row in rows]
+        new = self.base.get("max_new_tokens")
+        if new is None:
+            new = 0 if any(holed) else self.model.default_max_new_tokens
+        self.holes = any(holed)
+        self.positions = max(1, round(sum(holed) / len(rows)) + new)
+        """Undecided of a row, the mean."""
+        self.lengths = [
+            (row.index(facts.mask_token_id) if holes else len(row), len(row) + new)
+            for row, holes in zip(rows, holed, strict=True)
+        ]
+
+    def build_space(
+        self, names: list[str] | None, cache_names: list[str], blocks: Sequence[int | None] | None
+    ) -> Space:
+        """The space of these prompts. Raises: as `paradec.tools.tuning.space.build_space`, and what the request
+        lacks."""
+        facts = self.model.facts
+        if facts.mask_token_id is None or facts.topology == "causal":
+            raise ValueError(f"tune needs a model with a mask token; {facts.name} is autoregressive")
+        if blocks is not None and (isinstance(blocks, (str, bytes, int)) or not len(blocks)):
+            raise ValueError(f"blocks={shown(blocks)} must be a sequence of block lengths, None for the model's own")
+        lengths = spaces.default_block_lengths(self.model, self.positions) if blocks is None else tuple(blocks)
+        for half in (self.choosing, self.reporting):  # whatever is wrong with the request itself is an error
+            method = Request(**self.base, sampler=spaces.REFERENCE, seed=self.seed)
+            with registered.create(spaces.REFERENCE).start(self.model, half.prompts, method).freed_store():
+                pass
+        return spaces.build_space(self.model, self.choosing.prompts.part(0, 1), self.base, names, cache_names, lengths)
+
+    def request_of(self, candidate: Candidate) -> Request:
+        """The request of a point, without a seed."""
+        return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
+
+    @property
+    def reference(self) -> Request:
+        """One token per step."""
+        return Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE)})
+
+    def seeded(self, request: Request) -> Request:
+        return dataclasses.replace(request, seed=self.seed)
+
+
+class _Search:
+    """One process's work on a study."""
+
+    def __init__(self, work: _Work, space: Space, study: Study, setup: dict[str, Any], tolerance: float):
+        self.work, self.space, self.study, self.setup, self.tolerance = work, space, study, setup, tolerance
+        self.rungs = rungs(len(work.choosing), work.eta)
+        self.asked, self.end = 0, float("inf")
+        self.groups = [entry.group for entry in work.choosing.asked]
+        self.references: dict[str, dict[int, list[int]]] = {"choosing": {}, "reporting": {}}
+        self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
+
+    def run(self, trials: int, minutes: float | None) -> Tuning:
+        """Search until all starts and so many proposals are there, or the time is up, then measure the front on the
+        other half."""
+        self.asked = trials
+        self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self.starts = [self.space.params(start) for start in self.space.starts]
+        try:
+            if "seconds" in self.work.costs:  # what a process does once is no trial's
+                self.work.choosing.decode(self.work.seeded(Request(**self.work.base)), 0, min(2, self.rungs[0]))
+            refused = 0
+            while self._left() and time.monotonic() < self.end and refused < 10 * (trials + 1):
+                refused += not self._trial()
+            found = self._front()
+            if found.points:
+                self._report(found)
+                found.complete = not self._left()
+            return found
+        except KeyboardInterrupt as interrupt:
+            stopped = Interrupted("tuning was interrupted; what was found so far is in .output")
+            stopped.output = self._front()
+            raise stopped from interrupt
+
+    # ---- trials -------------------------------------------------------------------------------------------------
+
+    def _left(self) -> int:
+        """How many starts there are to measure that nobody is at work on, and how many proposals."""
+        there = self.study.trials()
+        started = {
+            frozen.user_attrs["start"]
+            for frozen in there
+            if "start" in frozen.user_attrs and not self.study.left_behind(frozen)
+        }
+        proposed = sum(
+            frozen.state.name not in ("WAITING", "RUNNING") and not {"refused", "start"} & set(frozen.user_attrs)
+            for frozen in there
+        )
+        return len(self.starts) - len(started) + max(0, self.asked - proposed)
+
+    def _trial(self) -> bool:
+        """One trial, from its proposal to its end; whether anything was measured."""
+        trial, others = self.study.next_trial(self.starts)
+        try:
+            candidate = self.space.suggest(trial)
+            try:
+                request = self.work.request_of(candidate)
+            except ValueError as error:
+                return self._refuse(trial, str(error))
+            if spaces.is_reference(request, self.work.positions):
+                return self._refuse(trial, "it is one token per step, the reference")
+            trial.set_user_attr("candidate", candidate.to_data())
+            self._climb(trial, candidate, self.work.seeded(request), others)
+        except BaseException:
+            self.study.release(trial)
+            raise
+        return True
+
+    def _refuse(self, trial: Any, why: str) -> bool:
+        trial.set_user_attr("refused", why)
+        self.study.tell(trial, "PRUNED")
+        return False
+
+    def _climb(self, trial: Any, candidate: Candidate, request: Request, others: list[Any]) -> None:
+        """Measure a trial rung by rung, until it has been everywhere, is stopped, or the time is up. What was measured
+        before, by a process that is gone or of the same point, is not measured again."""
+        measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
+        known = [trial, *(frozen for frozen in others if frozen.user_attrs.get("candidate") == data)]
+        for rung, stop in enumerate(self.rungs):
+            part = next((found for there in known if (found := rung_of(there, rung)) is not None), None)
+            if part is None:
+                if time.monotonic() > self.end:
+                    self.study.release(trial)
+                    return
+                begin = self.rungs[rung - 1] if rung else 0
+                if self.work.scorer.needs_reference:
+                    self._refer(self.work.choosing, stop)
+                try:
+                    part = self._measure(self.work.choosing, request, begin, stop)
+                except Failed as error:
+                    trial.set_user_attr("failed", f"{candidate.name}: {error}")
+                    self.study.tell(trial, "FAIL")
+                    return
+            trial.set_user_attr(f"rung {rung}", part.to_data())
+            measured.add(part)
+            self._tell_progress(candidate.name)
+            place = measured.point(self.work.costs)
+            if stop == self.rungs[-1]:
+                self.study.tell(trial, "COMPLETE", list(place))
+                return
+            there = [found for frozen in others if (found := up_to(frozen, rung)) is not None]
+            if by_hand and measured.mean("forwards") <= SLOW * self.work.positions:
+                stays = not surely_below(measured, there, self.groups[:stop], self.work.loss)
+            else:
+                stays = goes_on(place, [found.point(self.work.costs) for found in there], self.work.eta, self.work.loss)
+            if not stays:
+                self.study.tell(trial, "PRUNED")
+                return
+
+    def _measure(self, half: Half, request: Request, begin: int, stop: int) -> Measured:
+        references = self.references[half.name]
+        return half.measure(request, begin, stop, self.work.batch, self.work.scorer, references)
+
+    def _tell_progress(self, what: str, share: float | None = None) -> None:
+        if self.work.progress is not None:
+            # a tenth for the report
+            done = 1 - self._left() / max(1, len(self.starts) + self.asked)
+            self.work.progress(what, 0.9 * done if share is None else share)
+
+    # ---- the reference ------------------------------------------------------------------------------------------
+
+    def _refer(self, half: Half, stop: int) -> None:
+        """See that what one token per step gives is known of the first prompts; batches are kept in the study."""
+        request, kept = self.work.seeded(self.work.reference), None
+        measured, tokens = self.reference_measured[half.name], self.references[half.name]
+        while len(measured) < min(stop, len(half)):
+            begin = len(measured)
+            end = min(begin + self.work.batch, len(half))
+            key = f"{half.name} one per step {begin}-{end}"
+            kept = self.study.kept() if kept is None else kept
+            if key not in kept:
+                ids: dict[int, list[int]] = {}
+                part = self._measure_reference(half, request, begin, end, ids)
+                self.study.keep(key, {"ids": [ids[k] for k in range(begin, end)], "measured": part.to_data()})
+                kept = self.study.kept()
+            tokens.update(zip(range(begin, end), kept[key]["ids"]))
+            measured.add(Measured.from_data(kept[key]["measured"]))
+
+    def _measure_reference(
+        self, half: Half, request: Request, begin: int, end: int, ids: dict[int, list[int]]
+    ) -> Measured:
+        try:
+            output, filled, texts = half.decode(request, begin, end)
+        except Failed as error:
+            raise ValueError(f"one token per step does not work on these prompts: {error}") from error
+        found, rows = Measured(), end - begin
+        for offset, (tokens, text) in enumerate(zip(filled, texts, strict=True)):
+            entry: Asked = half.asked[begin + offset]
+            ids[begin + offset] = tokens
+            found.score.append(self.work.scorer.score(entry, tokens, text, tokens))
+            found.truth.append(truth(entry, tokens, text))
+        found.forwards += [int(count) for count in output.row_nfe]
+        found.positions += [output.forwarded_tokens / rows] * rows
+        found.seconds += [output.seconds / rows] * rows
+        return found
+
+    # ---- what was found -----------------------------------------------------------------------------------------
+
+    def _front(self) -> Tuning:
+        """The front of what has been measured on the whole choosing half."""
+        counts = {"measured": 0, "stopped early": 0, "refused": 0, "failed": 0, "under way": 0}
+        points: dict[str, Point] = {}
+        failures: dict[str, None] = {}
+        for frozen in self.study.trials():
+            candidate = candidate_of(frozen)
+            state = frozen.state.name
+            counts["measured"] += state == "COMPLETE"
+            counts["stopped early"] += state == "PRUNED" and "refused" not in frozen.user_attrs
+            counts["refused"] += "refused" in frozen.user_attrs
+            counts["failed"] += state == "FAIL"
+            counts["under way"] += state == "RUNNING"
+            if "failed" in frozen.user_attrs:
+                failures[frozen.user_attrs["failed"]] = None
+            measured = None if candidate is None else up_to(frozen, len(self.rungs) - 1)
+            if candidate is not None and measured is not None:
+                by_hand = "start" in frozen.user_attrs
+                new = Point(candidate, self.work.request_of(candidate), measured, by_hand=by_hand)
+                points.setdefault(candidate.name, new).by_hand |= by_hand
+        costs, known = self.work.costs, list(points.values())
+        chosen, hand = choose(known, costs, self.tolerance, self.groups) or (None, None)
+        kept, place = thinned(pareto(known, costs, self.work.loss), chosen, costs)
+        return Tuning(
+            setup=self.setup,
+            costs=self.work.costs,
+            tolerance=100 * self.tolerance,
+            points=kept,
+            chosen=place,
+            default=points.get(BASELINE),
+            hand=hand,
+            groups=[entry.group for entry in self.work.reporting.asked],
+            trials=counts,
+            failures=list(failures),
+            left_out=self.space.left_out,
+        )
+
+    def _report(self, found: Tuning) -> None:
+        """Measure the front, what stands beside it and one token per step on the other half. Settings take turns,
+        batch by batch, so that their times see the same machine."""
+        half, wanted = self.work.reporting, list(found.points)
+        for beside in (found.default, found.hand):
+            if beside is not None and all(point is not beside for point in wanted):
+                wanted.append(beside)
+        kept, parts = self.study.kept(), [Measured() for _ in wanted]
+        for begin in range(0, len(half), self.work.batch):
+            end = min(begin + self.work.batch, len(half))
+            self._refer(half, end)
+            for point, measured in zip(wanted, parts, strict=True):
+                key = f"reporting {point.name} {begin}-{end}"
+                if key not in kept:
+                    try:
+                        part = self._measure(half, self.work.seeded(point.request), begin, end)
+                    except Failed as error:
+                        raise ValueError(f"{point.name} failed on the reported half: {error}") from error
+                    self.study.keep(key, part.to_data())
+                    measured.add(part)
+                else:
+                    measured.add(Measured.from_data(kept[key]))
+                self._tell_progress("the reported half", 0.9 + 0.1 * end / len(half))
+        for point, measured in zip(wanted, parts, strict=True):
+            point.reported = measured
+        found.reference = self.reference_measured[half.name]

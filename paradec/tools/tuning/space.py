@@ -1,0 +1,354 @@
+"""What can be varied: samplers and their settings, caches, block lengths; without pairs that do not work.
+
+Ranges come from what every sampler declares. Its `frontier` says which settings trade quality for speed, and its
+defaults, presets and `frontier` which values somebody has used: a number is drawn from between the smallest and the
+largest of them, and a quarter of that distance beyond where the sampler takes it. The defaults and the frontiers
+themselves, what was set by hand, are the first trials, whatever number of others is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.core.checks import check_int
+from paradec.core.protocol import plain
+from paradec.request import Request
+from paradec.samplers.masked.start import block_policy
+from paradec.tools.evaluation.compare import BASELINE, COMBINATIONS, Configuration
+
+REFERENCE = "low_confidence"
+"""The sampler of one token per step, the surest first: LLaDA's."""
+LOG = 8
+"""Ranges whose ends are so far apart, as a factor, are drawn from by their logarithm."""
+BLOCKS = (16, 32, 64)
+"""Lengths that are tried where the model has none of its own."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Numbers from `low` to `high`, whole ones or rounded to three digits."""
+
+    low: float
+    high: float
+    whole: bool = False
+    log: bool = False
+
+    def suggest(self, trial: Any, name: str) -> float:
+        """A value that Optuna draws."""
+        if self.whole:
+            return int(trial.suggest_int(name, int(self.low), int(self.high), log=self.log))
+        return min(self.high, max(self.low, rounded(trial.suggest_float(name, self.low, self.high, log=self.log))))
+
+    def to_data(self) -> list[Any]:
+        return ["whole" if self.whole else "number", self.low, self.high, "log" if self.log else "even"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several values."""
+
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        """A value that Optuna draws; lists travel as text."""
+        return json.loads(trial.suggest_categorical(name, [json.dumps(plain(value)) for value in self.values]))
+
+    def to_data(self) -> list[Any]:
+        return ["one of", *(plain(value) for value in self.values)]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the space."""
+
+    sampler: str
+    """A registered name, or a combination as text."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the defaults; a fraction for `steps` is that share of the undecided positions."""
+    cache: str = "none"
+    block_length: int | None = None
+    """None is the model's own, or the sampler's."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changes", dict(sorted(self.changes.items())))
+
+    @property
+    def configuration(self) -> Configuration:
+        return Configuration(self.sampler, self.changes)
+
+    @property
+    def name(self) -> str:
+        """All of it in one line."""
+        more = [] if self.cache == "none" else [f"cache {self.cache}"]
+        more += [] if self.block_length is None else [f"blocks of {self.block_length}"]
+        return ", ".join([self.configuration.name, *more])
+
+    def to_data(self) -> dict[str, Any]:
+        changes = {name: plain(value) for name, value in self.changes.items()}
+        return {"sampler": self.sampler, "changes": changes, "cache": self.cache, "block_length": self.block_length}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Candidate:
+        return cls(**data)
+
+
+@dataclass
+class Space:
+    """Everything that a trial may be."""
+
+    settings: dict[str, dict[str, Span | Choice]]
+    """By sampler, what of it is varied; "steps" is a share of the undecided positions."""
+    starts: list[Candidate]
+    """Set by hand, the cheapest first as far as one can know; all of them are tried, before anything else."""
+    caches: dict[str, tuple[str, ...]]
+    """By sampler, the caches that work with it on this model."""
+    block_lengths: tuple[int | None, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Samplers, and pairs of sampler and cache, that do not work here, and why."""
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON holds it; equal for equal spaces."""
+        return {
+            "samplers": {
+                name: {setting: domain.to_data() for setting, domain in settings.items()}
+                for name, settings in self.settings.items()
+            },
+            "caches": {name: list(allowed) for name, allowed in self.caches.items()},
+            "block_lengths": list(self.block_lengths),
+        }
+
+    def suggest(self, trial: Any) -> Candidate:
+        """The point that Optuna proposes with a trial. What has one value only is not asked for."""
+        names = list(self.settings)
+        sampler = names[0] if len(names) == 1 else trial.suggest_categorical("sampler", names)
+        drawn = {
+            setting: domain.suggest(trial, f"{sampler}.{setting}") for setting, domain in self.settings[sampler].items()
+        }
+        default = self.defaults(sampler)
+        changes = {setting: value for setting, value in drawn.items() if value != plain(default[setting])}
+        cache, length = self.caches[sampler][0], self.block_lengths[0]
+        if len(self.caches[sampler]) > 1:
+            cache = trial.suggest_categorical(self._cache_name(sampler), list(self.caches[sampler]))
+        if len(self.block_lengths) > 1:
+            length = trial.suggest_categorical("block_length", list(self.block_lengths))
+        return Candidate(sampler, changes, cache, length)
+
+    def params(self, candidate: Candidate) -> dict[str, Any]:
+        """What Optuna is given so that `suggest` returns this point."""
+        sampler = candidate.sampler
+        found: dict[str, Any] = {} if len(self.settings) == 1 else {"sampler": sampler}
+        default = self.defaults(sampler)
+        for setting, domain in self.settings[sampler].items():
+            value = candidate.changes.get(setting, default[setting])
+            found[f"{sampler}.{setting}"] = json.dumps(plain(value)) if isinstance(domain, Choice) else value
+        if len(self.caches[sampler]) > 1:
+            found[self._cache_name(sampler)] = candidate.cache
+        if len(self.block_lengths) > 1:
+            found["block_length"] = candidate.block_length
+        return found
+
+    def _cache_name(self, sampler: str) -> str:
+        """Samplers with the same caches share what is learned about them."""
+        return "cache: " + ", ".join(self.caches[sampler])
+
+    @staticmethod
+    def defaults(sampler: str) -> dict[str, Any]:
+        """A sampler's settings at their defaults, and "steps": all of the positions, one by one."""
+        own = samplers.get(sampler).settings() if sampler in samplers.registry else {}
+        return {**own, "steps": 1.0}
+
+
+def build_space(
+    model: Any,
+    prompts: Any,
+    base: Mapping[str, Any],
+    names: Iterable[str] | None,
+    cache_names: Sequence[str],
+    block_lengths: Sequence[int | None],
+) -> Space:
+    """The space of a model and its prompts.
+
+    Args:
+        prompts: the first of them, encoded: each sampler begins to decode it, to see whether it can.
+        base: arguments that all requests share. names: samplers, and combinations as text; None takes every registered
+            one of the masked family that serves, and `COMBINATIONS`.
+
+    Raises:
+        ValueError: an unknown name, a sampler of another family, one asked for by name that does not work here, or none
+            that does.
+    """
+    wanted = default_names() if names is None else list(dict.fromkeys(names))
+    for length in block_lengths:
+        check_int("blocks", length, low=1, none=True)
+    space = Space({}, [], {}, tuple(block_lengths))
+    for name in wanted:
+        joined = name not in samplers.registry and any(sign in name for sign in samplers.JOINING)
+        cls = None if joined else samplers.get(name)
+        if cls is not None and cls.family != "masked":
+            raise ValueError(f"sampler {name!r} is of family {cls.family!r}; tune takes the 'masked' family")
+        method = Configuration(name).make()
+        try:
+            _start(model, prompts, Request(**{**base, "sampler": method}))
+        except ValueError as error:
+            if names is not None:
+                raise
+            space.left_out[name] = str(error)
+            continue
+        allowed = _allowed(space, model, prompts, base, name, method, cache_names)
+        if not allowed:
+            continue
+        space.caches[name] = allowed
+        space.settings[name] = {} if cls is None else domains(cls)
+        frontier = () if cls is None else cls.frontier
+        # a schedule at its default is one token per step, as dear as the reference: its frontier has faster ones
+        one_by_one = "steps" in space.settings[name]
+        by_hand = [*([] if one_by_one and name != BASELINE else [{}]), *frontier]
+        space.starts += [Candidate(name, changes, allowed[0], block_lengths[0]) for changes in by_hand]
+    if not space.settings:
+        why = "; ".join(f"{name}: {reason}" for name, reason in space.left_out.items())
+        raise ValueError(f"no sampler works with {model.facts.name} and these prompts: {why}")
+    # what costs least to know first: the baseline, then what needs no schedule, then the shorter schedules
+    space.starts.sort(key=lambda start: (start.sampler != BASELINE, _slow(start)))
+    return space
+
+
+def default_names() -> list[str]:
+    """Every registered masked sampler, and the combinations that `paradec compare` measures."""
+    return [name for name in samplers.names() if samplers.get(name).family == "masked"] + list(COMBINATIONS)
+
+
+def _allowed(
+    space: Space, model: Any, prompts: Any, base: Mapping[str, Any], name: str, method: Any, names: Sequence[str]
+) -> tuple[str, ...]:
+    """The caches that work with a sampler here; those that do not are noted."""
+    allowed = []
+    for cache_name in names:
+        cache = caches.create(cache_name)
+        found = verdict(method, cache, model.facts, model.supports_store)
+        why = found.why if found.status == REFUSED else ""
+        if not why and cache.uses_store:
+            try:
+                _start(model, prompts, Request(**{**base, "sampler": method, "cache": cache}))
+            except ValueError as error:
+                why = str(error)
+        if why:
+            space.left_out[f"{name} with {cache_name}"] = why
+        else:
+            allowed.append(cache_name)
+    return tuple(allowed)
+
+
+def _start(model: Any, prompts: Any, request: Any) -> None:
+    """Begin to decode, and leave it at that. Raises: what the sampler's `start` does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice for one request; here it is asked whether it works at all
+        with request.sampler.start(model, prompts, request).freed_store():
+            pass
+
+
+def _slow(start: Candidate) -> float:
+    """Forwards of a start, as a share of the positions; a guess that needs no decoding."""
+    share = start.changes.get("steps")
+    if share is not None:
+        return float(share)
+    return 1.0 if start.configuration.make().uses_steps else 0.1
+
+
+def domains(cls: type[Any]) -> dict[str, Span | Choice]:
+    """What of a sampler is varied: the settings that its `frontier` changes."""
+    default = Space.defaults(cls.name)
+    used: dict[str, list[Any]] = {}
+    for changes in cls.frontier:
+        for setting, value in changes.items():
+            used.setdefault(setting, [default[setting]]).append(value)
+    for preset in getattr(cls, "presets", {}).values():
+        for setting, value in preset.items():
+            if setting in used:
+                used[setting].append(value)
+    return {setting: _domain(cls, setting, values) for setting, values in used.items()}
+
+
+def _domain(cls: type[Any], setting: str, values: list[Any]) -> Span | Choice:
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if len(numbers) < len([value for value in values if value is not None]) or len(set(numbers)) < 2:
+        return Choice(tuple({json.dumps(plain(value), sort_keys=True): value for value in values}.values()))
+    whole = all(isinstance(value, int) for value in numbers)
+    low, high = min(numbers), max(numbers)
+    log = low > 0 and high >= LOG * low
+    if setting == "steps":  # a share of the positions
+        return Span(low / 2, 1.0, log=True)
+    below, above = (low / 2, high * 2) if log else (low - (high - low) / 4, high + (high - low) / 4)
+    if whole:
+        below, above = min(low - 1, round(below)), max(high + 1, round(above))
+    low = below if _takes(cls, setting, below) else low
+    high = above if _takes(cls, setting, above) else high
+    low, high = (int(low), int(high)) if whole else (rounded(low), rounded(high))
+    return Span(low, high, whole, log and low > 0)
+
+
+def _takes(cls: type[Any], setting: str, value: float) -> bool:
+    try:
+        cls(**{setting: value})
+    except ValueError:
+        return False
+    return True
+
+
+def rounded(value: float) -> float:
+    """Three digits."""
+    return float(f"{value:.3g}")
+
+
+def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
+    """The model's own blocks first (None), then half of them, twice, and all positions; of models that were trained
+    with blocks, their own alone."""
+    if model.facts.topology == "block_causal":
+        return (None,)
+    own = model.default_block_length
+    lengths = BLOCKS if own is None else (own // 2, own * 2, positions)
+    return (None, *(length for length in dict.fromkeys(lengths) if 1 < length <= positions and length != own))
+
+
+def request_of(
+    model: Any,
+    candidate: Candidate,
+    base: Mapping[str, Any],
+    positions: int,
+    lengths: Sequence[tuple[int, int]],
+    holes: bool = False,
+) -> Request:
+    """The request of a point: what is decoded, and what is saved if it is chosen.
+
+    Args:
+        positions: undecided positions of a row, the mean of all. lengths: of every row where the answer begins and
+            ends; the most blocks share the steps. holes: whether prompts have masks in them.
+
+    Raises:
+        ValueError: settings that exclude each other.
+    """
+    configuration = candidate.configuration
+    method = configuration.make()
+    steps: dict[str, Any] = {}
+    if "steps" in candidate.changes:
+        policy = block_policy(method, model, None, candidate.block_length, holes)
+        blocks = max(policy.count(*length) or 1 for length in lengths)
+        steps = configuration.request(positions, blocks)
+    cache = None if candidate.cache == "none" else candidate.cache
+    return Request(**{**base, "sampler": method, "cache": cache, "block_length": candidate.block_length, **steps})
+
+
+def is_reference(request: Request, positions: int) -> bool:
+    """Whether a request is one token per step itself, in the reference's own blocks and without a cache."""
+    method: Any = request.sampler
+    return (
+        method.name == REFERENCE
+        and (request.steps is None or request.steps >= positions)
+        and request.cache is None
+        and request.block_length is None
+    )

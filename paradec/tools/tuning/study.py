@@ -1,0 +1,237 @@
+"""Optuna's side: the study with its file, who works on which trial, and what a killed process has left behind.
+
+Everything that was measured is in the study: rungs with their trial, reference and reported half with the study itself.
+A trial that was under way when its process ended is gone on with at the rung where it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paradec.core.checks import shown
+from paradec.tools.tuning.measuring import Measured
+from paradec.tools.tuning.space import Candidate
+
+NAME = "paradec"
+SCHEMA = "paradec-tune/2"
+UNOWNED = 30.0
+"""Seconds after which a trial that nobody has put a name to is believed abandoned."""
+
+_working: set[str] = set()
+"""Runs of this process that are under way."""
+_claiming = threading.Lock()
+
+
+def check_installed() -> None:
+    """Raise ImportError unless Optuna is installed; the message names the extra."""
+    if importlib.util.find_spec("optuna") is None:
+        raise ImportError("tune needs optuna: install paradec's extra 'tune', e.g. pip install -e '.[tune]'")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Optuna's announcements: what there is to say is said by paradec."""
+    import optuna  # noqa: F401 - its logger
+
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="optuna")
+            warnings.filterwarnings("ignore", message=".*experimental feature.*")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+class Study:
+    """An Optuna study, in a file or in memory, and this run's name in it.
+
+    Args:
+        file: an SQLite file, made if it is not there; None keeps the study in memory.
+        setup: what it is about; a study that is about something else is refused.
+        directions: Optuna's, one per objective. seed: of the proposals.
+
+    Raises:
+        ValueError: a file of another kind or setup; the message names what differs. OSError: it cannot be written.
+    """
+
+    def __init__(self, file: str | os.PathLike[str] | None, setup: Mapping[str, Any], directions: list[str], seed: int):
+        import optuna
+
+        self.optuna, self.seed, self.file = optuna, seed, None if file is None else Path(file)
+        self.run = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
+        with _quiet():
+            self.study = optuna.create_study(
+                storage=None if self.file is None else _storage(self.file),
+                study_name=NAME,
+                directions=directions,  # type: ignore[arg-type]
+                load_if_exists=True,
+            )
+        there = self.study.user_attrs.get("setup")
+        if there is None:
+            self.study.set_user_attr("setup", dict(setup))
+        elif (difference := differs(there, dict(setup))) is not None:
+            raise ValueError(f"the study in {str(file)!r} was made with another {difference}; give another file")
+
+    def __enter__(self) -> Study:
+        _working.add(self.run)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _working.discard(self.run)
+
+    def close(self) -> None:
+        """Give the file's connections back."""
+        engine = getattr(getattr(self.study._storage, "_backend", None), "engine", None)
+        if engine is not None:
+            engine.dispose()
+
+    # ---- trials -------------------------------------------------------------------------------------------------
+
+    def trials(self) -> list[Any]:
+        """Every trial, as Optuna's frozen ones."""
+        return self.study.get_trials(deepcopy=False)
+
+    def next_trial(self, starts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:
+        """One that a process has left behind, or else the first of the `starts` that nobody has begun, or else what
+        Optuna proposes; and all other trials, as they are now."""
+        with _claiming, _quiet():
+            there = self.trials()
+            for frozen in there:
+                if frozen.state.name == "RUNNING" and self.left_behind(frozen):
+                    trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
+                    trial.set_user_attr("owner", self.run)
+                    return trial, [other for other in there if other.number != frozen.number]
+            begun = {frozen.user_attrs.get("start") for frozen in there}
+            left = [k for k in range(len(starts)) if k not in begun]
+            if left:
+                self.study.enqueue_trial(dict(starts[left[0]]), user_attrs={"start": left[0]})
+            # a proposal depends on what is known and on the seed: a study that was interrupted goes on as it would have
+            self.study.sampler = self.optuna.samplers.TPESampler(
+                multivariate=True, group=True, seed=self.seed + len(there)
+            )
+            trial = self.study.ask()
+            trial.set_user_attr("owner", self.run)
+            return trial, there
+
+    def release(self, trial: Any) -> None:
+        """Leave a trial to whoever goes on with the study."""
+        trial.set_user_attr("owner", "")
+
+    def tell(self, trial: Any, state: str, values: list[float] | None = None) -> None:
+        """The end of a trial: "COMPLETE" with values, "PRUNED" or "FAIL"."""
+        with _quiet():
+            chosen = self.optuna.trial.TrialState[state]
+            self.study.tell(trial, values, state=None if values else chosen, skip_if_finished=True)
+
+    def left_behind(self, frozen: Any) -> bool:
+        """Whether a trial has no end, and nobody is at work on it."""
+        if frozen.state.name != "RUNNING":
+            return bool(frozen.state.name == "WAITING")
+        owner = frozen.user_attrs.get("owner")
+        if owner is None:
+            begun = frozen.datetime_start
+            return begun is not None and (datetime.now() - begun).total_seconds() > UNOWNED
+        if not owner:
+            return True
+        host, pid, _ = owner.rsplit(" ", 2)
+        if host != socket.gethostname():
+            return False
+        return owner not in _working if int(pid) == os.getpid() else not _alive(int(pid))
+
+    # ---- what is measured outside of trials ---------------------------------------------------------------------
+
+    def keep(self, key: str, value: Any) -> None:
+        """Put something into the study under a name."""
+        self.study.set_user_attr(key, value)
+
+    def kept(self) -> dict[str, Any]:
+        """Everything that was put there."""
+        return self.study.user_attrs
+
+
+def rung_of(frozen: Any, rung: int) -> Measured | None:
+    """What a trial measured on one rung alone; None where it has not got there."""
+    data = frozen.user_attrs.get(f"rung {rung}")
+    return None if data is None else Measured.from_data(data)
+
+
+def up_to(frozen: Any, rung: int) -> Measured | None:
+    """What a trial measured up to the end of a rung; None where it has not got there."""
+    found = Measured()
+    for k in range(rung + 1):
+        part = rung_of(frozen, k)
+        if part is None:
+            return None
+        found.add(part)
+    return found
+
+
+def candidate_of(frozen: Any) -> Candidate | None:
+    """Which point a trial is; None before it is known, and for points that were refused."""
+    data = frozen.user_attrs.get("candidate")
+    return None if data is None else Candidate.from_data(data)
+
+
+def differs(was: Any, now: Any, path: str = "") -> str | None:
+    """Where two setups differ first, in words; None where they are equal."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for name in {**was, **now}:
+            inner = f"{path} of {name!r}" if path else str(name)
+            if (found := differs(was.get(name), now.get(name), inner)) is not None:
+                return found
+        return None
+    was, now = ([*value] if isinstance(value, (list, tuple)) else value for value in (was, now))
+    return None if was == now else f"{path}: {shown(was)} there, {shown(now)} here"
+
+
+def _storage(file: Path) -> Any:
+    """The storage of a file.
+
+    Raises:
+        ValueError: a file that is no study. OSError: a folder that is not there.
+    """
+    import optuna
+    from sqlalchemy.exc import DatabaseError
+
+    if file.is_dir() or not file.parent.is_dir():
+        raise OSError(f"study={str(file)!r} must be a file in an existing folder")
+    if file.exists() and file.stat().st_size:
+        with file.open("rb") as opened:
+            if opened.read(15) != b"SQLite format 3":
+                raise ValueError(f"study={str(file)!r} is no study: it is no SQLite file")
+    for attempt in range(5):
+        try:
+            # 60 s: how long a process waits while others write
+            return optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 60}})
+        except DatabaseError as error:  # two processes made the tables at once: the loser looks again
+            if attempt == 4:
+                raise ValueError(f"study={str(file)!r} cannot be opened: {error.orig}") from error
+            time.sleep(0.2 * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+def _alive(pid: int) -> bool:
+    if os.name == "nt":  # signal 0 is Ctrl-C there: believed alive, and its trial is left to it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
