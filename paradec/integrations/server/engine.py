@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradec.api.generate import generate
-from paradec.batching.batch import Batch, BatchClosed, Ticket
+from paradec.batching.batch import Batch, BatchClosed, Cancelled, Ticket
 from paradec.core.checks import shown
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,8 @@ class Engine:
         """Raise `ModelFailed` where a step raised for a row by itself and the model cannot be evaluated at all: else
         the fault is that row's."""
         for ticket in ended:
-            if ticket.isolated and ticket.output is not None and (error := ticket.output.error) is not None:
+            error = None if ticket.output is None else ticket.output.error
+            if ticket.isolated and error is not None and not isinstance(error, Cancelled):
                 log.error("prompt %s failed", ticket.number, exc_info=error)
                 try:
                     generate(self.model, [[1 if self.model.facts.mask_token_id == 0 else 0]], max_new_tokens=1)
