@@ -227,7 +227,7 @@ SHORT = {"max_denoising_steps": 12, "confidence_threshold": 0.35}
 
 
 def canvases() -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "models"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from canvases import VOCAB as VOCABULARY
     from canvases import tiny_module
 

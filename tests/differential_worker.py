@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import paradec
 
 TESTS = Path(__file__).resolve().parent
+SUPPORT = TESTS / "support"
 GOLDEN = TESTS / "golden"
 VOCAB, MASK, END = 41, 40, 39
 """Of the small random models that are made in memory."""
@@ -62,8 +63,8 @@ def find(name: str) -> Any:
 
 @functools.lru_cache(None)
 def tiny_pipelines() -> Any:
-    sys.path.append(str(TESTS))  # for what it imports beside it
-    spec = importlib.util.spec_from_file_location("tiny_pipelines", TESTS / "tiny_pipelines.py")
+    sys.path.append(str(SUPPORT))  # for what it imports beside it
+    spec = importlib.util.spec_from_file_location("tiny_pipelines", SUPPORT / "tiny_pipelines.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

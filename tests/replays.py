@@ -15,13 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from places import ROOT, variable
+sys.path.append(str(Path(__file__).resolve().parent / "support"))
+
+from places import ROOT, variable  # noqa: E402
 
 REPLAYS = {
     "traces": {
-        **{f"samplers/masked/test_traces{part}.py": "" for part in ("", "_adablock", "_dinfer", "_freedave")},
-        **{f"samplers/masked/test_traces{part}.py": "" for part in ("_lopa", "_pipelined")},
-        "samplers/masked/test_factor_profile.py": "public_traces",
+        **{f"samplers/masked/test_traces{part}.py": "" for part in ("", "_dinfer", "_pipelined")},
+        "samplers/masked/rules/test_traces_adablock.py": "",
+        **{f"samplers/masked/ahead/test_traces_{part}.py": "" for part in ("freedave", "lopa")},
+        "samplers/masked/rules/test_factor_profile.py": "public_traces",
         "caches/test_traces_caches.py": "",
         "caches/test_traces_suffix.py": "",
         "caches/test_d2.py": "public_traces density_as_a_prior",
@@ -35,7 +38,7 @@ REPLAYS = {
         "samplers/scales/test_golden_scales.py": "",
         "samplers/test_distilled.py": "llamagen_replays_the_reference",
         "samplers/test_distilled_var.py": "replays_the_reference",
-        "samplers/masked/test_cspd.py": "replays_the_reference replays_the_rule",
+        "samplers/continuous/test_cspd.py": "replays_the_reference replays_the_rule",
         "samplers/test_top_n_sigma.py": "the_public_code_s_filter_where_nothing_was_filtered_and_the_mended_one_"
         "elsewhere the_public_code_s_redraw_changes_the_distribution_and_ours_keeps_it",
         "samplers/causal/test_jacobi_blocks.py": "blocks_are_those_of_the_public_code "
@@ -43,7 +46,7 @@ REPLAYS = {
         "the_published_early_exit_is_another_text_and_the_prefix_is_not",
         "models/images/test_lpd.py": "a_recorded_run a_recorded_forward",
         "models/images/test_nar.py": "replays_the_reference the_mask_and_one_forward_are_the_reference_s",
-        "test_orders.py": "a_recorded_order",
+        "core/test_orders.py": "a_recorded_order",
     },
     "sjd": {"samplers/causal/test_jacobi.py": "reference_verification"},
     "gsd": {"samplers/causal/test_jacobi.py": "reference_verification"},
@@ -53,10 +56,10 @@ REPLAYS = {
     "diffusion": {
         "samplers/forecast/test_taylorseer.py": "schedules states_and_forecasts variants",
         "samplers/forecast/test_step_masks.py": "equals_cache_dit",
-        "hooks/test_accelerate.py": "latents_of_the_traces",
+        "integrations/diffusers/test_accelerate.py": "latents_of_the_traces",
     },
     "recap": {
-        "samplers/masked/test_recap.py": "replays_the_reference schedules_are_the_reference_s",
+        "samplers/masked/rules/test_recap.py": "replays_the_reference schedules_are_the_reference_s",
         "models/images/test_mar.py": "replays_the_reference",
     },
     "proteins": {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_batch import REQUEST, ROWS, Failing, Recorder, drained, tokens
+from batches import REQUEST, ROWS, Failing, Recorder, drained, tokens
 from tiny_models import tiny
 
 import paradec

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from every_model import CANVAS, IMAGES, TEXT, shared
-from test_image_families import MODELS as IMAGE_MODELS
+from image_families import MODELS as IMAGE_MODELS
 
 import paradec
 from paradec.batching.batch import Batch

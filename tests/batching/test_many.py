@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_batch import Failing, drained
+from batches import Failing, drained
 from tiny_models import tiny
 
 import paradec

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from every_model import shared
+from image_families import MODELS
 from image_models import tiny_llamagen, tiny_masked_image
-from test_image_families import MODELS
 from torch import Tensor
 
 import paradec

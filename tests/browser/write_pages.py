@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "traces"), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent)]
 
 import torch  # noqa: E402
 from runs_by_hand import hostile, long, scripts  # noqa: E402

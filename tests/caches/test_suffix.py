@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_wrap import wrapped
 from tiny_models import END, MASK, everything, tiny
+from wrapped_models import wrapped
 
 import paradec
 from paradec import PipelinedBlocks, Suffix, caches, samplers

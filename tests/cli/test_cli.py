@@ -832,8 +832,8 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
 
 def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
     """No --sampler is the model's; a masked one says what is kept; encoder calls are counted."""
+    from byte_tokenizers import byte_level_tokenizer
     from canvases import tiny_module
-    from test_stop_strings import byte_level_tokenizer
 
     tokenizer = byte_level_tokenizer()
     tiny_module(vocab=len(tokenizer)).save_pretrained(tmp_path)

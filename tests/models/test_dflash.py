@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eagle_drafters import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
 from image_models import CODES, tiny_llamagen
 from safetensors.torch import save_file
-from test_eagle import NEGATIVE, PROMPTS, VOCAB, answers, greedy, p_values, tiny_base
 from torch import Tensor
 from torch.nn.functional import silu
 

@@ -20,8 +20,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
+from prompt_block_loops import commits, plain_loop
 from safetensors.torch import load_file, save_file
-from test_prompt_blocks import commits, plain_loop
 from torch import Tensor
 
 import paradec

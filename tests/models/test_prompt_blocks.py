@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prompt_block_loops import BLOCK, commits, plain_logits, plain_loop
 from tiny_models import END, MASK, tiny
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 from paradec.tools.evaluation.likelihood import log_likelihoods
 
-BLOCK = 4
 ROWS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 KINDS = ("same", "shifted")
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -33,49 +33,6 @@ def from_prompt(layers: int = 2, prediction: str = "same", **other: Any) -> Mode
     model = tiny(layers, "block_causal", prediction, **other)
     model.facts = dataclasses.replace(model.facts, block_align="prompt")
     return model
-
-
-def plain_logits(model: Model, ids: list[int], prompt: int) -> Tensor:
-    """[L, V]: row i is of token i. The prompt sees itself, a block what is before it and itself."""
-    size = len(ids)
-    block = [-1 if i < prompt else (i - prompt) // BLOCK for i in range(size)]
-    mask = torch.tensor([[block[q] >= block[k] for k in range(size)] for q in range(size)])[None, None]
-    with torch.no_grad():
-        # the module's own attention is causal unless a mask of four dimensions says otherwise
-        logits = model.module(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
-    return torch.cat((logits[:1], logits[:-1])) if model.facts.shift else logits
-
-
-def plain_loop(model: Model, prompt: list[int], new: int, threshold: float, add: float) -> list[list[tuple[int, int]]]:
-    """D2F's loop of one row: what each forward commits. Blocks open one by one; every open one commits what passes, and
-    the first one its best where nothing does."""
-    mask = model.facts.mask_id
-    ids = [*prompt, *[mask] * (-(-new // BLOCK) * BLOCK)]
-    first, opened, calls = len(prompt), 1, []
-
-    def cells(block: int) -> list[int]:
-        return [i for i in range(first + block * BLOCK, first + (block + 1) * BLOCK) if ids[i] == mask]
-
-    while mask in ids:
-        p = plain_logits(model, ids, first)
-        p[:, mask] = -torch.inf
-        sure, token = p.softmax(-1).max(-1)
-        chosen = {i for block in range(opened) for i in cells(block) if sure[i] >= threshold}
-        own = next(cells(block) for block in range(opened) if cells(block))
-        if not chosen & set(own):
-            chosen.add(max(own, key=lambda i: (float(sure[i]), -i)))
-        calls.append([(i, int(token[i])) for i in sorted(chosen)])
-        for i in chosen:
-            ids[i] = int(token[i])
-        full = all(not cells(block) for block in range(opened))
-        if first + opened * BLOCK < len(ids) and (full or BLOCK - len(cells(opened - 1)) >= add * BLOCK):
-            opened += 1
-    return calls
-
-
-def commits(out: Any, row: int) -> list[list[tuple[int, int]]]:
-    found = [sorted(entry[1:3] for entry in step.commits if entry[0] == row) for step in out.trace.steps]
-    return [entries for entries in found if entries]
 
 
 def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:

@@ -18,13 +18,13 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from checkpoints import DREAM, IDS, LLADA, hub, logits, random_weights  # noqa: F401 - a fixture
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 from image_models import tiny_llamagen
 from moe_models import small_config, small_weights
 from safetensors.torch import load_file, save_file
-from test_checkpoints import DREAM, IDS, LLADA, hub, logits, random_weights  # noqa: F401 - a fixture
-from test_families import CONFIGS, WORDS, write_tokenizer
-from test_families import random_weights as family_weights
+from text_families import CONFIGS, WORDS, write_tokenizer
+from text_families import random_weights as family_weights
 from tiny_models import END, MASK, tiny
 from torch import Tensor, nn
 

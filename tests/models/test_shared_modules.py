@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from every_model import EVERY, decoded, expected, shared
+from shared_modules import TOPOLOGIES, Dropping, wrapping
 from side_by_side import together
-from test_wrap import IDS, ROWS, Opaque, decoder, encoder, random_ids
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
 
 import paradec
 from paradec.core.protocol import Query
@@ -65,13 +66,6 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
 
 
 # ---- several wraps --------------------------------------------------------------------------------------------------
-
-TOPOLOGIES: dict[str, dict[str, Any]] = {
-    "bidirectional": {"topology": "bidirectional", "prediction": "same"},
-    "block_causal": {"topology": "block_causal", "prediction": "shifted", "block_length": 4},
-    "causal": {"topology": "causal", "prediction": "shifted"},
-    "eager": {"topology": "bidirectional", "prediction": "same", "attn_implementation": "eager"},
-}
 
 
 @lru_cache
@@ -261,19 +255,6 @@ WITH_DROPOUT: dict[str, Callable[[], Any]] = {
     "decoder": lambda: decoder(attention_dropout=0.5),
     "opaque": lambda: Dropping(),
 }
-
-
-class Dropping(Opaque):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = torch.nn.Dropout(0.5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) + self.drop(torch.ones((), dtype=torch.float64))
-
-
-def wrapping(kind: str, module: Any) -> Model:
-    return paradec.wrap(module, **({} if kind == "encoder" else TOPOLOGIES["bidirectional"]), **IDS)
 
 
 @pytest.mark.parametrize("kind", WITH_DROPOUT)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from places import GOLDEN, ROOT, TESTS
+from places import GOLDEN, ROOT, SUPPORT
 from spread import PROMPTS, answers, in_ranks, place_of
-from test_families import write
+from text_families import write
 from typer.testing import CliRunner
 
 import paradec
@@ -292,7 +292,7 @@ def test_four_processes(folder: Path) -> None:
 
 def torchrun(words: list[str], **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, start_new_session=True, **streams, **options)
 

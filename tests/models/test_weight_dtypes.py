@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
+from delimiter_tokenizers import tokenizer_of
+from eagle_drafters import checkpoint as eagle_checkpoint
+from eagle_drafters import tiny_base
+from eagle_drafters import write as write_eagle
 from image_models import TINY_VQ, tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scripts import load_script
-from test_adaptive_blocks import tokenizer_of
-from test_checkpoints import DREAM, IDS, LLADA, logits, random_weights, shard, write
-from test_eagle import checkpoint as eagle_checkpoint
-from test_eagle import tiny_base
-from test_eagle import write as write_eagle
-from test_families import CONFIGS, write_antiberty
-from test_families import write as write_family
+from text_families import CONFIGS, write_antiberty
+from text_families import write as write_family
 from torch import Tensor
 from transformers import T5Config, T5EncoderModel
 

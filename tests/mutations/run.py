@@ -220,7 +220,7 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int | None, str]:
 
 
 def copy_code(folder: Path) -> None:
-    """The package and the scripts beside it, which `tests/scripts.py` looks for there."""
+    """The package and the scripts beside it, which `tests/support/scripts.py` looks for there."""
     for name in ("paradec", "benchmarks", "examples", "docs/notebooks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from canvases import tiny_module
-from test_jacobi import exactness
+from jacobi_runs import exactness
 from tiny_models import MASK, tiny
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
-from test_schedulers import BLOCK, MASK, TEXT, BlockCausal, run
-from tiny_models import tiny
+from scheduler_runs import BLOCK, TEXT, BlockCausal, run
+from tiny_models import MASK, tiny
 
 import paradec
 from paradec import samplers, schedulers

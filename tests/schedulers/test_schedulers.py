@@ -26,6 +26,7 @@ from diffusers import (
     UVit2DModel,
     VQModel,
 )
+from scheduler_runs import BLOCK, TEXT, BlockCausal, run
 from side_by_side import together
 from tiny_models import END, MASK, VOCAB, tiny
 from torch import Tensor, nn
@@ -37,49 +38,9 @@ from paradec.integrations.diffusers.hooks.block_cache import BlockCausalModule
 from paradec.models.adapter import Decoder, Model
 from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, save_filter
 
-TEXT = [
-    getattr(schedulers, name)
-    for name in schedulers.__all__
-    if issubclass(getattr(schedulers, name), schedulers.BlockScheduler) and name != "BlockScheduler"
-]
 IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.LPDScheduler, schedulers.RecapScheduler]
 DRAWS = {schedulers.RandomScheduler}
 """Choose positions by chance, from numbers that depend on the prompt, which a scheduler does not see."""
-BLOCK = 4
-
-
-class BlockCausal(BlockCausalModule):
-    """A Llama that sees whole blocks up to its own, as LLaDA2's model does, and counts its calls."""
-
-    calls = 0
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-    ) -> Any:
-        self.calls += 1
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache)
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return tiny(2, "block_causal")
-
-
-@pytest.fixture
-def pipe(model: Model) -> LLaDA2Pipeline:
-    pipeline = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-@pytest.fixture(scope="module")
-def ids() -> Tensor:
-    return torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +50,6 @@ def filter_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("filter") / "filter.safetensors"
     save_filter(path, facts, facts.network())
     return str(path)
-
-
-def run(pipe: Any, ids: Tensor, **arguments: Any) -> Tensor:
-    defaults = {"gen_length": 10, "num_inference_steps": 2, "mask_token_id": MASK, "eos_token_id": END}
-    settings = {**defaults, "output_type": "seq", "eos_early_stop": False, **arguments}
-    return pipe(input_ids=ids, **settings).sequences
 
 
 def settings_of(cls: type, filter_path: str) -> dict[str, Any]:

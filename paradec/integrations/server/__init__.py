@@ -12,7 +12,8 @@
 | `app.py` | all of it put together; `serve` runs it |
 
 Schemas, server-sent events, tool calls and reasoning are those of `transformers serve`. Its classes are private:
-paradec was tried with transformers 5.23 (`TRIED`), and `tests/serving/test_contract.py` says what is relied on.
+paradec was tried with transformers 5.23 (`TRIED`), and `tests/integrations/server/test_contract.py` says what is
+relied on.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from mar_models import DECODER, SIZES
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,9 +20,7 @@ from paradec.models.images.kl import KLDecoder, load_kl
 from paradec.models.images.mar import MAR, PRESETS, MARModel, sizes_of
 from paradec.models.images.vq import VQConfig
 
-SIZES = {"side": 4, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
 SIZES |= {"head_depth": 1, "head_width": 16}
-DECODER = {"channels": 32, "channel_mult": (1, 2), "res_blocks": 1, "attention": False, "z_channels": 4}
 
 
 @pytest.fixture(scope="module")

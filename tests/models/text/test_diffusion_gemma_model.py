@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizers import byte_level_tokenizer
 from canvases import CANVAS, VOCAB, tiny_module
-from test_stop_strings import byte_level_tokenizer
 from torch import Tensor
 
 import paradec

@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers
 from moe_models import CHECKPOINTS, MOE, NAMES, format_of, forwards, golden_moe, small_config, small_weights, told
-from places import GOLDEN, ROOT, TESTS, assert_shown
+from places import GOLDEN, ROOT, SUPPORT, assert_shown
 from safetensors.torch import load_file, save_file
-from test_families import write_tokenizer
+from text_families import write_tokenizer
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -593,7 +593,7 @@ print("SAME")
 def test_spread_over_processes(tmp_path: Path) -> None:
     """`tp_plan="auto"` on two processes: the same tokens as on one."""
     script = tmp_path / "spread.py"
-    script.write_text(SPREAD.format(tests=str(TESTS)))
+    script.write_text(SPREAD.format(tests=str(SUPPORT)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from places import ROOT, golden
+from jacobi_runs import GRID, Recording, TableModel, exactness
+from places import golden
 from torch import Tensor
 
 import paradec
@@ -28,18 +27,6 @@ from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
 from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, Window, draw, verify
 from paradec.samplers.causal.window import INITS, REFRESHES, JacobiSampler
-
-
-def _benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("exactness_benchmark", ROOT / "benchmarks" / "exactness.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-exactness = _benchmark()
-TableModel = exactness.TableModel
 
 
 def cases(family: str) -> list[Any]:
@@ -433,22 +420,6 @@ def test_presets_have_the_published_settings() -> None:
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
-
-GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
-
-
-class Recording:
-    """Passes everything on to a table model and notes the drafts that are evaluated."""
-
-    def __init__(self) -> None:
-        self.model, self.calls = TableModel.random(10, seed=4), []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __call__(self, query: Any, store: Any = None) -> Tensor:
-        self.calls.append((query.positions, query.tokens))
-        return self.model(query, store)
 
 
 def test_the_grid_s_layout() -> None:

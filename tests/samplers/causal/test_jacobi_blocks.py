@@ -12,8 +12,8 @@ import next_image
 import numpy as np
 import pytest
 import torch
+from jacobi_runs import GRID, Recording, exactness
 from places import assert_shown
-from test_jacobi import GRID, Recording, exactness
 from tiny_models import tiny
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 

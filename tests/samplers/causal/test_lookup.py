@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_eagle import VOCAB, answers, exactness, greedy, tiny_base
+from eagle_drafters import VOCAB, answers, exactness, greedy, tiny_base
 from torch import Tensor
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eagle_drafters import NEGATIVE, PROMPTS, answers, exactness, tiny_base
 from image_models import tiny_llamagen
-from test_eagle import NEGATIVE, PROMPTS, answers, exactness, tiny_base
 
 import paradec
 from paradec.samplers.causal.pool import beginning_with, layout, longest, remembered, said

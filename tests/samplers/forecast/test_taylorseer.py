@@ -20,8 +20,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     HeunDiscreteScheduler,
 )
-from places import GOLDEN, assert_shown, golden
-from safetensors.torch import load_file
+from dit_models import noise, tiny_dit
+from places import assert_shown, golden
 from torch import Tensor
 
 import paradec
@@ -33,7 +33,6 @@ from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, Hi
 from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
-TRACES = GOLDEN / "diffusion"
 LABELS = [1, 2, 7]
 
 
@@ -44,16 +43,6 @@ def recorded(holds: str) -> list[Path]:
         said = json.loads(path.read_text())
         found += [path] if holds in (said[0] if isinstance(said, list) else said) else []
     return found
-
-
-def tiny_dit(dtype: torch.dtype = torch.float32) -> DiTTransformer2DModel:
-    module = DiTTransformer2DModel(**json.loads((TRACES / "golden_latents.json").read_text())["dit"]["transformer"])
-    module.load_state_dict(load_file(TRACES / "golden_tiny_dit.safetensors"))
-    return module.to(dtype).eval()
-
-
-def noise(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(rows, 4, 8, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
 def decoded(sampler: TaylorSeer, model: DiffusionModel, latent: Tensor, **request: object) -> ForecastState:

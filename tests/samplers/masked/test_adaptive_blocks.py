@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from delimiter_tokenizers import tokenizer_of
 from places import GOLDEN
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec import AdaptiveBlocks, FixedBlocks, samplers
@@ -172,14 +172,6 @@ def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
     assert run(own) == run("threshold", blocks=own.blocks(None))
     assert run(own, block_length=8) == run("threshold", blocks=own.blocks(8)) != run(own)
     assert run(own, blocks=FixedBlocks(8)) == run("threshold", block_length=8) != run(own, block_length=8)
-
-
-def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models
-
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token=words[-1])
 
 
 @dataclass

@@ -23,12 +23,13 @@ from typing import Any
 
 import pytest
 import torch
+from pipelined_traces import D2FRule, blocks_of, d2f_model
 from places import assert_shown
 from replay import load_trace, model_of, some_cases, trace_names, which
 from torch import Tensor
 
 import paradec
-from paradec import PipelinedBlocks, samplers
+from paradec import samplers
 from paradec.caches.base import Part, spans
 from paradec.caches.delayed import DelayedCache
 from paradec.core.protocol import Commit, Query
@@ -36,7 +37,6 @@ from paradec.models.adapter import Model
 from paradec.samplers.masked.base import MaskedProposal, MaskedState, View
 from paradec.samplers.masked.queries import part_query
 from paradec.samplers.masked.rules.entropy_threshold import EntropyThreshold
-from paradec.samplers.masked.rules.threshold import Threshold
 from paradec.samplers.statistics import best_one
 
 D3LLM = trace_names("d3llm")
@@ -119,40 +119,6 @@ def cache_of(trace: dict, llada: bool) -> Any:
         return "none"
     kind = DelayedCache if llada else WithoutLeft
     return kind(settings["cache_delay_iter"], settings["refresh_interval"])
-
-
-def blocks_of(trace: dict, forced: str = "first") -> Any:
-    settings = trace["settings"]
-    if "block_add_threshold" not in settings:
-        return paradec.FixedBlocks(settings["block_size"])
-    add, full = settings["block_add_threshold"], settings["decoded_token_threshold"]
-    return PipelinedBlocks(settings["block_size"], add=add, full=full, forced=forced)
-
-
-def d2f_model(trace: dict, inner: Model) -> Model:
-    """The same module, with D2F's attention."""
-    return paradec.wrap(
-        inner.module,
-        mask_token_id=trace["mask_id"],
-        eos_token_id=trace["eos_id"],
-        prediction=inner.facts.prediction,
-        topology="block_causal",
-        block_length=trace["settings"]["block_size"],
-        block_align="prompt",
-    )
-
-
-@dataclass(frozen=True)
-class D2FRule(Threshold):
-    """What passes by its probability; where something must, the best by the sampling strategy."""
-
-    strategy: str = "confidence"
-
-    name = "d2f_rule"
-    reads = ("confidence", "margin")
-
-    def select(self, view: View) -> Tensor:
-        return (view.scores >= self.threshold) | view.best(view.quantities[self.strategy])
 
 
 # ---- replays --------------------------------------------------------------------------------------------------------

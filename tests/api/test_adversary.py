@@ -1,0 +1,556 @@
+"""Random checkpoints, settings and cases that no trace has, against the rules written out a second time.
+
+Checkpoints are written in the published file formats with random sizes (grouped heads, tied matrices, rows beyond the
+vocabulary, other ids and angles), loaded, and decoded with random settings in float64; what every call evaluated and
+committed is compared with a plain loop over a plain module. Cases for draft and verify are judged draft by draft.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import DREAM, DREAM_PARTS, LLADA, LLADA_PARTS, changed, random_weights, write
+from torch import Tensor
+from torch.nn.functional import silu
+
+import paradec
+from paradec import caches, samplers
+from paradec.samplers.causal.gsd import GSD
+from paradec.samplers.causal.lantern import NodeRule
+from paradec.samplers.causal.scd import SCD
+from paradec.samplers.causal.sjd import SJD
+from paradec.samplers.causal.trees import Tree, normalized, walk
+from paradec.samplers.causal.verification import DraftDistributions, Window, draw, verify
+
+Calls = list[tuple[int, list[int]]]
+"""Per model call: positions evaluated, and what was committed after it."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=")
+
+
+# ---- checkpoints and a plain module --------------------------------------------------------------------------------
+
+
+def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Write one with random sizes and ids."""
+    heads, vocab = rng.choice([2, 4]), rng.choice([12, 20, 33])
+    kv_heads, hidden = rng.choice([n for n in (1, 2, 4) if heads % n == 0]), heads * rng.choice([4, 6])
+    mask, end = rng.sample(range(vocab), 2)
+    common = {
+        "vocab_size": vocab,
+        "mask_token_id": mask,
+        "eos_token_id": end,
+        "rope_theta": rng.choice([5e5, 1e4, 100]),
+    }
+    if kind == "llada":
+        fields = {"d_model": hidden, "n_layers": rng.choice([1, 2, 3]), "n_heads": heads, "n_kv_heads": kv_heads}
+        fields |= {"mlp_hidden_size": rng.choice([None, 20]), "mlp_ratio": 1.5, "weight_tying": rng.random() < 0.4}
+        fields |= {"embedding_size": rng.choice([None, vocab + 4]), "max_sequence_length": 200}
+        config = changed(LLADA, **common, **fields)
+    else:
+        fields = {"hidden_size": hidden, "num_hidden_layers": rng.choice([1, 2]), "num_attention_heads": heads}
+        fields |= {"num_key_value_heads": kv_heads, "intermediate_size": 20, "max_position_embeddings": 200}
+        config = changed(DREAM, **common, **fields, tie_word_embeddings=rng.random() < 0.4)
+    weights = random_weights(config, seed=rng.randrange(10**6))
+    write(folder, config, weights)
+    return config, weights
+
+
+class Net:
+    """LLaDA and Dream over any subset of positions, keys and values of the others read from a store, in float64."""
+
+    def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]):
+        self.weights = weights
+        llada = config["model_type"] == "llada"
+        names = ("n_layers", "n_heads", "n_kv_heads", "weight_tying")
+        names = (
+            names
+            if llada
+            else ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+        )
+        self.layers, self.heads, self.kv_heads, tied = (config[name] for name in names)
+        self.parts = LLADA_PARTS if llada else DREAM_PARTS
+        self.layer = "model.transformer.blocks.{}." if llada else "model.layers.{}."
+        first, last, head = (
+            ("model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out")
+            if llada
+            else ("model.embed_tokens", "model.norm", "lm_head")
+        )
+        self.embedding, self.last = weights[f"{first}.weight"], weights[f"{last}.weight"]
+        self.head = self.embedding if tied else weights[f"{head}.weight"]
+        self.width, self.eps = self.embedding.shape[1] // self.heads, config.get("rms_norm_eps", 1e-5)
+        frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, self.width, 2).float() / self.width)
+        angles = torch.outer(torch.arange(200).float(), frequencies).repeat(1, 2)
+        self.cos, self.sin = angles.cos().double(), angles.sin().double()
+
+    def __call__(
+        self, ids: Tensor, at: Tensor | None = None, store: dict | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        """Logits of ids [n] at positions `at`; they see themselves and, of the store, the positions `seen`."""
+        at = torch.arange(len(ids)) if at is None else at
+        x, w = self.embedding[ids], self.weights
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            x = x.float()
+            return (x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).double() * weight
+
+        def rotate(x: Tensor) -> Tensor:
+            left, right = x.chunk(2, -1)
+            return x * self.cos[at] + torch.cat((-right, left), -1) * self.sin[at]
+
+        for index in range(self.layers):
+            name = self.layer.format(index)
+
+            def linear(x: Tensor, part: str, name: str = name) -> Tensor:
+                found = x @ w[f"{name}{self.parts[part]}.weight"].T
+                return found + w.get(f"{name}{self.parts[part]}.bias", 0)
+
+            h = norm(x, w[f"{name}{self.parts['attn_norm']}.weight"])
+            q, k, v = (
+                linear(h, part).view(len(ids), count, self.width).transpose(0, 1)
+                for part, count in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+            )
+            pair = torch.stack((rotate(k), v))
+            if seen is not None:
+                others = [p for p in seen.nonzero()[:, 0].tolist() if p not in at.tolist()]
+                keys, values = torch.cat((pair, store[index][:, :, others]), 2)
+            else:
+                keys, values = pair
+            if store is not None:
+                if index not in store:
+                    store[index] = torch.zeros(2, self.kv_heads, 200, self.width, dtype=torch.float64)
+                store[index][:, :, at] = pair
+            keys, values = (t.repeat_interleave(self.heads // self.kv_heads, 0) for t in (keys, values))
+            attention = (rotate(q) @ keys.transpose(1, 2) / self.width**0.5).softmax(-1) @ values
+            x = x + linear(attention.transpose(0, 1).reshape(len(ids), -1), "o")
+            h = norm(x, w[f"{name}{self.parts['mlp_norm']}.weight"])
+            x = x + linear(silu(linear(h, "gate")) * linear(h, "up"), "down")
+        return norm(x, self.last) @ self.head.T
+
+
+def best(logits: Tensor, mask: int) -> Tensor:
+    """The likeliest words but for the mask, whose share counts in probabilities all the same."""
+    return logits.index_fill(-1, torch.tensor(mask), -torch.inf).argmax(-1)
+
+
+def share(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def compare(
+    model: Any, prompt: list[int], new: int, sampler: Any, expected: tuple[Tensor, Calls], **request: Any
+) -> None:
+    """Decode, and compare tokens and, for calls that committed something, positions evaluated and committed."""
+    out = paradec.generate(
+        model,
+        input_ids=[prompt],
+        sampler=sampler,
+        max_new_tokens=new,
+        rng="reference",
+        eos_early_stop=False,
+        trace=True,
+        **request,
+    )
+    canvas, calls = expected
+    assert out.sequences[0].tolist() == canvas.tolist()
+    branches = 2 if request.get("guidance_scale", 1.0) != 1.0 else 1
+    ours = [
+        (step.forwarded[0], sorted(commit[1] for commit in step.commits)) for step in out.trace.steps if step.commits
+    ]
+    assert ours == [(width * branches, sorted(made)) for width, made in calls if made]
+
+
+# ---- LLaDA, Fast-dLLM, dKV-Cache -----------------------------------------------------------------------------------
+
+
+def quota(masks: int, steps: int) -> list[int]:
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
+
+
+def plain_llada(
+    net: Net,
+    mask: int,
+    prompt: list[int],
+    blocks: int,
+    length: int,
+    steps: int,
+    remasking: str,
+    seed: int,
+    **request: Any,
+) -> tuple[Tensor, Calls]:
+    """generate.py of LLaDA: guidance, Gumbel noise, then the numbers of `random`, in this order."""
+    generator = torch.Generator().manual_seed(seed)
+    x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
+    given, temperature, scale = x != mask, request["temperature"], request["guidance_scale"]
+    for block in range(blocks):
+        end = len(prompt) + (block + 1) * length
+        for count in quota(length, steps // blocks):
+            logits = net(x)
+            if scale != 1:
+                other = net(torch.where(given, mask, x))
+                logits = other + scale * (logits - other)
+            tokens = best(logits, mask)
+            if temperature:
+                noise = torch.rand(logits.shape, dtype=torch.float64, generator=generator)
+                tokens = best(logits.exp() / (-noise.log()) ** temperature, mask)
+            scores = share(logits, tokens)
+            if remasking == "random":
+                scores = torch.rand((1, len(x)), generator=generator)[0].double()
+            scores[end:], scores[x != mask] = -torch.inf, -torch.inf
+            chosen = scores.topk(count).indices
+            x[chosen] = tokens[chosen]
+            calls.append((len(x), chosen.tolist()))
+    return x, calls
+
+
+def plain_fast_dllm(
+    net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, rule: str, value: float, cache: str
+) -> tuple[Tensor, Calls]:
+    """Fast-dLLM: a whole forward opens a block; then what is right of its start ("prefix") or the block ("dual")."""
+    x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
+    for block in range(blocks):
+        start, end, step, store = len(prompt) + block * length, len(prompt) + (block + 1) * length, 0, {}
+        while (x[start:end] == mask).any():
+            at, seen = torch.arange(len(x)), None
+            if step and cache != "none":
+                at = torch.arange(start, len(x) if cache == "prefix" else end)
+                seen = torch.arange(len(x)) < (start if cache == "prefix" else len(x))
+            logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
+            logits[at] = net(x[at], at, store, seen)
+            tokens = best(logits, mask)
+            scores = share(logits, tokens)
+            scores[:start], scores[end:], scores[x != mask] = -torch.inf, -torch.inf, -torch.inf
+            order = scores.argsort(descending=True)[: int((x[start:end] == mask).sum())].tolist()
+            if rule == "fixed":
+                count = quota(length, steps // blocks)[step]
+            elif rule == "threshold":
+                count = max(1, int((scores >= value).sum()))
+            else:
+                count = 1
+                while count < len(order) and scores[order[count]] >= 1 - value / (count + 2):
+                    count += 1
+            made = order[:count]
+            x[made] = tokens[made]
+            calls.append((len(at), made))
+            step += 1
+    return x, calls
+
+
+def plain_dkv(
+    net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, interval: int
+) -> tuple[Tensor, Calls]:
+    """dKV-Cache-Decode: what was decided before the last call is frozen, until the next whole forward."""
+    x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
+    for block in range(blocks):
+        end, known, store = len(prompt) + (block + 1) * length, x != mask, {}
+        for step, count in enumerate(quota(length, steps // blocks)):
+            whole = step <= 1 or step % interval == 0
+            at = torch.arange(len(x)) if whole else (~known).nonzero()[:, 0]
+            logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
+            logits[at] = net(x[at], at, store, None if whole else known)
+            known = x != mask
+            tokens = best(logits, mask)
+            scores = share(logits, tokens)
+            scores[end:], scores[x != mask] = -torch.inf, -torch.inf
+            chosen = scores.topk(count).indices
+            x[chosen] = tokens[chosen]
+            calls.append((len(at), chosen.tolist()))
+    return x, calls
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    config, weights = checkpoint("llada", tmp_path, rng)
+    model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
+    words = [word for word in range(config["vocab_size"]) if word != mask]
+    prompt = rng.choices(words, k=rng.choice([1, 2, 7]))
+    blocks, length = rng.choice([1, 2, 3]), rng.choice([1, 3, 5, 8])
+    steps = blocks * rng.choice([1, length, max(1, length - 1)])
+    cut = {"block_length": length}
+    for remasking in ("low_confidence", "random"):
+        request = {"temperature": rng.choice([0.0, 0.7]), "guidance_scale": rng.choice([1.0, 1.25, 2.5])}
+        expected = plain_llada(net, mask, prompt, blocks, length, steps, remasking, seed, **request)
+        sampler = samplers.create(remasking)
+        compare(model, prompt, blocks * length, sampler, expected, seed=seed, steps=steps, **cut, **request)
+    for cache in ("none", "prefix", "dual"):
+        rule, value = rng.choice(
+            [("fixed", 0.0), ("threshold", 0.3), ("threshold", 0.9), ("factor", 1.0), ("factor", 2.5)]
+        )
+        expected = plain_fast_dllm(net, mask, prompt, blocks, length, steps, rule, value, cache)
+        settings = {"fixed": {}, "threshold": {"threshold": value}, "factor": {"factor": value}}[rule]
+        sampler = samplers.create("low_confidence" if rule == "fixed" else rule, **settings)
+        planned = {"steps": steps} if rule == "fixed" else {}
+        compare(model, prompt, blocks * length, sampler, expected, cache=cache, **cut, **planned)
+    interval = rng.choice([1, 2, 4, 100])
+    expected = plain_dkv(net, mask, prompt, blocks, length, steps, interval)
+    cache = caches.create("dkv_decode", refresh_interval=interval)
+    compare(
+        model, prompt, blocks * length, samplers.create("low_confidence"), expected, cache=cache, steps=steps, **cut
+    )
+
+
+# ---- Dream ---------------------------------------------------------------------------------------------------------
+
+
+def plain_dream(
+    net: Net, mask: int, prompt: list[int], new: int, steps: int, alg: str, seed: int, eps: float, **request: Any
+) -> tuple[Tensor, Calls]:
+    """generation_utils of Dream: shifted logits, a time grid, filters before the softmax; `origin` chooses first."""
+    generator, times = torch.Generator().manual_seed(seed), torch.linspace(1, eps, steps + 1)
+    x, calls = torch.tensor(prompt + [mask] * new), []
+    temperature, top_p, top_k = (request[name] for name in ("temperature", "top_p", "top_k"))
+
+    def filtered(logits: Tensor) -> Tensor:
+        if top_p is not None:
+            ordered, order = logits.sort(descending=True)
+            law = ordered.softmax(-1)
+            out = torch.zeros_like(law, dtype=torch.bool).scatter(-1, order, law.cumsum(-1) - law > top_p)
+            logits = logits.masked_fill(out, -torch.inf)
+        if top_k is not None and top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+        return logits
+
+    def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = best(logits, mask)
+        if temperature:
+            possible = logits.index_fill(-1, torch.tensor(mask), -torch.inf)
+            law = filtered(possible / temperature).softmax(-1)
+            tokens = torch.multinomial(law, 1, generator=generator).squeeze(-1)
+        law = filtered(logits / temperature if temperature else logits).softmax(-1)
+        if alg == "topk_margin":
+            first, second = law.topk(2).values.unbind(-1)
+            return tokens, first - second
+        if alg == "entropy":
+            return tokens, (law * (law + 1e-10).log()).sum(-1)
+        return tokens, law.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    for step in range(steps):
+        masked, logits = x == mask, net(x)
+        left, last = int(masked.sum()), step == steps - 1
+        if not left:
+            break
+        logits = torch.cat((logits[:1], logits[:-1]))[masked]
+        part = 1 if last else 1 - times[step + 1] / times[step]
+        if alg == "origin":
+            final = torch.rand(left, generator=generator) < part
+            made = masked.nonzero()[final, 0]
+            if len(made):
+                x[made] = sample(logits[final])[0]
+        else:
+            tokens, scores = sample(logits)
+            count = left if last else int(torch.tensor(float(left)) * part)
+            full = torch.full(x.shape, -torch.inf, dtype=torch.float64)
+            full[masked] = scores
+            made = full.topk(count).indices
+            if count and request["alg_temp"]:
+                made = torch.multinomial((full / request["alg_temp"]).softmax(-1).float(), count, generator=generator)
+            x[made] = torch.full_like(x, mask).masked_scatter(masked, tokens)[made]
+        calls.append((len(x), made.tolist()))
+    return x, calls
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    config, weights = checkpoint("dream", tmp_path, rng)
+    model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
+    words = [word for word in range(config["vocab_size"]) if word != mask]
+    prompt, new = rng.choices(words, k=rng.choice([1, 2, 7])), rng.choice([1, 3, 7, 16])
+    for alg in ("origin", "maskgit_plus", "topk_margin", "entropy"):
+        request = {"temperature": rng.choice([0.0, 0.3, 1.0]), "top_p": rng.choice([None, 0.5, 0.9])}
+        request |= {"top_k": rng.choice([None, 1, 5, 1000]), "steps": rng.choice([1, 3, 5, new, 2 * new])}
+        settings: dict[str, Any] = {"eps": rng.choice([1e-3, 0.1])}
+        if alg != "origin":
+            settings["alg_temp"] = rng.choice([None, 0.0, 0.5])
+        expected = plain_dream(net, mask, prompt, new, alg=alg, seed=seed, **{"alg_temp": None} | settings, **request)
+        compare(model, prompt, new, samplers.create(alg, **settings), expected, seed=seed, **request)
+
+
+# ---- draft and verify ----------------------------------------------------------------------------------------------
+
+
+def inverse(weights: np.ndarray, number: float) -> int:
+    cumulative = np.cumsum(weights)
+    return int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def group_chance(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: int, near: float, far: float) -> float:
+    """GSD's probability that a draft stands; ranks beyond the last are cut off, not counted again."""
+    order = np.argsort(p, kind="stable")
+    rank = int(np.flatnonzero(order == x)[0])
+    if rank < half:
+        return p[x] / q[x]
+    group = [
+        g
+        for g in order[rank - half : rank + half]
+        if g == x or abs(p[g] - p[x]) < near and ((embed[g] - embed[x]) ** 2).sum() < far
+    ]
+    return p[group].sum() / q[group].sum()
+
+
+@pytest.mark.parametrize("kind", ["sjd", "gsd", "scd"])
+def test_windows_of_drafts(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    best_drafts = 0
+    for _ in range(100):
+        width, size = int(rng.integers(2, 9)), int(rng.choice([4, 14, 16, 24]))
+        logits = rng.normal(size=(width, size)) * rng.choice([0.5, 2, 5])
+        p, q = softmax(logits), softmax(rng.random() * logits + rng.normal(size=(width, size)))
+        # draft i is judged by the law of slot i; the last slot has none
+        drafts = np.array([inverse(law, rng.random()) for law in q])
+        best_drafts += int((drafts == p.argmax(-1))[:-1].sum())
+        accept, fresh, redraw = rng.random(width), rng.random(width), rng.random(width)
+        embed, half = rng.normal(size=(size, 3)) * rng.choice([0.2, 1]), int(rng.choice([1, 3, 7]))
+        near, far = float(rng.choice([0.02, 0.15, 1])), float(rng.choice([0.2, 0.5, 100]))
+        expected, first = [inverse(law, number) for law, number in zip(p, fresh, strict=True)], width - 1
+        for i in range(width - 1):
+            x = drafts[i]
+            chance = group_chance(p[i], q[i], x, embed, half, near, far) if kind == "gsd" else p[i][x] / q[i][x]
+            if first == width - 1 or kind == "scd":
+                if accept[i] < chance:
+                    expected[i] = int(x)
+                else:
+                    expected[i] = inverse(np.maximum(p[i] - q[i], 0), redraw[i])
+                    first = min(first, i)
+        sampler: Any = {"sjd": SJD(), "scd": SCD(refresh="maximal")}.get(kind)
+        sampler = sampler or GSD(group_half_width=half, p_threshold=near, d_threshold=far)
+        law, tokens = torch.tensor(p).unsqueeze(0), torch.tensor(drafts).unsqueeze(0)
+        support = torch.full((size,), 1 / size, dtype=torch.float64)
+        laws = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
+        drafted = (torch.arange(width) < width - 1).unsqueeze(0)
+        drawn = draw(law, torch.tensor(fresh).unsqueeze(0))
+        window = Window(law, laws, drawn, torch.tensor(embed))
+        numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
+        found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
+        assert found.tokens[0].tolist() == expected and int(found.accepted) == first
+    assert best_drafts > 20
+
+
+TREES = [
+    [(0,) * depth for depth in range(1, 5)],
+    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)],
+    [(i,) for i in range(6)] + [(i, j) for i in range(3) for j in range(4)],
+]
+
+
+def near_words(embed: np.ndarray, x: int) -> np.ndarray:
+    distance = np.sqrt(((embed - embed[x]) ** 2).sum(-1))
+    distance[x] = np.inf
+    return np.argsort(distance, kind="stable")[:-1]
+
+
+def plain_node(
+    p: np.ndarray,
+    q: np.ndarray,
+    words: list[int],
+    numbers: list[float],
+    embed: np.ndarray,
+    k: int,
+    limit: float,
+    drawn: bool,
+) -> tuple[int, np.ndarray]:
+    """LANTERN's public code for one node: which child stands (-1: none), and the law that is left. k=0: without it."""
+    tried: list[int] = []
+    for i, (x, number) in enumerate(zip(words, numbers, strict=True)):
+        if x in tried:
+            continue
+        within = 0
+        mass = p[x]
+        if k:
+            cumulative = p[near_words(embed, x)[:k]].cumsum()
+            within = int((cumulative <= (limit if limit <= 1 else (limit - 1) * p[x])).sum())
+            mass += cumulative[within - 1] if within else 0
+        left = q.copy()
+        left[tried] = 0
+        tried.append(x)
+        if drawn and left[x] <= 0:
+            continue
+        left = left / left.sum()
+        if number <= (mass / left[x] if drawn else mass):
+            return i, p
+        gone = near_words(embed, x)[: k + 1] if within else []
+        p = p.copy()
+        if drawn:
+            left[gone] = 0
+            p = np.maximum(p - left, 0)
+        else:
+            p[x], p[gone] = 0, 0
+        p = p / p.sum() if p.sum() > 0 else np.full_like(p, 1 / len(p))
+    return -1, p
+
+
+def test_trees_of_drafts() -> None:
+    """Both kinds of trees, with LANTERN and without, down to laws of which nothing is left."""
+    rng = np.random.default_rng(0)
+    ended = {"empty": 0, "leaf": 0, "fell": 0}
+    for case in range(120):
+        size, paths, drawn = int(rng.choice([4, 8, 16])), TREES[case % 3], case % 2 == 0
+        tree = Tree(tuple(paths))
+        nodes = [(), *tree.paths]
+        p, q = (softmax(rng.normal(size=(len(nodes), size)) * rng.choice([0.5, 3, 6])) for _ in range(2))
+        if case % 5 == 0:  # as behind a top-k filter
+            p = np.where(p >= np.sort(p, -1)[:, -2:-1], p, 0)
+            p /= p.sum(-1, keepdims=True)
+        tokens = rng.integers(size, size=len(nodes))
+        embed, k = rng.normal(size=(size, 3)), int(rng.choice([0, 1, 2, 4, size, 1000]))
+        limit = float(rng.choice([0, 0.05, 0.4, 1, 2, 5]))
+        uniform = rng.random((tree.depth + 1, tree.children.shape[1] + 1))
+        node, law, expected = 0, p[0], [int(tokens[0])]
+        for depth in range(tree.depth + 1):
+            below = [child for child in tree.children[node].tolist() if child >= 0]
+            words = tokens[below].tolist()
+            numbers = uniform[depth][: len(below)].tolist()
+            child, law = plain_node(p[node], q[node], words, numbers, embed, k, limit, drawn)
+            if child < 0:
+                ended["leaf" if not below else "empty" if np.allclose(law, 1 / size) else "fell"] += 1
+                break
+            node = below[child]
+            expected.append(words[child])
+        rule = NodeRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
+        rows = [torch.tensor(x).unsqueeze(0) for x in (tokens, p, q)]
+        found = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), hits=False)
+        accepted = int(found.accepted)
+        assert [int(tokens[0]), *found.tokens[0, :accepted].tolist()] == expected
+        np.testing.assert_allclose(normalized(found.weights)[0].numpy(), law, atol=1e-9)
+        assert int(found.tokens[0, accepted]) == inverse(law, uniform[accepted, -1])
+    assert all(ended.values())
+
+
+# ---- requests at the same time -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_threads_share_a_model(cache: str, llada: Any) -> None:
+    """Requests of other lengths, from threads: what one call wants is no business of another."""
+    prompts = [[4, 5, 6, 7][: 1 + i] * 3 for i in range(4)]
+
+    def decode(i: int) -> list[int]:
+        out = paradec.generate(
+            llada, input_ids=[prompts[i]], cache=cache, max_new_tokens=16, block_length=4 + 4 * (i % 2)
+        )
+        return out.sequences[0].tolist()
+
+    expected = [decode(i) for i in range(4)]
+    found: list[Any] = [None] * 4
+
+    def run(i: int) -> None:
+        found[i] = [decode(i) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[tokens] * 3 for tokens in expected]

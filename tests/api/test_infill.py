@@ -1,0 +1,475 @@
+"""Infill: masks anywhere in the prompt are filled, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from byte_tokenizers import TOKENIZER, ids_of, reciting
+from fitting import MASKED, fits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor, nn
+
+import paradec
+from paradec.models.adapter import Model
+
+_ = -1  # a hole; the two small checkpoints have different mask ids
+HOLES = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _], [8, 9, 10, _, _, 11, 12, 13, 14, _]]
+
+
+@pytest.fixture(params=["llada64", "dream64"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return request.getfixturevalue(request.param)
+
+
+def masked(model: Model, row: list[int]) -> list[int]:
+    """A row with the model's mask id in its holes."""
+    return [model.facts.mask_token_id if token == _ else token for token in row]
+
+
+@pytest.fixture(scope="module")
+def packaged() -> Model:
+    return paradec.load()
+
+
+def check_filled(model: Model, out: paradec.Output, rows: list[list[int]], new: int = 0) -> None:
+    """Every mask is filled, every given token stands where it stood."""
+    width = max(map(len, rows)) + new
+    assert out.sequences.shape == out.filled.shape == out.attention_mask.shape == (len(rows), width)
+    assert (out.sequences != model.facts.mask_token_id).all()
+    for index, row in enumerate(rows):
+        start = width - new - len(row)
+        assert out.attention_mask[index].tolist() == [0] * start + [1] * (width - start)
+        got = out.sequences[index, start : start + len(row)].tolist()
+        assert [a for a, b in zip(got, row, strict=True) if b != _] == [b for b in row if b != _]
+        holes = [token == _ for token in row] + [True] * new
+        assert out.filled[index].tolist() == [False] * start + holes
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_sampler_fills_holes(name: str, model: Model) -> None:
+    """Rows of unequal lengths, holes at both ends and in the middle; each row as if it were alone (one of them on every
+    model: the samplers take turns)."""
+    if not fits(name, model):
+        pytest.skip("refused by name")
+    arguments = {"sampler": name, "seed": 0, "temperature": 0.7, "trace": True}
+    out = paradec.infill(model, [masked(model, row) for row in HOLES], **arguments)
+    check_filled(model, out, HOLES)
+    assert out.tokens == [row.count(_) for row in HOLES]
+    assert out.new_tokens.shape == (3, 0)
+    assert [len(row) for row in out.trace.replay()] == [len(row) for row in HOLES]
+    for index, row in enumerate(HOLES):
+        assert out.row_nfe[index] <= row.count(_) or paradec.samplers.get(name).revises
+        if index != MASKED.index(name) % len(HOLES):
+            continue
+        alone = paradec.infill(model, masked(model, row), **arguments)
+        assert alone.sequences[0].tolist() == out.sequences[index, -len(row) :].tolist()
+        assert alone.nfe == out.row_nfe[index]
+
+
+CACHES = [name for name in paradec.caches.names() if name in ("none", "prefix", "dual")]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    rows=st.lists(
+        st.lists(st.one_of(st.just(_), st.integers(0, 40)), min_size=1, max_size=12).filter(lambda row: _ in row),
+        min_size=1,
+        max_size=3,
+    ),
+    cache=st.sampled_from(CACHES),
+    new=st.sampled_from([0, 0, 5]),
+    request_=st.fixed_dictionaries(
+        {
+            "block_length": st.sampled_from([None, 2, 5]),
+            "guidance_scale": st.sampled_from([1.0, 1.5]),
+            "eos_early_stop": st.booleans(),
+            "sampler": st.sampled_from(["low_confidence", "threshold", "entropy"]),
+        }
+    ),
+)
+@pytest.mark.filterwarnings("ignore:cache=")
+def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int, request_: dict[str, Any]) -> None:
+    ids = [masked(model, row) for row in rows]
+    out = paradec.infill(model, ids, cache=cache, max_new_tokens=new, **request_)
+    check_filled(model, out, rows, new)
+    assert all(nfe <= row.count(_) + new for nfe, row in zip(out.row_nfe, rows, strict=True))
+    request_ = request_ | {"holes_eos_inf": True}
+    again = paradec.generate(model, input_ids=ids, cache=cache, max_new_tokens=new, **request_)
+    assert torch.equal(again.sequences, out.sequences)
+
+
+def by_hand(model: Model, row: list[int]) -> list[int]:
+    """The surest masked token of the whole row, one forward each, with the module itself."""
+    ids, mask = torch.tensor([masked(model, row)]), model.facts.mask_token_id
+    with torch.inference_mode():
+        while (ids == mask).any():
+            logits = model.module(ids, attention_mask=torch.ones(1, 1, len(row), len(row), dtype=torch.bool)).logits[0]
+            if model.facts.prediction == "shifted":  # position 0 has no row to its left and reads its own
+                logits = torch.cat((logits[:1], logits[:-1]))
+            logits[:, mask] = -torch.inf
+            sureness, tokens = logits.softmax(-1).max(-1)
+            at = sureness.masked_fill(ids[0] != mask, -1).argmax()
+            ids[0, at] = tokens[at]
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize("row", HOLES + [[_] * 6])
+def test_equals_a_loop_by_hand(model: Model, row: list[int]) -> None:
+    request = {"eos_early_stop": False, "holes_eos_inf": False}
+    out = paradec.infill(model, masked(model, row), sampler="low_confidence", **request)
+    assert out.sequences[0].tolist() == by_hand(model, row)
+    assert out.nfe == row.count(_)
+
+
+def test_blocks_run_from_the_first_mask(model: Model) -> None:
+    """Blocks of three: 2-4, 5-7 (nothing to fill, passed over), 8-10."""
+    row = masked(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])
+    out = paradec.infill(model, row, sampler="random", block_length=3, seed=0, trace=True)
+    order = [commit[1] for step in out.trace.steps for commit in step.commits]
+    assert sorted(order[:2]) == [2, 4] and sorted(order[2:]) == [8, 10]
+    whole = [
+        [
+            c[1]
+            for step in paradec.infill(model, row, sampler="random", seed=s, trace=True).trace.steps
+            for c in step.commits
+        ]
+        for s in range(8)
+    ]
+    assert any(max(first[:2]) > 4 for first in whole)  # by default all holes are one block
+
+
+class Insists(nn.Module):
+    """Predicts one token everywhere."""
+
+    def __init__(self, token: int):
+        super().__init__()
+        self.config = type("Config", (), {"vocab_size": 8, "max_position_embeddings": 50})()
+        self.token = token
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, 8)
+        logits[..., self.token] = 9
+        return logits
+
+
+def insisting(token: int) -> Model:
+    return paradec.wrap(
+        Insists(token), mask_token_id=7, eos_token_id=6, pad_token_id=5, prediction="same", topology="bidirectional"
+    )
+
+
+@pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
+def test_an_end_token_ends_nothing_inside(sampler: str) -> None:
+    model = insisting(6)
+    inside = {"sampler": sampler, "holes_eos_inf": False}
+    out = paradec.infill(model, [1, 7, 7, 2, 7, 3], **inside)
+    assert out.sequences.tolist() == [[1, 6, 6, 2, 6, 3]]
+    assert (out.tokens, out.finished) == ([3], [False])
+    # given end tokens end nothing either
+    out = paradec.infill(model, [6, 7, 6, 7, 3], **inside)
+    assert out.sequences.tolist() == [[6, 6, 6, 6, 3]]
+    # behind the text an end token ends the row
+    out = paradec.infill(model, [1, 7, 2], max_new_tokens=4, block_length=2, **inside)
+    assert out.sequences.tolist() == [[1, 6, 2, 6, 5, 5, 5]]
+    assert (out.tokens, out.finished) == ([2], [True])
+    assert out.new_tokens.tolist() == [[6, 5, 5, 5]]
+    # and so it does in a hole that nothing follows
+    assert paradec.infill(model, [1, 7, 7, 7], sampler=sampler).sequences.tolist() == [[1, 6, 5, 5]]
+    assert paradec.infill(model, [1, 7, 2], logits_eos_inf=True).sequences[0, 1] != 6
+
+
+@pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
+def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
+    model = insisting(6)  # every other word is equally good: the first one is taken
+    assert paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler).sequences.tolist() == [[1, 0, 0, 2, 0, 3]]
+    # given end tokens stay, what is appended may end, a row without a hole is untouched
+    rows = [[1, 7, 6, 7, 2], [3, 7]]
+    out = paradec.infill(model, rows, max_new_tokens=2, sampler=sampler, block_length=3)
+    assert out.sequences.tolist() == [[1, 0, 6, 0, 2, 6, 5], [5, 5, 5, 3, 6, 5, 5]]
+    assert (out.tokens, out.finished) == ([3, 1], [True, True])
+    # ids with masks in `generate` are taken as they were
+    assert paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler).sequences.tolist() == [[1, 6, 2]]
+    again = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
+    assert again.sequences.tolist() == [[1, 0, 2]]
+    everything = {"suppress_tokens": range(6), "sampler": sampler}
+    with pytest.raises(ValueError, match="holes_eos_inf=True leaves no token for holes"):
+        paradec.infill(model, [1, 7, 2], **everything)
+    assert paradec.infill(model, [1, 7], **everything).sequences.tolist() == [[1, 6]]
+    with pytest.raises(ValueError, match="holes_eos_inf=None must be True or False"):
+        paradec.infill(model, [1, 7, 2], holes_eos_inf=None)
+
+
+INSIDE = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13, 14, _, _, _, 15]]
+
+
+def with_ends(model: Model) -> Model:
+    """The same model; half of its words, and what ended an answer before, end one."""
+    words = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
+    ends = tuple(sorted(words - {model.facts.mask_token_id}))
+    other = copy.copy(model)
+    other.facts = dataclasses.replace(model.facts, eos_token_ids=ends)
+    return other
+
+
+def check_no_ends_inside(model: Model, **request: Any) -> None:
+    """Holes are filled as if end tokens did not exist."""
+    ending, rows = with_ends(model), [masked(model, row) for row in INSIDE]
+    ends = torch.tensor(ending.facts.eos_token_ids)
+    request = {"seed": 0, "temperature": 0.7, **request}
+    out = paradec.infill(ending, rows, **request)
+    expected = paradec.infill(model, rows, suppress_tokens=ends, **request)
+    assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe
+    assert not torch.isin(out.sequences[out.filled], ends).any()
+    free = paradec.infill(ending, rows, holes_eos_inf=False, **request)
+    assert torch.isin(free.sequences[free.filled], ends).any()
+    # behind the text nothing is kept out
+    request["temperature"] = 4.0
+    out = paradec.infill(ending, rows, max_new_tokens=6, eos_early_stop=False, **request)
+    filled = out.filled[:, :-6]
+    assert not torch.isin(out.sequences[:, :-6][filled], ends).any() and torch.isin(out.new_tokens, ends).any()
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_sampler_keeps_end_tokens_out_of_holes(name: str, llada64: Model, dream64: Model) -> None:
+    models = [model for model in (llada64, dream64) if fits(name, model)]
+    check_no_ends_inside(models[MASKED.index(name) % len(models)], sampler=name)  # they take turns
+
+
+@pytest.mark.filterwarnings("ignore:cache=")
+@pytest.mark.parametrize("cache", paradec.caches.names())
+def test_every_cache_keeps_end_tokens_out_of_holes(cache: str, llada64: Model) -> None:
+    try:
+        check_no_ends_inside(llada64, sampler="low_confidence", cache=cache, block_length=5)
+    except ValueError as error:
+        assert f"cache={cache!r} does not work with" in str(error)
+        pytest.skip("refused by name")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"sampler": paradec.samplers.create("freedave", base="threshold", draft_mode="tree")},
+        {"sampler": "credit+localleap"},
+        {"guidance_scale": 1.5},
+        {"top_p": 0.9, "sampler": "entropy"},
+        {"stop": paradec.Prophet(), "sampler": "low_confidence"},
+    ],
+    ids=str,
+)
+def test_other_requests_keep_end_tokens_out_of_holes(request_: dict[str, Any], dream64: Model) -> None:
+    check_no_ends_inside(dream64, **request_)
+
+
+def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
+    ending = with_ends(model)
+    out = paradec.infill(ending, masked(model, INSIDE[0]), temperature=1.0, seed=0, rng="reference")
+    assert not torch.isin(out.sequences[out.filled], torch.tensor(ending.facts.eos_token_ids)).any()
+
+
+def test_an_interrupt_keeps_what_was_filled(llada64: Model) -> None:
+    def stop(state: Any, commit: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as raised:
+        paradec.infill(llada64, masked(llada64, HOLES[0]), sampler="low_confidence", callback=stop)
+    out = raised.value.output
+    assert (out.sequences == llada64.facts.mask_token_id).sum() == HOLES[0].count(_) - 1
+    assert out.tokens == [1]
+
+
+def test_guidance_masks_what_was_given(llada64: Model) -> None:
+    """The unconditional branch of an infill sees nothing but masks: its logits are those of an empty canvas."""
+    seen = []
+    handle = llada64.module.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
+    )
+    row = masked(llada64, HOLES[0])
+    paradec.infill(llada64, row, guidance_scale=2.0, sampler="low_confidence")
+    handle.remove()
+    assert seen[0].tolist() == [row, [llada64.facts.mask_token_id] * len(row)]
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_packaged_model_completes_an_answer(packaged: Model) -> None:
+    def chat(question: str, answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    out = paradec.infill(packaged, chat("Sort: pear fig apple", "apple <mask> pear"))
+    assert (out.text, out.fills, out.tokens) == ("apple fig pear", ["fig"], [1])
+    out = paradec.infill(
+        packaged,
+        [chat("Reverse: pear fig apple kiwi", "<mask:2> fig <mask>"), chat("Sort: pear fig apple", "<mask> fig pear")],
+        sampler="low_confidence",
+    )
+    assert out.text == ["kiwi apple fig pear", "apple fig pear"]
+    assert out.fills == [["kiwi apple", "pear"], ["apple"]]
+    # the question can be the unknown
+    out = paradec.infill(packaged, chat("<mask>: pear fig apple kiwi", "kiwi apple fig pear"))
+    assert len(out.fills) == 1 and out.text == "kiwi apple fig pear"
+    # an open turn is answered too
+    out = paradec.infill(packaged, chat("Reverse: pear fig <mask>", "")[:1], max_new_tokens=6)
+    assert len(out.fills) == 2 and out.finished == [True]
+
+
+def test_placeholders(packaged: Model) -> None:
+    mask = packaged.facts.mask_token_id
+    word = {text: packaged.tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in ("fox", "cow")}
+
+    def pattern(text: str, **arguments: Any) -> list[int]:
+        out = paradec.infill(packaged, text, **arguments)
+        return torch.where(out.filled, mask, out.sequences)[0].tolist()
+
+    fox, cow = word["fox"], word["cow"]
+    assert pattern("fox <mask> cow") == [fox, mask, cow]
+    assert pattern("<mask> <mask> fox<mask>cow") == [mask, mask, fox, mask, cow]
+    assert pattern("fox <mask:3> cow") == pattern("fox <mask><mask> <mask> cow") == [fox, mask, mask, mask, cow]
+    assert pattern("fox ___ cow", mask="___") == [fox, mask, cow]
+    assert pattern("fox [?:2] cow", mask="[?]") == [fox, mask, mask, cow]
+    assert pattern("fox <|mdm_mask|> cow") == [fox, mask, cow]  # the tokenizer's own name
+    assert pattern("fox <mask> cow", max_new_tokens=2) == [fox, mask, cow, mask, mask]
+    several = paradec.infill(
+        packaged, ["fox <mask>", "<mask:2> cow fox"], num_return_sequences=2, temperature=1.0, seed=0
+    )
+    assert several.sequences.shape == (4, 4) and len(several.text) == len(several.fills) == 4
+    assert [len(row) for row in several.fills] == [1, 1, 1, 1]
+
+
+def test_a_space_before_a_hole_belongs_to_it() -> None:
+    """Byte-level vocabularies have the space in the word: a stray space token would keep the model from it."""
+    one, two, three = (ids_of(text) for text in ("one", " two", " three"))
+    for text in ("one <mask> three", "one<mask> three"):
+        out = paradec.infill(reciting([*three], [*two]), text, logits_eos_inf=True)
+        ids, mask = out.sequences[0].tolist(), TOKENIZER.mask_token_id
+        assert [mask if hole else i for i, hole in zip(ids, out.filled[0].tolist(), strict=True)] == [
+            *one,
+            mask,
+            *three,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "message"),
+    [
+        ("fox cow", {}, "the prompt of row 0 has nothing to fill; put '<mask>' or the mask id in it"),
+        (["fox <mask>", "cow"], {}, "the prompt of row 1 has nothing to fill"),
+        ("fox <mask>", {"mask": "___"}, "nothing to fill; put '___'|outside the model's vocabulary"),
+        ("fox <mask:0>", {}, "count of '<mask:0>'=0 must be an integer from 1 to 512"),
+        ("fox <mask:99999999999>", {}, "count of '<mask:99999999999>'=99999999999 must be"),
+        ("fox <mask:511> cow cow", {}, r"prompt of 514 tokens \+ max_new_tokens=0 = 514 is longer"),
+        ("fox <mask>", {"mask": ""}, "mask='' must be the text that stands for a token to fill"),
+        ("fox <mask>", {"mask": 3}, "mask=3 must be the text"),
+        ("fox <mask>", {"max_new_tokens": -1}, "max_new_tokens=-1 must be an integer from 0"),
+        ("zebu <mask>", {}, "words outside the model's vocabulary: .*zebu"),
+        ([1, 2], {}, "the prompt of row 0 has nothing to fill"),
+        (None, {}, "either prompt or input_ids"),
+        ("", {}, "is empty"),
+    ],
+)
+def test_wrong_infills(packaged: Model, prompt: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paradec.infill(packaged, prompt, **arguments)
+
+
+def test_generate_takes_masks_as_ids_only(packaged: Model) -> None:
+    mask = packaged.facts.mask_token_id
+    with pytest.raises(ValueError, match=f"row 0 holds the mask id {mask} at position .*; paradec.infill fills masks"):
+        paradec.generate(packaged, "Sort: <|mdm_mask|> fig")
+    out = paradec.generate(packaged, input_ids=[1, mask, 2])
+    assert out.sequences.shape == (1, 3) and out.sequences[0, [0, 2]].tolist() == [1, 2]
+    with pytest.raises(
+        ValueError, match="the prompt of row 1 has no mask to fill; give it one, or max_new_tokens above 0"
+    ):
+        paradec.generate(packaged, input_ids=[[1, mask], [2, 3]])
+    out = paradec.generate(packaged, input_ids=[[1, mask], [2, 3]], max_new_tokens=2)
+    assert out.filled.tolist() == [[False, True, True, True], [False, False, True, True]]
+
+
+def test_tokenizer_without_a_text_for_the_mask(packaged: Model) -> None:
+    facts = packaged.facts
+    config = transformers.LlamaConfig(
+        vocab_size=facts.vocab_size + 1, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    unnamed = paradec.wrap(
+        transformers.LlamaForCausalLM(config),
+        mask_token_id=facts.vocab_size,
+        prediction="same",
+        topology="bidirectional",
+        tokenizer=packaged.tokenizer,
+    )
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no text for the mask id 123; give input_ids"):
+        paradec.infill(unnamed, "fox <mask>")
+    assert paradec.infill(unnamed, [1, facts.vocab_size, 2]).tokens == [1]
+    causal = paradec.wrap(unnamed.unwrap(), prediction="shifted", topology="causal")
+    with pytest.raises(ValueError, match="infill needs a model with a mask token; LlamaForCausalLM is autoregressive"):
+        paradec.infill(causal, [1, 2])
+
+
+# ---- masked language models ----------------------------------------------------------------------------------------
+
+
+SMALL = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "cls", "sep", "eos"))},
+}
+
+
+def wordpiece_tokenizer() -> Any:
+    """BERT's tokenizer over a handful of words."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "on", "mat", "##s", "."]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+@pytest.mark.parametrize("kind", ["Bert", "ModernBert", "ConvBert"])
+def test_masked_language_models(kind: str) -> None:
+    """Text gets the special tokens that the model was trained with, and each mask what the module alone says."""
+    torch.manual_seed(0)
+    config = getattr(transformers, kind + "Config")(**SMALL)
+    module = getattr(transformers, kind + "ForMaskedLM")(config).double().eval()
+    for parameter in module.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    model = paradec.wrap(module, tokenizer=wordpiece_tokenizer())
+    texts = ["The cat <mask> on the <mask>.", "the dogs <mask>"]
+    out = paradec.infill(model, texts, sampler="low_confidence", suppress_tokens=[0, 1, 2, 3])
+    assert out.sequences[0].tolist()[:3] == [2, 5, 6] and out.sequences[0, -1] == 3
+    assert out.sequences[1, -6:-2].tolist() == [2, 5, 7, 11] and out.sequences[1, -1] == 3
+    assert [len(fills) for fills in out.fills] == [2, 1]
+    assert out.text[0].startswith("the cat ") and "[" not in "".join(out.text)
+    # one mask: what the module says at that place
+    ids = torch.tensor([[2, 5, 7, 11, 4, 3]])
+    with torch.inference_mode():
+        logits = module(ids).logits[0, 4]
+    assert out.sequences[1, -2] == 5 + logits[5:].argmax()
+
+
+def test_masked_language_models_at_once(packaged: Model) -> None:
+    """A threshold of 0 fills all holes with one forward."""
+    sampler = paradec.samplers.create("threshold", threshold=0.0)
+    out = paradec.infill(packaged, "fox <mask> cow <mask:3> fox", sampler=sampler)
+    assert (out.nfe, out.tokens, out.tokens_per_forward) == (1, [4], 4.0)

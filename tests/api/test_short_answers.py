@@ -1,0 +1,296 @@
+"""Answers and prompts shorter than what a step looks at: a tree or a window of drafts, a block, what a cache keeps.
+
+Properties over the registry: samplers and caches that are added later are covered without a test of their own."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_drafters import answers, checkpoint, exactness, tiny_base, write
+from image_models import CODES, tiny_llamagen
+from image_models import greedy as greedy_picture
+from tiny_models import tiny
+from torch import Tensor
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.core.protocol import Sampler, decode
+from paradec.models.adapter import Model
+from paradec.models.images.grid import Grid
+from paradec.request import Request
+from paradec.samplers.causal.drafting import DraftingSampler
+from paradec.samplers.causal.trees import DynamicTree
+
+PROMPTS = [[3], [2, 1], [4, 0, 1]]
+LONG = [0, 3, 1, 3, 2, 4, 2, 1, 1, 0, 3, 2]
+"""A neighbour that makes the canvas longer than any tree is deep."""
+NEGATIVE = [[1], [3, 2, 1], [0, 2], [4]]
+MOST = 6
+DEEP = (2, 1, 1, 1, 1, 1, 1, 1)
+PATHS = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0))
+TREES: dict[str, Any] = {
+    "chain": {"window": 9},
+    "children per depth": {"tree": DEEP},
+    "paths": {"tree": PATHS},
+    "mc_sim_7b_63": {"tree": "mc_sim_7b_63"},
+    "dynamic": {"tree": DynamicTree(nodes=6, depth=8, top_k=3)},
+}
+EAGLE = ("chain", "children per depth", "dynamic")
+
+OWN: dict[str, Any] = {
+    "defaults": {},
+    "resample": {"refresh": "resample", "init": "repeat_horizontal"},
+    "maximal": {"refresh": "maximal", "init": "sample_horizontal"},
+    "gumbel": {"refresh": "gumbel", "init": "repeat_horizontal", "window": 3},
+    "keep": {"refresh": "keep", "init": "sample_horizontal", "guess_distribution": "one_hot"},
+}
+"""Settings of samplers that draft by themselves, as far as a sampler takes them."""
+SHAPES = OWN | TREES
+CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+
+
+def ways() -> list[tuple[str, str, str]]:
+    """(sampler, drafter, drafts): every sampler by itself, and with both kinds of drafters; fewer of lossy ones."""
+    found = []
+    for name in CAUSAL:
+        kind = samplers.get(name)
+        if name == "zipar":  # its rows of a picture stand in for drafts
+            continue
+        if not getattr(kind, "needs_drafter", False):
+            found += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
+        if issubclass(kind, DraftingSampler):
+            found += [(name, "table", shape) for shape in (TREES if kind.lossless else EAGLE)]
+            found += [(name, "eagle", shape) for shape in EAGLE]
+            found += [(name, "llama", "dynamic")] if kind.lossless else []
+    return found
+
+
+def fits(name: str, shape: str) -> bool:
+    try:
+        samplers.create(name, **SHAPES[shape])
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """The model and its drafter, by the drafter's kind."""
+    base = tiny_base()
+    eagle = paradec.load_drafter(write(tmp_path_factory.mktemp("eagle") / "drafter", *checkpoint()), base=base)
+    base.codebook = base.token_embeddings
+    table = exactness.TableModel.random(5, seed=0)
+    small = exactness.TableModel.random(5, seed=1, near=table)
+    found = {"none": (table, None), "table": (table, small), "eagle": (base, eagle)}
+    return found | {"llama": (base, tiny_base(layers=1))}
+
+
+def made(name: str, drafter: Any, shape: str) -> Sampler:
+    settings, own = dict(SHAPES[shape]), samplers.get(name).settings()
+    if shape in TREES:
+        settings["drafter"] = drafter
+    if isinstance(settings.get("tree"), DynamicTree) and "rule" in own:
+        settings["rule"] = "naive"
+    if "k" in own:
+        settings["k"] = 2
+    return samplers.create(name, **settings)
+
+
+def next_logits(model: Any, ids: list[int]) -> Tensor:
+    """[V], without a line of the samplers' or the store's."""
+    if isinstance(model, exactness.TableModel):
+        return model.table[ids[-2] if len(ids) > 1 else len(model.table) - 1, ids[-1]]
+    with torch.inference_mode():
+        return model.module(torch.tensor([ids])).logits[0, -1]
+
+
+def greedy(model: Any, prompt: list[int], negative: list[int], scale: float) -> list[int]:
+    """Token by token, every forward from nothing."""
+    ids: list[int] = []
+    for _ in range(MOST):
+        logits = next_logits(model, prompt + ids)
+        if scale != 1:
+            other = next_logits(model, negative + ids)
+            logits = other + scale * (logits - other)
+        ids.append(int(logits.argmax()))
+    return ids
+
+
+@pytest.fixture(scope="module")
+def plain(models: dict[str, tuple[Any, Any]]) -> dict[tuple[str, float], list[list[int]]]:
+    """The greedy answers to the prompts and the neighbour; shorter ones are what they begin with."""
+    return {
+        (kind, scale): [greedy(model, *pair, scale) for pair in zip([*PROMPTS, LONG], NEGATIVE, strict=True)]
+        for (kind, (model, _)), scale in itertools.product(models.items(), (1.0, 2.0))
+    }
+
+
+def guided(scale: float, rows: int) -> dict[str, Any]:
+    return {} if scale == 1 else {"guidance_scale": scale, "negative_prompt": NEGATIVE[:rows]}
+
+
+# ---- drafts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "drafter", "shape"), ways())
+def test_temperature_0_is_greedy_decoding(
+    name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]], plain: dict[Any, list[list[int]]]
+) -> None:
+    """Alone, in a batch of short rows, and beside a longer row; with guidance whose prompts have other lengths. Methods
+    that are not lossless have nothing to give at temperature 0."""
+    model, small = models[drafter]
+    sampler = made(name, small, shape)
+    for new in range(1, MOST + 1) if sampler.lossless and drafter != "none" else (2, 5):
+        scale = 2.0 if new in (1, 4, 5) else 1.0
+        expected = [ids[:new] for ids in plain[drafter, scale]]
+        for rows in ([PROMPTS, PROMPTS[:1]][new % 2], [*PROMPTS, LONG]):
+            request = guided(scale, len(rows)) | {"max_new_tokens": new, "temperature": 0, "seed": 0}
+            found, state = answers(sampler, model, rows, **request)
+            assert found == expected[: len(rows)], (new, len(rows))
+            assert np.sum(state.accepted, 0).tolist() == [new] * len(rows)
+
+
+@pytest.mark.parametrize(("name", "drafter", "shape"), ways())
+def test_drafted_rows_do_not_depend_on_their_neighbours(
+    name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]]
+) -> None:
+    """At temperature 1, where the drafts have a say in which token is drawn."""
+    model, small = models[drafter]
+    sampler = made(name, small, shape)
+    for new, scale in ((2, 1.0), (3, 1.7)) if sampler.lossless and drafter != "none" else ((3, 1.7),):
+        request: dict[str, Any] = {"max_new_tokens": new, "temperature": 1.0, "guidance_scale": scale}
+        found = []
+        for rows in (PROMPTS[:1], PROMPTS * 6, [*PROMPTS * 6, LONG]):
+            if scale != 1:
+                request["negative_prompt"] = [[2, 1]] * len(rows)
+            found.append(answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
+        alone, short, beside = found
+        assert alone == short[:1] and short == beside[:-1], new
+
+
+GRIDS = [
+    Grid(1, 1, cells=range(2, 5)),
+    Grid(1, 3, cells=range(2, 5), tail=(1,)),
+    Grid(3, 1, cells=range(2, 5), row_end=0),
+    Grid(2, 2, cells=range(2, 5), row_end=0, head=(1,), tail=(1, 0)),
+]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any, Any]]) -> None:
+    """From prompts of one token, alone and beside a longer one. (ZipAR's rows follow each other at its window.)"""
+    model, small = models["table"]
+    kind = samplers.get(name)
+    shapes = ["children per depth", "dynamic"] if issubclass(kind, DraftingSampler) else ["defaults"]
+    if fits(name, "resample"):
+        vertical = [{"init": init} for init in ("repeat_vertical", "sample_vertical")]
+    else:
+        vertical = []
+    every = [made(name, small, shape) for shape in shapes]
+    every += [samplers.create(name, **settings) for settings in vertical if not getattr(kind, "needs_drafter", False)]
+    for sampler, (index, grid) in itertools.product(every, enumerate(GRIDS)):
+        allowed, expected, scale = grid.allowed(5), [], (1.0, 2.0)[index % 2]
+        for prompt, negative in zip((PROMPTS[0], LONG), NEGATIVE, strict=False):
+            ids: list[int] = []
+            for forced in grid.layout.tolist():
+                logits = next_logits(model, prompt + ids)
+                if scale != 1:
+                    other = next_logits(model, negative + ids)
+                    logits = other + scale * (logits - other)
+                ids.append(forced if forced >= 0 else int(logits.masked_fill(~allowed, -torch.inf).argmax()))
+            expected.append(ids)
+        for rows in (PROMPTS[:1], [PROMPTS[0], LONG]):
+            found, _ = answers(sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows)))
+            assert found == expected[: len(rows)], (sampler, grid)
+
+
+@pytest.mark.parametrize("shape", EAGLE)
+def test_pictures_of_four_tokens_with_an_eagle_drafter(shape: str, tmp_path: Path) -> None:
+    model = tiny_llamagen(grid=2)
+    sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
+    drafter = paradec.load_drafter(write(tmp_path / "drafter", *checkpoint(**sizes)), base=model)
+    expected = greedy_picture(model.request([3, 7], model.grid()), model.grid(), 2.0)
+    out = paradec.generate_images(
+        model,
+        class_labels=[3, 7],
+        sampler=made("speculative", drafter, shape),
+        guidance_scale=2.0,
+        temperature=0,
+        output_type="latent",
+    )
+    assert torch.equal(out.tokens, expected)
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("new", [1, 2])
+def test_the_law_of_short_answers_is_the_model_s(shape: str, new: int, models: dict[str, tuple[Any, Any]]) -> None:
+    """Chi-square against all answers, from prompts of one token."""
+    model, small = models["table"]
+    count = 3000
+    state = made("speculative", small, shape).start(model, [PROMPTS[0]] * count, max_new_tokens=new, seed=new)
+    decode(made("speculative", small, shape), model, state)
+    every, law = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
+    counts = exactness.counted(state.canvas[:, 1:], every, 5)
+    assert exactness.p_value(counts, law.numpy()) > 0.01 / (2 * len(TREES))
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+KINDS = list(itertools.product(("bidirectional", "block_causal"), ("same", "shifted")))
+REQUESTS: list[dict[str, Any]] = [
+    {"max_new_tokens": 1, "block_length": 4, "temperature": 0.8},
+    {"max_new_tokens": 2, "block_length": 2, "temperature": 0.8, "guidance_scale": 1.5},
+    {"max_new_tokens": 3, "block_length": 2, "temperature": 0.0},
+    {"max_new_tokens": 3, "block_length": 4, "temperature": 0.8, "eos_early_stop": False},
+    {"max_new_tokens": 2, "block_length": 1, "temperature": 0.0, "guidance_scale": 1.5},
+]
+
+
+@pytest.fixture(scope="module")
+def masked_models() -> dict[tuple[str, str], Model]:
+    return {kind: tiny(1, *kind) for kind in KINDS}
+
+
+@pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tuple[str, str], Model]) -> None:
+    """With every other of the caches that it works with, on one kind of model after the other: every position is
+    decided, nothing else is written, and a row is what it is alone."""
+    sampler, turn = samplers.create(name), MASKED.index(name)
+    rows = [[5], [6, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    fitting = {
+        cache: [
+            kind
+            for kind, model in masked_models.items()
+            if verdict(sampler, caches.create(cache), model.facts).status != REFUSED
+        ]
+        for cache in caches.names()
+    }
+    checked = 0
+    for cache in [cache for cache, kinds in fitting.items() if kinds][turn % 2 :: 2]:
+        kinds = fitting[cache]
+        turn += 1
+        model, request = masked_models[kinds[turn % len(kinds)]], REQUESTS[turn % len(REQUESTS)]
+        request = request | {"cache": cache}
+        state = sampler.start(model, rows, seed=[1, 2, 3], **request)
+        given = ~state.undecided
+        before = state.canvas.clone()
+        decode(sampler, model, state)
+        assert not state.undecided.any() and torch.equal(state.canvas[given], before[given])
+        assert state.progress[0] == state.progress[1]
+        at = turn % 2  # of the short rows
+        alone = sampler.start(model, rows[at : at + 1], seed=at + 1, **request)
+        decode(sampler, model, alone)
+        stop = int(state.asked[at])
+        assert alone.canvas[0, :stop].tolist() == state.canvas[at, :stop].tolist(), cache
+        assert (alone.nfe[0], alone.end[0]) == (state.nfe[at], state.end[at]), cache
+        assert alone.forwarded_tokens[0] == state.forwarded_tokens[at], cache
+        checked += 1
+    assert checked

@@ -1,0 +1,174 @@
+"""Stop rules: rows end at a stop string exactly where transformers' own criterion would end them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizers import TEXT, TOKENIZER, VOCAB, Recites, ids_of, reciting
+from fitting import MASKED, fits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import StopStringCriteria
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.samplers.masked.stopping import EndOfText, StopStrings
+
+
+def length_by_transformers(ids: list[int], stops: list[str]) -> int:
+    """Tokens that transformers' generate would keep of an answer that it makes one by one."""
+    criterion = StopStringCriteria(TOKENIZER, stops)
+    for count in range(1, len(ids) + 1):
+        if criterion(torch.tensor([ids[:count]]), None)[0]:
+            return count
+    return len(ids)
+
+
+TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20)
+
+
+@settings(max_examples=35, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(ids=st.one_of(st.sampled_from([ids_of(TEXT), ids_of(TEXT[30:])]), TOKENS), data=st.data())
+def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> None:
+    """Random texts (broken bytes among them), and stop strings that begin and end anywhere in them."""
+    text = TOKENIZER.decode(ids)
+    cuts = st.integers(0, len(text) - 1).flatmap(
+        lambda a: st.integers(a + 1, min(len(text), a + 6)).map(lambda b: (a, b))
+    )
+    stops = [text[a:b] for a, b in data.draw(st.lists(cuts, min_size=1, max_size=3))]
+    stops = [stop for stop in stops if "\N{REPLACEMENT CHARACTER}" not in stop] or ["no such text"]
+    expected = length_by_transformers(ids, stops)
+    block = data.draw(st.sampled_from([None, 4]))
+    out = paradec.generate(
+        reciting(ids),
+        [10, 10],
+        max_new_tokens=len(ids),
+        sampler="low_confidence",
+        block_length=block,
+        stop_strings=stops,
+    )
+    assert out.tokens == [expected]
+    assert out.new_tokens[0, :expected].tolist() == ids[:expected]
+    assert (out.new_tokens[0, expected:] == TOKENIZER.eos_token_id).all()
+    assert out.text == TOKENIZER.decode(ids[:expected], skip_special_tokens=True)
+    assert out.finished == [any(stop in TOKENIZER.decode(ids[:expected]) for stop in stops)]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_sampler_stops(name: str) -> None:
+    """Whatever the order of commits: the kept text is decided, holds the stop string, and rows end on their own."""
+    first, second = ids_of(TEXT), ids_of(TEXT[3:])
+    model, stop = reciting(first, second), ". th"
+    if not fits(name, model):
+        pytest.skip("refused by name")
+    arguments = {"sampler": name, "max_new_tokens": 20, "stop_strings": stop, "seed": 1}
+    out = paradec.generate(model, [[10, 10], [11, 11]], **arguments)
+    assert TOKENIZER.mask_token_id not in out.sequences
+    for row, ids in enumerate([first[:20], second[:20]]):
+        keeps = length_by_transformers(ids, [stop])
+        assert out.new_tokens[row, :keeps].tolist() == ids[:keeps]
+        assert out.tokens[row] == keeps
+        assert out.finished[row] == (keeps < 20)
+        alone = paradec.generate(model, [[10 + row] * 2], **arguments)
+        assert alone.new_tokens[0].tolist() == out.new_tokens[row].tolist()
+        assert (alone.tokens[0], alone.nfe) == (out.tokens[row], out.row_nfe[row])
+    # a stop never costs steps
+    full = paradec.generate(model, [[10, 10], [11, 11]], **arguments | {"stop_strings": None})
+    assert out.row_nfe[0] <= full.row_nfe[0]
+
+
+def test_the_earliest_of_all_rules_ends_a_row() -> None:
+    ids = ids_of("one two") + [TOKENIZER.eos_token_id] + ids_of(". three")
+    model = reciting(ids)
+    arguments = {"max_new_tokens": len(ids), "sampler": "threshold"}
+    kept = len(ids_of("one two"))
+    assert paradec.generate(model, [10, 10], stop_strings="three", **arguments).tokens == [kept + 1]
+    assert paradec.generate(model, [10, 10], stop_strings=["three", "ne"], **arguments).text == "one"
+    assert paradec.generate(model, [10, 10], stop_strings=["ne", "three"], **arguments).text == "one"
+
+
+def test_a_special_token_is_a_stop_string() -> None:
+    ids = ids_of("one two") + [TOKENIZER.convert_tokens_to_ids("<|turn|>")] + ids_of(" three")
+    out = paradec.generate(reciting(ids), [10, 10], max_new_tokens=len(ids), stop_strings="<|turn|>")
+    assert out.tokens == [len(ids_of("one two")) + 1]
+    assert out.text == "one two" and out.finished == [True]
+
+
+def test_the_prompt_is_no_part_of_a_match() -> None:
+    class Prompted(Recites):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(torch.full_like(ids, 10))
+
+    ids = ids_of("\n one two")
+    model = reciting(ids)
+    model.module.__class__ = Prompted
+    newline = ids_of("\n")[0]
+    out = paradec.generate(model, [newline, newline], max_new_tokens=len(ids), stop_strings="\n\n")
+    assert out.text == "\n one two"
+
+
+def test_words_and_batches_of_the_packaged_model() -> None:
+    model = paradec.load()
+    prompts = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: pear grape kiwi"]
+    out = paradec.generate(model, prompts, stop_strings=["fig"])
+    assert out.text == ["apple fig", "kiwi apple fig", "pear grape kiwi"]
+    assert out.tokens == [2, 3, 4] and out.finished == [True] * 3
+
+
+def test_nothing_is_asked_when_nothing_can_stop(llada: Model) -> None:
+    sampler = paradec.samplers.create("threshold")
+    state = sampler.start(llada, [1, 2], max_new_tokens=4, eos_early_stop=False)
+    assert state.stop_rules == ()
+    state = sampler.start(llada, [1, 2], max_new_tokens=4)
+    assert [type(rule) for rule in state.stop_rules] == [EndOfText]
+    packaged = paradec.load()
+    state = sampler.start(packaged, [1, 2], max_new_tokens=4, stop_strings=["fig"], eos_early_stop=False)
+    assert [type(rule) for rule in state.stop_rules] == [StopStrings]
+
+
+def test_prefixes_are_read_once() -> None:
+    """The answer is decoded when its decided prefix has grown, not at every step."""
+    calls = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def decode(self, ids: Any, **options: Any) -> str:
+            calls.append(len(np.atleast_1d(ids)))
+            return TOKENIZER.decode(ids, **options)
+
+    ids = ids_of(TEXT)[:12]
+    model = reciting(ids, tokenizer=Counting())
+    out = paradec.generate(model, [10, 10], sampler="low_confidence", max_new_tokens=12, stop_strings="no such text")
+    assert out.nfe == 12
+    reads = calls[:-1]  # the last one makes Output.text
+    assert reads == sorted(set(reads)) and reads[-1] == 12
+
+
+def test_text_that_is_taken_back_is_read_again() -> None:
+    """A method may change tokens of the open block after they were read."""
+    mask, (one, two, stop) = TOKENIZER.mask_token_id, (ids_of(text)[0] for text in ("one", " two", "."))
+    rule = StopStrings(["."], TOKENIZER, mask, np.array([[one, one, mask, mask, mask, mask]]), np.array([2]))
+    window = SimpleNamespace(rows=np.array([0]), host_positions=np.arange(2, 6)[None])
+    state = SimpleNamespace(window=window, end=np.array([6]))
+    assert rule(state, np.array([[one, two, mask, stop]])) is None
+    assert rule(state, np.array([[one, mask, mask, stop]])) is None
+    assert rule(state, np.array([[one, stop, mask, stop]])).tolist() == [4]
+    assert rule(state, np.array([[stop, two, mask, stop]])).tolist() == [3]
+
+
+@pytest.mark.parametrize("value", ["", [""], ["a", ""], [1], 3, [None], [["a"]]])
+def test_wrong_stop_strings(value: Any) -> None:
+    with pytest.raises(ValueError, match="stop_strings=.* must be a text or a sequence of texts, none of them empty"):
+        paradec.generate(paradec.load(), "Sort: pear fig", stop_strings=value)
+
+
+def test_a_tokenizer_is_needed(llada: Model) -> None:
+    with pytest.raises(ValueError, match="stop_strings='a' needs a tokenizer; llada-tiny has none"):
+        paradec.generate(llada, [1, 2], stop_strings="a")

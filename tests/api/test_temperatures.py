@@ -1,0 +1,505 @@
+"""What must hold of every sampler at every temperature, with and without filters: it decodes without a warning, never
+takes what is excluded, approaches greedy decoding, and takes finite logits for finite, however large they are. New
+registry entries are covered here without a test of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_models import close_model, tiny_llama, wrapped
+from image_families import MODELS, made
+from image_models import tiny_llamagen
+from scheduler_runs import TEXT
+from torch import Tensor
+
+import paradec
+from paradec import samplers, schedulers
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import Query, decode
+from paradec.models.images.adapter import ImageModel
+from paradec.models.images.mar import MAR, MARModel
+from paradec.request import Request
+from paradec.samplers.causal.trees import DynamicTree
+from paradec.samplers.causal.verification import draw, token_distribution
+from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
+
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
+TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
+FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
+COLD = 1e-6
+NEW = 4
+
+
+class Table:
+    """A masked model whose logits are rows of a random table, uniform in (-scale, scale); position and context say
+    which. Half of the vocabulary is excluded by requests."""
+
+    tokenizer, pads, supports_store, supports_visibility = None, True, False, True
+    default_max_new_tokens, default_block_length = NEW, None
+    device = torch.device("cpu")
+
+    def __init__(self, words: int, dtype: torch.dtype, scale: float, **facts: Any) -> None:
+        self.facts = ModelFacts(**{"vocab_size": words, "mask_token_id": words - 1, "name": "the table"} | facts)
+        self.dtype = dtype
+        uniform = torch.rand(31, words, generator=torch.Generator().manual_seed(words), dtype=torch.float64)
+        self.table = ((2 * uniform - 1) * scale).to(dtype)
+        self.suppressed = list(range(0, words, 2))
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        rows, count = query.wanted.shape
+        known = ((query.tokens + 1) * (query.positions + 3)).unsqueeze(1).expand(rows, query.tokens.shape[1], -1)
+        if query.visible is not None:
+            known = known * query.visible
+        context = known.sum(-1).gather(1, query.wanted)
+        return self.table[(context + query.positions.gather(1, query.wanted)) % len(self.table)]
+
+
+@lru_cache
+def table(words: int = 50, dtype: torch.dtype = torch.float64, scale: float = 8.0) -> Table:
+    return Table(words, dtype, scale)
+
+
+@pytest.fixture(scope="module")
+def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("filter") / "filter.safetensors"
+    torch.manual_seed(0)
+    save_filter(path, FilterFacts("block", "the table", 50, 4, ("none",), threshold=0.5), BlockFilter(4))
+    return str(path)
+
+
+def one_draw(name: str) -> dict[str, Any]:
+    """Settings without a second draw at a temperature of its own."""
+    return {"final_temperature": None} if "final_temperature" in samplers.get(name).settings() else {}
+
+
+def answer(name: str, model: Table, filter_file: str, block: int, **request: Any) -> Tensor:
+    """[2, NEW]: new tokens of two rows, decoded without a warning."""
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
+    arguments = {"max_new_tokens": NEW, "seed": 3, "suppress_tokens": model.suppressed} | request
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".* no effect at temperature 0")
+        out = paradec.generate(
+            model,
+            [[1, 2, 3], [4, 5, 6]],
+            sampler=samplers.create(name, **settings),
+            blocks=paradec.FixedBlocks(block),
+            **arguments,
+        )
+    tokens = out.new_tokens
+    assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded word was taken"
+    return tokens
+
+
+# ---- masked samplers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> None:
+    drawn = [
+        answer(name, table(), filter_file, 4, temperature=temperature, **filters)
+        for temperature, others in zip(TEMPERATURES, FILTERS, strict=True)
+        for filters in ([{}, others] if others else [{}])
+    ]
+    assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
+    # a large vocabulary is read in float32
+    answer(name, table(9001, torch.float32, 40.0), filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3])
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
+    """Greedy tokens, where the order in which they are taken is the same: in blocks of one position, and in others
+    where positions are ranked by the model's own law."""
+    blocks = (1, 4) if samplers.get(name).score_from == "raw" else (1,)
+    for block, filters in itertools.product(blocks, FILTERS[::3]):
+        greedy, cold = (
+            answer(name, table(), filter_file, block, temperature=temperature, **filters) for temperature in (0.0, COLD)
+        )
+        assert torch.equal(greedy, cold), (block, filters)
+
+
+IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2}, {"top_n_sigma": 0.1})
+DRAWN = ("random", "origin", "maskgit", "recap", "lpd")
+"""Samplers that draw positions, whatever the temperature."""
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str) -> None:
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else {}
+    sampler, found = samplers.create(name, **settings), []
+    rows = [[1, 2], [4, 5, 6]]
+    for changes in IDLE:
+        given = {"seed": 1} | changes
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            out = paradec.generate(table(), rows, sampler=sampler, max_new_tokens=8, block_length=4, **given)
+        filters = {} if sampler.score_from == "sampled" else changes
+        idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
+        idle += [f"seed={given['seed']}"] * (name not in DRAWN)
+        said = [str(one.message) for one in heard if "temperature 0" in str(one.message)]
+        assert [one.split(" ha")[0] for one in said] == [", ".join(idle)] * bool(idle)
+        found.append((out.sequences.tolist(), out.nfe))
+        assert ("seed" in changes and name in DRAWN) == (found[-1] != found[0]) or sampler.score_from == "sampled"
+
+
+def test_it_is_said_once_where_the_request_is_made() -> None:
+    """Of what the call names, not of a preset's; a seed not with samplers that say nothing of draws."""
+    given = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
+    many = [{"prompt": [1, 2]}] * 3
+    doors: list[Callable[[], Any]] = [
+        lambda: paradec.generate(table(), [1, 2], **given),
+        lambda: list(paradec.generate_many(table(), many, batch_size=2, **given)),
+        lambda: paradec.generate(table(), [1, 2], preset=paradec.Request(temperature=0.0, top_k=3), **given),
+    ]
+    for door in doors:
+        with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as heard:
+            door()
+        assert len(heard) == 1
+    own = type("Own", (samplers.get("threshold"),), {})()
+    quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
+    for changes in quiet:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            paradec.generate(table(), [1, 2], **given | changes)
+    drawn = {"suffix": "uniform:2:1", "block_length": 1, "max_new_tokens": 4, "seed": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paradec.generate(paradec.load(), "Sort: pear fig", **drawn)
+    causal = wrapped(tiny_llama())
+    with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
+        paradec.generate(causal, [1, 2], sampler="sjd", temperature=0, top_k=3, seed=1, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "scale"),
+    [(50, torch.float32, 3e38), (9001, torch.float32, 3e38), (50, torch.float64, 1.7e308)],
+    ids=["float32", "float32, large", "float64"],
+)
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_samplers_take_extreme_logits(
+    name: str, words: int, dtype: torch.dtype, scale: float, filter_file: str
+) -> None:
+    """Nothing is said to be NaN or infinite that the model gave as a number; the best word is certain then."""
+    model = table(words, dtype, scale)
+    answer(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
+    greedy, cold = (
+        answer(name, model, filter_file, 1, temperature=temperature, max_new_tokens=2) for temperature in (0.0, COLD)
+    )
+    assert torch.equal(greedy, cold)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKED if hasattr(samplers.get(name), "alg_temp")])
+@pytest.mark.parametrize("alg_temp", [COLD, 1e-3, 5.0])
+def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> None:
+    """Also those whose probability is too small for a number, and end tokens that are to come last."""
+    prompts, asked = [[1, 2, 3]], {"max_new_tokens": 16, "steps": 4, "block_length": 16, "seed": 0}
+    out = paradec.generate(table(), prompts, sampler=samplers.create(name, alg_temp=alg_temp), **asked)
+    assert out.nfe <= 4
+    if alg_temp == COLD:
+        top = paradec.generate(table(), prompts, sampler=samplers.create(name), **asked)
+        assert torch.equal(out.sequences, top.sequences)
+    ends = Table(50, torch.float64, 8.0)
+    ends.facts = dataclasses.replace(ends.facts, eos_token_ids=tuple(range(0, 49, 2)))
+    last = {"confidence_eos_eot_inf": True, "eos_early_stop": False}
+    out = paradec.generate(ends, prompts, sampler=samplers.create(name, alg_temp=alg_temp), **last, **asked)
+    assert out.nfe <= 4
+
+
+@pytest.mark.parametrize("final", [1e-300, 0.5])
+def test_maskgits_second_draw_takes_extreme_logits(final: float) -> None:
+    model = table(50, torch.float64, 1.7e308)
+    asked = {"max_new_tokens": 4, "steps": 2, "block_length": 4, "temperature": 1.0, "seed": 1}
+    plain, cooled = (
+        paradec.generate(model, [1, 2], sampler=samplers.create("maskgit", final_temperature=temperature), **asked)
+        for temperature in (None, final)
+    )
+    assert torch.equal(plain.sequences, cooled.sequences)
+
+
+@pytest.mark.parametrize("name", ["low_confidence", "maskgit_plus", "origin"])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
+def test_reference_draws_take_extreme_logits(name: str, dtype: torch.dtype, scale: float) -> None:
+    greedy, cold = (
+        paradec.generate(
+            table(50, dtype, scale),
+            [1, 2, 3],
+            sampler=name,
+            max_new_tokens=3,
+            block_length=1,
+            temperature=temperature,
+            rng="reference",
+            generator=torch.Generator().manual_seed(0),
+        )
+        for temperature in (0.0, COLD)
+    )
+    assert torch.equal(greedy.sequences, cold.sequences)
+
+
+@pytest.mark.parametrize("fusion", [0.65, 1e4])
+def test_credit_of_any_size(fusion: float) -> None:
+    """Words that are raised by more than exp can say, in a vocabulary whose raised logits are not written."""
+    sampler = samplers.create("credit", fusion=fusion)
+    for words, dtype in ((50, torch.float64), (9001, torch.float32)):
+        out = paradec.generate(
+            table(words, dtype, 8.0), [1, 2, 3], sampler=sampler, max_new_tokens=4, block_length=4, seed=0
+        )
+        assert out.tokens == [4]
+
+
+def broken(words: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
+    """A table whose rows are as they should not be; of "allowed" no allowed word has a finite logit."""
+    model = Table(words, dtype, 8.0, **facts)
+    if kind == "allowed":
+        model.table[:, 1::2] = -torch.inf
+    elif kind == "-inf":
+        model.table[:] = -torch.inf
+    else:
+        model.table[:, 5] = float(kind)
+    return model
+
+
+KINDS = ("nan", "inf", "-inf", "allowed")
+SIZES = ((50, torch.float64), (9001, torch.float32))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file: str) -> None:
+    for index, (kind, (words, dtype)) in enumerate(itertools.product(KINDS, SIZES)):
+        model = broken(words, dtype, kind)
+        request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
+        with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+            answer(name, model, filter_file, 2, **request)
+
+
+# ---- schedulers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", TEXT, ids=lambda cls: cls.__name__)
+def test_text_schedulers_take_extreme_logits(cls: type, filter_file: str) -> None:
+    settings = {"filter": filter_file, "model_name": "the table"} if cls is schedulers.Learn2PDScheduler else {}
+    scheduler = cls(block_length=4, **settings)
+    logits = table(50, torch.float32, 3e38).table[:8].view(2, 4, 50)
+    best = logits[..., :49].argmax(-1)
+    sample = torch.full((2, 4), 49)
+    for timestep in range(12):
+        arguments = {"mask_token_id": 49, "temperature": COLD, "generator": torch.Generator().manual_seed(1)}
+        sample = scheduler.step(logits, timestep, sample, **arguments).prev_sample
+    assert torch.equal(sample, best)
+
+
+@pytest.mark.parametrize("name", ["MaskGITScheduler", "HaltonScheduler", "LPDScheduler", "RecapScheduler"])
+@pytest.mark.parametrize("temperature", [COLD, 0.05, 1.0])
+def test_image_schedulers_take_extreme_logits(name: str, temperature: float) -> None:
+    scheduler = getattr(schedulers, name)(mask_token_id=50, temperature=temperature)
+    logits = table(50, torch.float32, 3e38).table[:18].view(2, 3, 3, 50).permute(0, 3, 1, 2)
+    sample = torch.full((2, 3, 3), 50)
+    scheduler.set_timesteps(3)
+    for timestep in scheduler.timesteps:
+        sample = scheduler.step(logits, timestep, sample, generator=torch.Generator().manual_seed(1)).prev_sample
+    assert torch.equal(sample, logits.argmax(1))
+
+
+@pytest.mark.parametrize("scale", [8.0, 3e38])
+def test_entropy_bound_without_a_mask_takes_extreme_logits(scale: float) -> None:
+    scheduler = schedulers.EntropyBoundScheduler(t_max=COLD, t_min=COLD)
+    scheduler.set_timesteps(4)
+    logits = table(50, torch.float32, scale).table[:8].view(2, 4, 50)
+    found = scheduler.step(logits, 0, torch.zeros(2, 4, dtype=torch.int64), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(found.sampled_tokens, logits.argmax(-1))
+    assert torch.equal(found.pred_logits.softmax(-1).argmax(-1), logits.argmax(-1))
+    if scale == 8.0:
+        assert torch.equal(found.pred_logits, logits / COLD)
+
+
+# ---- verification ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("words", [60, 9001])
+def test_laws_at_every_temperature(words: int, dtype: torch.dtype) -> None:
+    """Against float64, written out; what is filtered or not allowed has no probability at all, and is never drawn."""
+    generator = torch.Generator().manual_seed(words)
+    logits = (4 * torch.randn(3, 2, words, generator=generator)).to(dtype)
+    logits[0, 0, 3:] = -torch.inf
+    allowed = torch.rand(words, generator=generator) < 0.7
+    allowed[:2] = True
+    uniform = torch.tensor([1e-300, 0.3, 0.7, 1 - 2**-53], dtype=torch.float64)
+    temperatures = (COLD, *TEMPERATURES) if words == 60 else (0.05, 2.0)
+    for temperature, filters in itertools.product(temperatures, FILTERS):
+        request = Request(**{"temperature": temperature} | filters)
+        for words_allowed in (None, allowed):
+            law = token_distribution(logits, request, words_allowed)
+            for row, found in zip(logits.double().flatten(0, 1), law.flatten(0, 1), strict=True):
+                z = row if words_allowed is None else row.masked_fill(~words_allowed, -torch.inf)
+                z = (z - z.max()) / temperature
+                kept = found > 0
+                # words as good as the last one stay
+                assert not (kept & (z == -torch.inf)).any() and (z > z[kept].min()).sum() < filters.get("top_k", words)
+                p = z.masked_fill(~kept, -torch.inf).exp()
+                rel = 1e-12 if dtype == torch.float64 else 2e-5
+                torch.testing.assert_close(found.double(), p / p.sum(), rtol=rel, atol=1e-33)
+                p = z.exp() / z.exp().sum()
+                # the words that are left may be one more or less where a nucleus ends within rounding
+                if "top_p" in filters and "top_k" not in filters:
+                    assert p[kept].sum() > filters["top_p"] - 1e-6
+                    assert p[kept].sum() - p[kept].min() <= filters["top_p"] + 1e-6
+                elif not filters:
+                    assert p[~kept].sum() < 1e-30
+                drawn = draw(found.expand(len(uniform), -1), uniform)
+                assert kept[drawn].all()
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 3e38), (torch.float64, 1.7e308), (torch.float16, 6e4)])
+def test_laws_of_extreme_logits(dtype: torch.dtype, scale: float) -> None:
+    logits = table(50, torch.float64, scale).table.to(dtype)
+    for temperature, filters in itertools.product((COLD, 0.2, 1.0, 2.0), FILTERS):
+        law = token_distribution(logits, Request(**{"temperature": temperature} | filters))
+        if scale > 1e5:
+            assert torch.equal(law, token_distribution(logits, Request(temperature=0.0)))
+        torch.testing.assert_close(law.sum(-1), torch.ones(len(law), dtype=law.dtype))
+
+
+def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
+    if getattr(samplers.get(name), "needs_drafter", False):
+        settings["drafter"] = make()
+    return samplers.create(name, **settings)
+
+
+class CausalTable(Table):
+    """The same, for what follows each column."""
+
+    def __call__(self, query: Query, store: Any = None) -> Tensor:
+        return self.table[query.positions.gather(1, query.wanted) % len(self.table)]
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
+def test_broken_laws_are_reported_at_every_temperature(name: str) -> None:
+    causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
+    for index, (kind, (words, dtype), temperature) in enumerate(itertools.product(KINDS, SIZES, (0.0, 0.2))):
+        model = CausalTable(words, dtype, 8.0, **causal)
+        sampler = with_drafter(name, lambda model=model: model)
+        asked = {"max_new_tokens": 3, "temperature": temperature, "seed": 0, "suppress_tokens": model.suppressed}
+        asked |= FILTERS[index % 4]
+        paradec.generate(model, [1, 2], sampler=sampler, **asked)
+        model.table = broken(words, dtype, kind).table
+        with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
+            paradec.generate(model, [1, 2], sampler=sampler, **asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", [None, (2, 1), DynamicTree(5, 2, 3)], ids=["chain", "tree", "dynamic tree"])
+def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
+    """Drafts were judged by NaN else, and what replaced them was no draw from anything."""
+    model, drafter = wrapped(), wrapped(tiny_llama(1))
+    value = float("-inf" if kind == "allowed" else kind)
+    every = {"allowed": 2, "-inf": 1}.get(kind, 12)
+
+    def breaks(module: Any, given: Any, output: Any) -> None:
+        output.logits[..., ::every] = value
+
+    drafter.module.register_forward_hook(breaks)
+    rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
+    sampler = samplers.create("speculative", drafter=drafter, tree=tree, **rule)
+    for temperature in (0.0, 1.0):
+        asked = {"max_new_tokens": 5, "temperature": temperature, "suppress_tokens": [1, 3, 5, 7, 9, 11]}
+        with pytest.raises(FloatingPointError, match="the drafter returned NaN or infinite logits"):
+            paradec.generate(model, [3, 1], sampler=sampler, seed=0, **asked)
+
+
+@lru_cache
+def llamagen(seed: int = 0) -> ImageModel:
+    return tiny_llamagen(seed=seed, grid=2)
+
+
+def codes(name: str, **request: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return paradec.generate_images(
+            llamagen(),
+            class_labels=[3],
+            sampler=with_drafter(name, lambda: llamagen(1)),
+            seed=0,
+            output_type="latent",
+            **request,
+        ).codes
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_image_samplers_at_every_temperature(name: str) -> None:
+    for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
+        assert codes(name, temperature=temperature, **({"top_k": 0} | filters)).shape == (1, 2, 2)
+    assert torch.equal(codes(name, temperature=COLD), codes(name, temperature=0.0))
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
+def test_causal_samplers_at_every_temperature(name: str) -> None:
+    def tokens(temperature: float, **request: Any) -> Tensor:
+        asked = {"max_new_tokens": 5, "seed": 1, "suppress_tokens": [0, 3, 4, 5, 6, 7]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = paradec.generate(
+                model, [[3, 1], [4, 2]], sampler=sampler, temperature=temperature, **asked, **request
+            )
+        assert not torch.isin(out.new_tokens, torch.tensor(asked["suppress_tokens"])).any()
+        return out.new_tokens
+
+    model, sampler = wrapped(), with_drafter(name, close_model, window=4)
+    for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
+        tokens(temperature), tokens(temperature, **filters)
+    assert torch.equal(tokens(COLD), tokens(0.0)) and torch.equal(tokens(COLD, **FILTERS[3]), tokens(0.0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_image_families_at_every_temperature(name: str) -> None:
+    model, request = made(name)
+    found = {}
+    for temperature, filters in ((0.0, {}), (COLD, {}), (0.05, FILTERS[3])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = paradec.generate_images(
+                model, **request, seed=0, temperature=temperature, output_type="latent", **({"top_k": 0} | filters)
+            )
+        found[temperature] = out.codes
+    assert torch.equal(found[0.0], found[COLD])
+
+
+def test_masked_images_at_every_temperature() -> None:
+    model = paradec.load("digits-maskgit", dtype="float64")
+    for name in ("maskgit", "halton", "recap"):
+        asked = {"class_labels": [3], "steps": 3, "seed": 0, "output_type": "latent", "cache": "none"}
+        sampler = samplers.create(name, **one_draw(name))
+        drawn = {
+            temperature: paradec.generate_images(model, sampler=sampler, temperature=temperature, **asked).codes
+            for temperature in (0.0, COLD, *TEMPERATURES[::3])
+        }
+        assert torch.equal(drawn[0.0], drawn[COLD]) and not torch.equal(drawn[0.0], drawn[2.0])
+
+
+def test_continuous_images_at_every_temperature() -> None:
+    torch.manual_seed(0)
+    module = MAR(
+        side=3, channels=4, width=16, depth=1, heads=2, classes=10, buffer=4, head_depth=1, head_width=16, eps=1e-5
+    ).double()
+    model = MARModel(module)
+
+    def tokens(temperature: float) -> Tensor:
+        sampler = samplers.create("mar", temperature=temperature, head_steps=5, local_steps=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state = decode(sampler, model, sampler.start(model, [3], steps=4, seed=0))
+        assert state.tokens.isfinite().all()
+        return state.tokens
+
+    still = tokens(0.0)
+    torch.testing.assert_close(tokens(COLD), still, rtol=0, atol=1e-3)
+    drawn = [tokens(temperature) for temperature in TEMPERATURES]
+    assert all(not torch.allclose(still, other) for other in drawn)

@@ -1,0 +1,909 @@
+"""`paradec.accelerate`: what attaches to diffusers' pipelines, what it computes, and that it comes off again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler, TaylorSeerCacheConfig
+from diffusers.hooks import apply_group_offloading, apply_taylorseer_cache
+from diffusers.hooks.hooks import CacheContext, _set_cache_context
+from module_attributes import attributes
+from places import golden_file
+from tiny_pipelines import (
+    MODELS,
+    denoise,
+    dit_pipeline,
+    flux_pipeline,
+    model,
+    run_dit,
+    run_flux,
+    run_wan,
+    wan_pipeline,
+)
+from torch import Tensor, nn
+
+import paradec
+from paradec import TaylorSeer, accelerate
+from paradec.core.protocol import decode
+from paradec.integrations.diffusers.hooks import bac
+from paradec.integrations.diffusers.hooks.blocks import places
+from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.models.images.diffusion import DiffusionModel
+from paradec.samplers import create
+from paradec.samplers.forecast.bac import BlockSchedule
+from paradec.samplers.forecast.refresh import AccumulatedChange, Verification
+
+RECORDED = json.loads(golden_file("diffusion", "golden_latents.json").read_text())
+TARGETS = ("module", "block", "output")
+DIT_PATTERNS = [r"transformer_blocks\.\d+\.attn1", r"transformer_blocks\.\d+\.ff"]
+
+
+@pytest.fixture(scope="module")
+def dit() -> Any:
+    return dit_pipeline()
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return flux_pipeline()
+
+
+@pytest.fixture(scope="module")
+def wan() -> Any:
+    return wan_pipeline()
+
+
+@pytest.fixture(scope="module")
+def plain(dit: Any, flux: Any, wan: Any) -> dict[str, Tensor]:
+    """What the pipelines give by themselves."""
+    return {"dit": run_dit(dit), "flux": run_flux(flux), "wan": run_wan(wan)}
+
+
+def counted(module: nn.Module, names: list[str]) -> dict[str, int]:
+    """Counts how often modules inside are really evaluated, by name; to be called before attaching."""
+    calls = dict.fromkeys(names, 0)
+    modules = dict(module.named_modules())
+    for name in names:
+
+        def forward(*args: Any, name: str = name, own: Any = modules[name].forward, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return own(*args, **kwargs)
+
+        modules[name].forward = forward
+    return calls
+
+
+# ---- traces ---------------------------------------------------------------------------------------------------------
+
+
+HOOKED = "(single_)?transformer_blocks.*attn"
+"""What diffusers' hook forecasts where its configuration does not say."""
+
+
+def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
+    """TaylorSeer's settings for a recorded run: the reference's schedule, diffusers' hook, or nothing forecast."""
+    if "interval" in facts:
+        return {"interval": facts["interval"], "order": facts["max_order"], "first_enhance": facts["first_enhance"]}
+    if "config" not in facts:
+        return {"interval": 1}
+    config = facts["config"]
+    modules = {"modules": config.get("cache_identifiers", HOOKED)}
+    where = {"target": "output"} if config.get("use_lite_mode") else modules
+    return where | {
+        "style": "diffusers",
+        "interval": config["cache_interval"],
+        "first_enhance": config["disable_cache_before_step"],
+        "full_after": config.get("disable_cache_after_step"),
+        "order": config["max_order"],
+        "derivative_dtype": config["taylor_factors_dtype"].removeprefix("torch."),
+    }
+
+
+def asked(call: dict[str, Any]) -> dict[str, Any]:
+    """What a recorded run was called with; its draws are told in words."""
+
+    def drawn(words: str) -> torch.Generator:
+        return torch.Generator("cpu").manual_seed(int(re.findall(r"\d+", words)[-1]))
+
+    found = call | {"generator": drawn(call["generator"])}
+    if "prompt_embeds" in call:
+        words, source = call["prompt_embeds"], drawn(call["prompt_embeds"])
+        shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"randn\(([\d,]+)\)", words)]
+        whole, pooled = (torch.randn(shape, generator=source) for shape in shapes)
+        found |= {"prompt_embeds": whole, "pooled_prompt_embeds": pooled}
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    """The recorded runs' pipelines."""
+    weights = {kind: golden_file("diffusion", f"golden_tiny_{kind}.safetensors") for kind in ("dit", "flux")}
+    return {"dit": dit_pipeline(RECORDED, weights["dit"]), "flux": flux_pipeline(RECORDED, weights["flux"])}
+
+
+@pytest.mark.parametrize("name", RECORDED["cases"])
+def test_latents_of_the_traces(name: str, recorded: dict[str, Any]) -> None:
+    facts, expected = RECORDED["cases"][name], np.load(golden_file("diffusion", "golden_latents.npz"))[name]
+    kind = "dit" if expected.ndim == 4 else "flux"
+    settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
+    with accelerate(recorded[kind], TaylorSeer(**settings)) as session:
+        latents = run(recorded[kind], **asked(RECORDED[kind]["call"])).numpy()
+    # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
+    narrow = settings.get("derivative_dtype") == "bfloat16"
+    np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
+    if "full_indices" in facts:
+        assert session.report().full_steps == facts["full_indices"]
+    if "calls" in facts:
+        assert {len(session.report().full_steps)} == {facts["calls"][key] for key in facts["calls"] if "attn" in key}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_equals_the_hook_of_diffusers(dtype: str) -> None:
+    """On the traces' DiT, bit for bit; it has no `CacheMixin`, so that the context is set by hand."""
+    pipe = dit_pipeline()
+    config = TaylorSeerCacheConfig(
+        cache_interval=4,
+        disable_cache_before_step=2,
+        max_order=2,
+        taylor_factors_dtype=getattr(torch, dtype),
+        cache_identifiers=DIT_PATTERNS,
+    )
+    apply_taylorseer_cache(pipe.transformer, config)
+    _set_cache_context(pipe.transformer, CacheContext("all"))
+    theirs = run_dit(pipe)
+    pipe = dit_pipeline()
+    settings = {"interval": 4, "first_enhance": 2, "order": 2, "style": "diffusers", "modules": DIT_PATTERNS}
+    with accelerate(pipe, TaylorSeer(**settings, derivative_dtype=dtype)):
+        assert torch.equal(run_dit(pipe), theirs)
+
+
+# ---- every class of transformer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name: str) -> None:
+    """Interval 1 is the plain model, order 0 is reuse, runs repeat, and nothing is left behind."""
+    module, inputs = model(name)
+    before, expected = attributes(module), denoise(module, inputs, 5)
+    for target in TARGETS:
+        with accelerate(module, TaylorSeer(interval=1, order=2, target=target)):
+            assert torch.equal(denoise(module, inputs, 5), expected)
+        settings = {"interval": 3, "first_enhance": 2, "target": target}
+        ends = {}
+        for order, basis in ((0, "taylor"), (3, "reuse"), (1, "taylor")):
+            with accelerate(module, TaylorSeer(**settings, order=order, basis=basis)) as session:
+                ends[order, basis] = denoise(module, inputs, 5)
+            report = session.report()
+            assert [call.kind for call in report.calls] == ["full", "full", "forecast", "forecast", "full"]
+            hooked = len(places(module, target))
+            assert {call.evaluated + call.forecast for call in report.calls} == {hooked}
+        assert torch.equal(ends[0, "taylor"], ends[3, "reuse"])
+        assert not torch.equal(ends[1, "taylor"], ends[0, "taylor"])
+        # what was said about the memory beforehand is what it took
+        time = torch.full((len(inputs["hidden_states"]),), 500)
+        assert estimate(module, TaylorSeer(**settings), **inputs, timestep=time) == report.bytes
+    assert torch.equal(denoise(module, inputs, 5), expected) and attributes(module) == before
+
+
+BRANCHES = {
+    "DiT": {"attn1", "ff"},
+    "FLUX": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
+    "SD3": {"attn", "attn2", "ff", "ff_context"},
+    "PixArt": {"attn1", "attn2", "ff"},
+    "Sana": {"attn1", "attn2", "ff"},
+    "Wan": {"attn1", "attn2", "ffn"},
+    "HunyuanVideo": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
+    "QwenImage": {"attn", "img_mlp", "txt_mlp"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_are_the_papers(name: str) -> None:
+    """Attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
+    module, inputs = model(name)
+    found = places(module, "module")
+    assert {place.name.split(".")[-1] for place in found} == BRANCHES[name]
+    singles = {place.block for place in found if place.name.endswith("proj_out")}
+    assert len(singles) == (2 if name in ("FLUX", "HunyuanVideo") else 0)
+    assert all((place.kind == "skip") == (place.sink is not None) for place in found)
+    calls = counted(module, [place.name for place in found])
+    with accelerate(module, TaylorSeer(full_steps=[0, 2], order=1)):
+        denoise(module, inputs, 5)
+    assert set(calls.values()) == {2}, calls
+
+
+class Drift(nn.Module):
+    """A transformer whose branches and output are polynomials of the step, whatever the input."""
+
+    def __init__(self, degree: int):
+        super().__init__()
+        self.degree, self.step = degree, 0
+        self.blocks = nn.ModuleList([DriftBlock(self) for _ in range(2)])
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        self.step = int(timestep[0])
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return hidden_states
+
+
+class DriftBlock(nn.Module):
+    def __init__(self, owner: Drift):
+        super().__init__()
+        self.attn, self.ff = Polynomial(owner), Polynomial(owner)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = hidden_states + 0.5 * self.attn(hidden_states)
+        return hidden_states + 0.25 * self.ff(hidden_states)
+
+
+class InPlaceBlock(DriftBlock):
+    """Writes into what its branches return."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        for branch, gate in ((self.attn, 0.5), (self.ff, 0.25)):
+            hidden_states = branch(hidden_states).mul_(gate) + hidden_states
+        return hidden_states
+
+
+class Polynomial(nn.Module):
+    def __init__(self, owner: Drift):
+        super().__init__()
+        self.owner = [owner]
+        self.weight = nn.Parameter(torch.randn(owner.degree + 1, 4, dtype=torch.float64))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        step = self.owner[0].step / 10
+        return sum(w * step**i for i, w in enumerate(self.weight)).repeat(*hidden_states.shape[:-1], 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("degree", "order", "basis"), [(1, 1, "taylor"), (2, 2, "newton"), (3, 3, "newton")])
+def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order: int, basis: str) -> None:
+    torch.manual_seed(0)
+    module, latent = Drift(degree).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    sampler = TaylorSeer(full_steps=[0, 1, 2, 3, 7, 9], order=order, basis=basis, target=target)
+    times = [torch.full((2,), step) for step in range(20)]
+    expected = [module(latent, time) for time in times]
+    with accelerate(module, sampler) as session:
+        for step, time in enumerate(times):
+            torch.testing.assert_close(module(latent, time), expected[step], rtol=1e-10, atol=1e-10)
+    assert [call.kind for call in session.report().calls].count("forecast") == 14
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_runs_of_a_bare_transformer(rises: bool) -> None:
+    """Timesteps may rise or fall: a step against the direction of a run begins the next one."""
+    torch.manual_seed(0)
+    module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+        for run in range(1, 4):
+            module.blocks[0].attn.weight.add_(1)  # what was remembered of the run before would be wrong
+            for time in times:
+                found = module(latent, time)
+            report = session.report()
+            assert [call.kind for call in report.calls] == ["full", "full", *["forecast", "forecast", "full"] * 2]
+            assert [call.step for call in report.calls] == list(range(8)) and report.runs == run
+    torch.testing.assert_close(found, module(latent, times[-1]), rtol=1e-10, atol=1e-10)
+
+
+def test_runs_that_turn_around() -> None:
+    """Noising runs up, denoising runs down: the turn begins a run, and only the turn."""
+    module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    steps = [0, 1, 2, 3, 4, 3, 2, 1, 0, -1]
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+        for step in steps:
+            module(latent, torch.full((2,), step))
+        report = session.report()
+    assert report.runs == 2
+    assert [call.kind for call in report.calls] == ["full", "full", "forecast", "forecast", "full"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
+def test_callers_may_write_into_what_they_are_given(target: str, basis: str, order: int) -> None:
+    """Evaluated or forecast: neither later forecasts nor what is remembered changes."""
+    torch.manual_seed(0)
+    module, latent = Drift(2).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    ends = []
+    for writes in (False, True):
+        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+            found = []
+            for step in range(12):
+                output = module(latent, torch.full((2,), step))
+                found.append(output.clone())
+                if writes:
+                    output.mul_(7).add_(3)
+        ends.append(torch.stack(found))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
+def test_blocks_may_write_into_what_their_branches_return(target: str, basis: str, order: int) -> None:
+    ends = []
+    for block in (DriftBlock, InPlaceBlock):
+        torch.manual_seed(0)
+        module, latent = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64)
+        torch.manual_seed(1)
+        module.blocks = nn.ModuleList([block(module) for _ in range(2)])
+        module.requires_grad_(False)
+        with accelerate(module, TaylorSeer(interval=4, target=target, basis=basis, order=order, first_enhance=2)):
+            ends.append(torch.stack([module(latent, torch.full((2,), step)) for step in range(12)]))
+    assert torch.equal(*ends)
+
+
+def test_blocks_that_share_their_weights() -> None:
+    module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
+    module.blocks = nn.ModuleList([module.blocks[0], module.blocks[1], module.blocks[0]])
+    times = [torch.full((2,), step) for step in range(9)]
+    expected = [module(latent, time) for time in times]
+    for target, hooked in (("module", 4), ("block", 2)):
+        with accelerate(module, TaylorSeer(interval=3, first_enhance=3, target=target)) as session:
+            for step, time in enumerate(times):
+                torch.testing.assert_close(module(latent, time), expected[step], rtol=1e-10, atol=1e-10)
+        assert len(session.report().modules["Drift"]) == hooked
+        assert session.report().calls[-1].evaluated + session.report().calls[-1].forecast == hooked * 3 // 2
+    assert torch.equal(module(latent, times[-1]), expected[-1])
+
+
+# ---- pipelines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dit", "flux", "wan"])
+def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str, Tensor]) -> None:
+    """Runs in a row, after an exception, after an early end, and after detach."""
+    pipe = request.getfixturevalue(name)
+    run = {"dit": run_dit, "flux": run_flux, "wan": run_wan}[name]
+    before = attributes(pipe.transformer), set(vars(pipe.scheduler))
+    session = accelerate(pipe, TaylorSeer(interval=4, first_enhance=2))
+    first = run(pipe)
+    assert not torch.equal(first, plain[name]) and torch.equal(run(pipe), first)
+    assert session.report().bytes > 0 and not any(transformer.nbytes for transformer in session.transformers)
+
+    calls = 0
+
+    def fail(module: nn.Module, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise RuntimeError("out of memory, say")
+
+    handle = pipe.transformer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="say"):
+        run(pipe)
+    handle.remove()
+    assert torch.equal(run(pipe), first)
+    if name != "dit":  # which has no callbacks
+
+        def interrupt(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
+            if step == 2:
+                raise KeyboardInterrupt
+            return tensors
+
+        with pytest.raises(KeyboardInterrupt):
+            run(pipe, callback_on_step_end=interrupt)
+        assert torch.equal(run(pipe), first)
+    session.detach()
+    session.detach()
+    assert torch.equal(run(pipe), plain[name])
+    assert "full" in str(session.report())  # still readable
+    after = attributes(pipe.transformer), set(vars(pipe.scheduler))
+    for side in (before, after):  # made by cache_context itself
+        for child in side[0].values():
+            child.pop("_diffusers_hook", None)
+    assert after == before
+
+
+def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
+    """Each branch has its own history, and both follow one decision."""
+    with accelerate(wan, TaylorSeer(interval=3, first_enhance=1)) as session:
+        run_wan(wan)
+        calls = session.report().calls
+        assert [call.branch for call in calls[:2]] == ["cond 0", "uncond 0"] and len(calls) == 24
+        for cond, uncond in zip(calls[::2], calls[1::2]):
+            assert (cond.step, cond.kind) == (uncond.step, uncond.kind)
+        assert session.report().full_steps == [0, 3, 6, 9]
+        names = {transformer.name: set(transformer.branches) for transformer in session.transformers}
+        assert names == {"transformer": set()}  # dropped when the run was over
+    # guidance 1 makes one call a step; the two branches of a run do not mix: a swap of the texts is a swap
+    module, inputs = model("Wan")
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+        both = denoise(module, inputs, 8, calls=2)
+    mirrored = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+        torch.testing.assert_close(denoise(module, mirrored, 8, calls=2), both)
+
+
+def test_guidance_in_one_batch(dit: Any) -> None:
+    """A row's forecast does not depend on its neighbours."""
+    module = dit.transformer
+    inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+        both = denoise(module, inputs, 8)
+        alone = denoise(module, {key: value[:1] for key, value in inputs.items()}, 8)
+    torch.testing.assert_close(both[:1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_other_shapes(flux: Any) -> None:
+    """From run to run, and in the middle of one: then the history starts anew."""
+    sizes = {size: run_flux(flux, 8, height=size, width=size) for size in (16, 32)}
+    with accelerate(flux, TaylorSeer(interval=1)):
+        for size, expected in sizes.items():
+            assert torch.equal(run_flux(flux, 8, height=size, width=size), expected)
+    module, inputs = model("FLUX")
+    small = inputs | {"hidden_states": inputs["hidden_states"][:, :9], "img_ids": inputs["img_ids"][:9]}
+    with torch.no_grad(), accelerate(module, TaylorSeer(interval=8, first_enhance=2)) as session:
+        for step in range(8):
+            given = inputs if step < 4 else small
+            module(**given, timestep=torch.tensor([1.0 - step / 8]))
+    # the first call of another shape is evaluated, whatever the schedule says
+    assert [call.kind for call in session.report().calls] == ["full"] * 2 + ["forecast"] * 2 + ["full"] + [
+        "forecast"
+    ] * 3
+
+
+def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
+    """Also for one that evaluates twice a step: its evaluations are the steps."""
+    old = dit.scheduler
+    try:
+        with accelerate(dit, TaylorSeer(interval=4, first_enhance=2)) as session:
+            run_dit(dit, 6)
+            dit.scheduler = HeunDiscreteScheduler()
+            first = run_dit(dit, 6)
+            assert session.report().full_steps == [0, 1, 5, 9] and len(session.report().calls) == 11
+            assert torch.equal(run_dit(dit, 6), first)
+        assert not {"step", "set_timesteps"} & (set(vars(old)) | set(vars(dit.scheduler)))
+        dit.scheduler = DDPMScheduler()
+        torch.manual_seed(0)  # the pipeline does not hand its generator on
+        expected = run_dit(dit, 6)
+        with accelerate(dit, TaylorSeer(interval=1)):
+            torch.manual_seed(0)
+            assert torch.equal(run_dit(dit, 6), expected)
+    finally:
+        dit.scheduler = old
+
+
+def test_two_transformers_of_one_pipeline() -> None:
+    """As in Wan2.2: one for the first steps, one for the last. Each evaluates before it forecasts."""
+
+    class Pipeline:
+        transformer, inputs = model("PixArt")
+        transformer_2, _ = model("PixArt", seed=1)
+        scheduler = DDIMScheduler()
+
+        def __call__(self) -> Tensor:
+            self.scheduler.set_timesteps(9)
+            latent = self.inputs["hidden_states"]
+            with torch.no_grad():
+                for i, t in enumerate(self.scheduler.timesteps):
+                    module = self.transformer if i < 4 else self.transformer_2
+                    given = self.inputs | {"hidden_states": latent, "timestep": t.expand(2)}
+                    latent = self.scheduler.step(module(**given).sample[:, :4], t, latent).prev_sample
+            return latent
+
+    pipe = Pipeline()
+    expected = pipe()
+    with accelerate(pipe, TaylorSeer(interval=4, first_enhance=1)) as session:
+        first = pipe()
+        kinds = {(call.transformer, call.step) for call in session.report().calls if call.kind == "full"}
+        assert kinds == {("transformer", 0), ("transformer_2", 4), ("transformer_2", 8)}
+        assert torch.equal(pipe(), first) and not torch.equal(first, expected)
+    assert torch.equal(pipe(), expected)
+
+
+def test_a_copied_scheduler_is_plain(dit: Any) -> None:
+    with accelerate(dit, TaylorSeer(interval=2)) as session:
+        dit.scheduler.set_timesteps(5)
+        runs, latent = session.clock.run, torch.randn(1, 4, 8, 8)
+        copied = copy.deepcopy(dit.scheduler)
+        copied.set_timesteps(8)
+        copied.step(latent, copied.timesteps[0], latent)
+        assert (session.clock.run, session.clock.index) == (runs, 0) and len(dit.scheduler.timesteps) == 5
+        dit.scheduler.step(latent, dit.scheduler.timesteps[0], latent)
+        assert (session.clock.run, session.clock.index) == (runs, 1)
+        assert type(dit.scheduler).from_config(dit.scheduler.config).config == dit.scheduler.config
+
+
+# ---- refresh rules, BAC, memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "basis"), [("module", "hermite"), ("block", "newton")])
+def test_rules_go_with_every_basis(target: str, basis: str, flux: Any, plain: dict[str, Tensor]) -> None:
+    steps = {}
+    for label, rule in (
+        ("never", AccumulatedChange(1e6)),
+        ("always", AccumulatedChange(1e-9)),
+        ("lenient", Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6)),
+        ("strict", Verification(base_threshold=1e-6)),
+    ):
+        with accelerate(flux, TaylorSeer(refresh=rule, target=target, basis=basis, first_enhance=2)) as session:
+            latents = run_flux(flux)
+            steps[label] = session.report().full_steps
+            assert label == "always" or torch.equal(run_flux(flux), latents)
+        if label == "always":
+            assert torch.equal(latents, plain["flux"])
+    assert steps["never"] == [0, 1] and steps["always"] == list(range(16))
+    assert steps["lenient"] == [0, 7, 14]
+    # a forecast always follows an evaluation; errors of a random model are far above 0.1
+    assert steps["strict"] == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"interval": 4},
+        {"interval": 5, "style": "diffusers", "full_after": 17},
+        {"full_steps": [0, 3, 4, 11]},
+        {"refresh": AccumulatedChange(0.2), "first_enhance": 2},
+    ],
+    ids=["reference", "diffusers", "steps", "change"],
+)
+def test_our_loop_and_a_pipeline_decide_alike(settings: dict[str, Any], dit: Any) -> None:
+    """One sampler, asked in both places: the same steps are evaluated, and the latents are the same."""
+    sampler = TaylorSeer(**settings, target="output")
+    with accelerate(dit, sampler) as session:
+        latents = run_dit(dit, guidance_scale=1.0)
+    steps = session.report().full_steps
+    assert 3 < len(steps) < 20
+    noise = torch.randn(2, 4, 8, 8, generator=torch.Generator("cpu").manual_seed(42))
+    model = DiffusionModel(dit.transformer)
+    request = {"scheduler": dit.scheduler, "num_inference_steps": 20, "class_labels": [1, 2], "trace": True}
+    state = sampler.start(model, noise, **request)
+    decode(sampler, model, state)
+    assert [i for i, step in enumerate(state.trace.steps) if step.kind == "full"] == steps
+    torch.testing.assert_close(state.latent, latents, rtol=1e-5, atol=1e-5)
+
+
+def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) -> None:
+    block = flux.transformer.single_transformer_blocks[-1].attn.to_q
+    calls = []
+    handle = block.register_forward_hook(lambda *call: calls.append(1))
+    rule = Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6)
+    with accelerate(flux, TaylorSeer(refresh=rule, first_enhance=1)):
+        verified = run_flux(flux)
+    assert len(calls) == 16
+    calls.clear()
+    with accelerate(flux, TaylorSeer(full_steps=[0, 7, 14], first_enhance=1)):
+        assert torch.equal(run_flux(flux), verified)
+    assert len(calls) == 3
+    handle.remove()
+
+
+def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
+    before = attributes(flux.transformer)
+    schedule = bac.calibrate(flux, lambda: run_flux(flux), 5, bubbling=3)
+    assert attributes(flux.transformer) == before and not {"step", "set_timesteps"} & set(vars(flux.scheduler))
+    names = [place.name for place in places(flux.transformer, "module") if place.kind == "forecast"]
+    assert [name for name, _ in schedule.modules] == names and schedule.steps == 16
+    alone = bac.calibrate(flux, lambda: run_flux(flux), 5, bubbling=0).as_dict()
+    assert {len(steps) for steps in alone.values()} == {5}
+    assert all(alone[name] <= steps for name, steps in schedule.as_dict().items())
+    assert sum(len(steps) for steps in schedule.as_dict().values()) > 5 * len(names)
+    schedule.save(tmp_path / "bac.json")
+
+    calls = counted(flux.transformer, names)
+    with accelerate(flux, TaylorSeer(schedule=str(tmp_path / "bac.json"), basis="reuse")) as session:
+        first = run_flux(flux)
+        assert calls == {name: len(steps) for name, steps in schedule.as_dict().items()}
+        assert {call.kind for call in session.report().calls} == {"full", "mixed", "forecast"}
+        assert torch.equal(run_flux(flux), first)
+        with pytest.raises(ValueError, match="made for runs of 16 steps; this one has 8"):
+            run_flux(flux, 8)
+    for name in names:
+        del dict(flux.transformer.named_modules())[name].forward
+    every = bac.calibrate(flux, lambda: run_flux(flux), 16, metric="l1")
+    with accelerate(flux, TaylorSeer(schedule=every, basis="reuse")):
+        assert torch.equal(run_flux(flux), plain["flux"])
+    wrong = BlockSchedule(16, (("transformer_blocks.0.mlp", (0,)), *schedule.modules[1:]))
+    with pytest.raises(ValueError, match=r"schedule: .*transformer_blocks\.0\.attn"):
+        accelerate(flux, TaylorSeer(schedule=wrong))
+    for given in ({"updates": 0}, {"updates": 17}, {"metric": "l3"}, {"samples": 0}, {"runs": 0}):
+        with pytest.raises(ValueError, match=next(iter(given))):
+            bac.calibrate(flux, lambda: run_flux(flux, 16), **{"updates": 5} | given)
+
+
+class Tabled(nn.Module):
+    """A branch that adds a written-down feature at each step, whatever it is given."""
+
+    def __init__(self, table: Tensor):
+        super().__init__()
+        self.table = table
+
+    def forward(self, hidden_states: Tensor, step: int) -> Tensor:
+        return self.table[step].view_as(hidden_states)
+
+
+class TabledTransformer(nn.Module):
+    """One block of two such branches. Tables: [steps, features]."""
+
+    def __init__(self, attention: Tensor, feed_forward: Tensor):
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList(
+            [nn.ModuleDict({"attn": Tabled(attention), "ff": Tabled(feed_forward)})]
+        )
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        for block in self.transformer_blocks:
+            for branch in block.values():
+                hidden_states = hidden_states + branch(hidden_states, 6 - int(timestep))
+        return hidden_states
+
+
+@pytest.mark.parametrize("metric", bac.METRICS)
+@pytest.mark.parametrize(("samples", "runs"), [(65536, 1), (40, 1), (9, 1), (40, 3)])
+def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) -> None:
+    """Against all choices of 3 steps of 7, each judged by what it serves instead of the steps' own features, or of as
+    many of their entries as are compared, evenly strided; over all runs, which differ."""
+    tables = torch.randn(runs, 2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(2)
+    module, coming = TabledTransformer(*tables[0]), iter(tables)
+
+    def run() -> None:
+        for branch, table in zip(module.transformer_blocks[0].values(), next(coming), strict=True):
+            branch.table = table
+        for step in range(7):
+            module(torch.zeros(1, 40), timestep=torch.tensor(6 - step))
+
+    found = bac.calibrate(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
+    for index, (name, steps) in enumerate(found.modules):
+        stride = next(stride for stride in range(1, 41) if len(range(0, 40, stride)) <= samples)
+        seen = [[[row[at] for at in range(0, 40, stride)] for row in table] for table in tables[:, index].tolist()]
+
+        def loss(a: list[float], b: list[float]) -> float:
+            if metric == "cosine":
+                inner = sum(x * y for x, y in zip(a, b, strict=True))
+                return -inner / (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
+            apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
+            return sum(x if metric == "l1" else x * x for x in apart) / len(apart)
+
+        def served(chosen: tuple[int, ...], seen: list[list[list[float]]] = seen) -> float:
+            """The loss of the runs, where every step reads the latest of the chosen ones."""
+            read = [max(a for a in chosen if a <= step) for step in range(7)]
+            return sum(loss(table[read[step]], table[step]) for table in seen for step in range(7))
+
+        best = min(((0, a, b) for a in range(1, 7) for b in range(a + 1, 7)), key=served)
+        assert (name.split(".")[-1], steps) == (("attn", "ff")[name.endswith("ff")], best)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["DiT", "FLUX"])
+def test_memory_is_foreseen_in_the_histories_dtype(name: str, dtype: str) -> None:
+    module, inputs = model(name)
+    settings = TaylorSeer(interval=2, first_enhance=1, derivative_dtype=dtype)
+    with accelerate(module, settings) as session:
+        denoise(module, inputs, 4)
+    time = torch.full((len(inputs["hidden_states"]),), 500)
+    assert estimate(module, settings, **inputs, timestep=time) == session.report().bytes > 0
+
+
+def test_memory_is_kept_to_a_budget(caplog: pytest.LogCaptureFixture) -> None:
+    module, inputs = model("Wan")
+    asked = TaylorSeer(interval=3, first_enhance=3, order=2)
+    with accelerate(module, asked) as session:
+        denoise(module, inputs, 6, calls=2)
+        everything = session.report().bytes
+    seen = []
+    for share in (1.0, 0.9, 0.15):
+        budget = int(everything * share)
+        with accelerate(module, TaylorSeer(**settings_of(asked) | {"max_memory": budget})) as session:
+            first = denoise(module, inputs, 6, calls=2)
+            report = session.report()
+            assert 0 < report.bytes <= budget
+            assert torch.equal(denoise(module, inputs, 6, calls=2), first)
+        chosen = report.settings["WanTransformer3DModel"]
+        seen.append((chosen.target, chosen.order))
+        assert len(report.notes) == (share < 1) and all(f"chose target {chosen.target}" in n for n in report.notes)
+        with accelerate(module, TaylorSeer(**settings_of(asked) | {"target": seen[-1][0], "order": seen[-1][1]})):
+            assert torch.equal(denoise(module, inputs, 6, calls=2), first)
+    assert seen[:2] == [("module", 2), ("module", 1)] and seen[2][0] == "stack", seen
+    assert "chose target stack" in caplog.text
+    with accelerate(module, TaylorSeer(max_memory=1000)):
+        with pytest.raises(ValueError, match="max_memory=1000: nothing fits; module at order 1 needs"):
+            denoise(module, inputs, 6)
+
+
+def settings_of(sampler: TaylorSeer) -> dict[str, Any]:
+    return {key: value for key, value in sampler.to_dict().items() if key != "sampler"}
+
+
+def test_output_mode_takes_a_tenth_of_the_memory(flux: Any) -> None:
+    taken = {}
+    for target in TARGETS:
+        with accelerate(flux, TaylorSeer(interval=5, target=target)) as session:
+            run_flux(flux)
+            taken[target] = session.report().bytes
+    assert taken["output"] * 10 <= taken["module"] and taken["block"] < taken["module"]
+    assert taken["output"] == 2 * 64 * 4 * 4  # two orders of one latent
+
+
+# ---- others on the same modules -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "attach_first"), [("block_level", True), ("leaf_level", False)])
+def test_group_offloading(kind: str, attach_first: bool) -> None:
+    module, inputs = model("FLUX")
+    cpu = torch.device("cpu")
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+        expected = denoise(module, inputs, 5)
+    plain = denoise(module, inputs, 5)
+    options = {"onload_device": cpu, "offload_device": cpu, "offload_type": kind}
+    options |= {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    if not attach_first:
+        apply_group_offloading(module, **options)
+    for target in TARGETS:
+        if attach_first:
+            module, inputs = model("FLUX")
+        session = accelerate(module, TaylorSeer(interval=3, first_enhance=2, target=target))
+        if attach_first:
+            apply_group_offloading(module, **options)
+        first = denoise(module, inputs, 5)
+        assert torch.equal(denoise(module, inputs, 5), first)
+        assert target != "module" or torch.equal(first, expected)
+        assert session.report().full_steps == [0, 1, 4]
+        session.detach()  # beneath other hooks too
+        assert torch.equal(denoise(module, inputs, 5), plain)
+
+
+def test_hooks_of_accelerate_that_come_and_go() -> None:
+    """Pipelines with model offloading put them on anew after every run."""
+    module, inputs = model("Wan")
+    plain = denoise(module, inputs, 5)
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)):
+        expected = denoise(module, inputs, 5)
+    add_hook_to_module(module, ModelHook())
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=2)) as session:
+        for _ in range(2):
+            assert torch.equal(denoise(module, inputs, 5), expected)
+            assert session.report().full_steps == [0, 1, 4]
+            remove_hook_from_module(module, recurse=True)
+            add_hook_to_module(module, ModelHook())
+    assert torch.equal(denoise(module, inputs, 5), plain)
+
+
+@pytest.mark.parametrize("target", ["module", "block"])
+def test_compiled_blocks(target: str) -> None:
+    """Compiled before attaching or after; with modules inside forecast, blocks run eagerly."""
+    sampler = TaylorSeer(interval=3, first_enhance=1, target=target)
+    module, inputs = model("PixArt")
+    plain = denoise(module, inputs, 3)
+    with accelerate(module, sampler):
+        expected = denoise(module, inputs, 3)
+    for first in (True, False):
+        module, inputs = model("PixArt")
+        session = None if first else accelerate(module, sampler)
+        for block in module.transformer_blocks:
+            block.compile(backend="eager", fullgraph=True)
+        before = attributes(module)
+        with session or accelerate(module, sampler) as session:
+            torch.testing.assert_close(denoise(module, inputs, 3), expected)
+            assert len(session.report().notes) == (target == "module")
+        if first:
+            assert attributes(module) == before
+        assert all(block._compiled_call_impl is not None for block in module.transformer_blocks)
+    torch.testing.assert_close(denoise(module, inputs, 3), plain)
+
+
+def test_a_transformer_compiled_as_a_whole() -> None:
+    module, inputs = model("DiT")
+    with accelerate(module, TaylorSeer(interval=3, first_enhance=1, target="output")):
+        expected = denoise(module, inputs, 3)
+    compiled = torch.compile(module, backend="eager")
+    with pytest.raises(ValueError, match="compiled as a whole.*target='output'"):
+        accelerate(compiled, TaylorSeer())
+    with accelerate(compiled, TaylorSeer(interval=3, first_enhance=1, target="output")):
+        latent = inputs["hidden_states"]
+        with torch.no_grad():
+            for i in range(3):
+                time = torch.full((2,), 1000.0 * (3 - i) / 3).long()
+                given = inputs | {"hidden_states": latent, "timestep": time}
+                latent = latent - compiled(**given, return_dict=False)[0][:, :4] / 3
+    torch.testing.assert_close(latent, expected)
+
+
+def test_half_precision_keeps_its_type() -> None:
+    module, inputs = model("FLUX")
+    module = module.bfloat16()
+    inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    for target in TARGETS:
+        with accelerate(module, TaylorSeer(interval=3, derivative_dtype="float32", target=target)) as session:
+            assert denoise(module, inputs, 6).dtype == torch.bfloat16
+            wide = session.report().bytes
+        with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
+            denoise(module, inputs, 6)
+            assert 2 * session.report().bytes == wide
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]) -> None:
+    before = attributes(dit.transformer), attributes(flux.transformer)
+    for pipe, settings, message in (
+        (
+            dit,
+            {"modules": "blocks.*attn"},
+            r"modules: pattern 'blocks.\*attn' matches no module.*transformer_blocks.0.attn1",
+        ),
+        (dit, {"modules": "proj_out"}, "matches no module of DiTTransformer2DModel"),
+        (dit, {"modules": "proj_out_2", "skip": "layers.*"}, "skip: pattern 'layers"),
+        # diffusers' lite mode on DiT: blocks are left out, and nothing behind them is forecast
+        (dit, {"modules": r"transformer_blocks\.0\.attn1", "skip": r"transformer_blocks\.1"}, "no forecast.*blocks.1"),
+        (dit, {"modules": [r".*\.0\.attn1", r"transformer_blocks\.0"]}, "which holds it"),
+        (flux, {"modules": "proj_out", "skip": "proj_out"}, "modules and skip both match 'proj_out'"),
+        (flux, {"target": "output", "refresh": "verification"}, "refresh=Verification.*target='output'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accelerate(pipe, TaylorSeer(**settings))
+    assert (attributes(dit.transformer), attributes(flux.transformer)) == before
+    # a forecast stands behind the skipped module, but does not replace what it feeds
+    leak = {"modules": r"transformer_blocks\.1\.ff", "skip": r"transformer_blocks\.0\.attn1"}
+    with accelerate(dit, TaylorSeer(**leak)):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"skip: .*transformer_blocks\.0\.attn1.*reached the output"):
+                run_dit(dit)
+    flux.transformer.spare = nn.Linear(1, 1)
+    with accelerate(flux, TaylorSeer(modules="spare")):
+        with pytest.raises(RuntimeError, match="called none of the hooked modules: spare"):
+            run_flux(flux, 4)
+    del flux.transformer.spare
+    with pytest.raises(ValueError, match="matches no module"):
+        accelerate(flux, TaylorSeer(modules="transformer_blocks"))
+    # diffusers' lite mode by patterns is target="output"
+    lite = {"modules": "proj_out", "skip": r"[^.]*blocks\.\d+", "interval": 5}
+    with accelerate(flux, TaylorSeer(**lite)):
+        by_patterns = run_flux(flux)
+    with accelerate(flux, TaylorSeer(interval=5, target="output")):
+        assert torch.equal(run_flux(flux), by_patterns)
+    assert torch.equal(run_dit(dit), plain["dit"])
+
+
+def test_what_cannot_be_accelerated(flux: Any) -> None:
+    for pipe in (3, "flux", object(), type("Pipe", (), {"scheduler": None})()):
+        with pytest.raises(TypeError, match="must be a diffusers pipeline"):
+            accelerate(pipe)
+    takes = r"not for pipelines: accelerate takes 'taylorseer' and 'recap', .* \(.*FirstBlock.*MagCache.*\), or cache"
+    for sampler, shown in (("threshold", "'threshold'"), (paradec.samplers.create("threshold"), "Threshold"), (3, "3")):
+        with pytest.raises(TypeError, match=f"^sampler={shown}.* {takes}='block'"):
+            accelerate(flux, sampler)
+    with pytest.raises(ValueError, match="Linear has no list of blocks"):
+        accelerate(nn.Linear(2, 2), TaylorSeer())
+    odd = nn.Module()
+    odd.blocks = nn.ModuleList([DriftBlock(Drift(1)), nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"block blocks.1 \(Linear\)"):
+        accelerate(odd, TaylorSeer())
+    with accelerate(flux, TaylorSeer()):
+        with pytest.raises(ValueError, match="accelerated already"):
+            accelerate(flux, TaylorSeer())
+    flux.transformer.enable_cache(TaylorSeerCacheConfig())
+    with pytest.raises(ValueError, match="diffusers' own enabled .TaylorSeerCacheConfig."):
+        accelerate(flux, TaylorSeer())
+    flux.transformer.disable_cache()
+    with accelerate(nn.Sequential(nn.Linear(2, 2)), TaylorSeer(modules="0")) as session:
+        with pytest.raises(ValueError, match="argument timestep"):
+            session.transformers[0].module(torch.ones(1, 2))
+
+
+def test_report(flux: Any) -> None:
+    with accelerate(flux) as session:  # spread evenly
+        run_flux(flux)
+        report = session.report()
+    assert report.full_steps == [0, 5, 10, 15]
+    with accelerate(flux, create("taylorseer", preset="paper")) as session:
+        run_flux(flux)
+        report = session.report()
+    assert report.full_steps == [0, 1, 2, 8, 14] and report.runs == 1 and len(report.calls) == 16
+    assert 0.5 < report.coverage["transformer"] < 1
+    assert all(call.seconds > 0 for call in report.calls)
+    assert [call.bytes for call in report.calls[:3]] == [report.bytes // 2, report.bytes // 2, report.bytes]
+    text = str(report)
+    assert "target module, basis taylor, order 1" in text and "5 full, 11 forecast, 0 mixed" in text
+    assert json.dumps([call.kind for call in report.calls]).count("forecast") == 11

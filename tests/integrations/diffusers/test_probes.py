@@ -1,0 +1,617 @@
+"""Rules that decide inside a call, over all blocks as one stack: FBCache, DBCache, MagCache, DiCache."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, MagCacheConfig
+from diffusers.hooks.mag_cache import nearest_interp
+from module_attributes import attributes
+from tiny_pipelines import MODELS, denoise, flux_pipeline, loop_pipeline, model, run_flux, run_wan, wan_pipeline
+from torch import Tensor, nn
+
+from paradec import TaylorSeer, accelerate
+from paradec.integrations.diffusers.hooks import magcache
+from paradec.integrations.diffusers.hooks.memory import estimate
+from paradec.samplers.forecast.magcache import MagRatios
+from paradec.samplers.forecast.probes import ProbeState
+from paradec.samplers.forecast.rules import DBCache, DiCache, FirstBlock, MagCache, refresh_from
+
+RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
+PIPELINES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
+    "flux": (flux_pipeline, run_flux),
+    "wan": (wan_pipeline, run_wan),
+}
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    return flux_pipeline()
+
+
+@pytest.fixture(scope="module")
+def wan() -> Any:
+    return wan_pipeline()
+
+
+def kinds(session: Any) -> str:
+    """The latest run's calls: "F" where the stack was evaluated, "." where it was forecast."""
+    return "".join(".F"[call.evaluated > 0] for call in session.report().calls)
+
+
+# ---- beside diffusers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_first_block_equals_diffusers(name: str, threshold: float, request: Any) -> None:
+    """Bit for bit, with guidance in two calls (Wan) and two kinds of blocks (FLUX)."""
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    theirs = run(pipe)
+    pipe.transformer.disable_cache()
+    with accelerate(pipe, FirstBlock(threshold)) as session:
+        assert torch.equal(run(pipe), theirs)
+    assert ("." in kinds(session)) == (threshold > 0), kinds(session)
+    if threshold == 0:
+        assert torch.equal(run(pipe), theirs)
+
+
+@pytest.mark.parametrize(("most", "kept"), [(3, 0.2), (2, 0.0)])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_magcache_equals_diffusers(name: str, most: int, kept: float, request: Any) -> None:
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    settings = {"threshold": 0.2, "max_skip_steps": most, "retention_ratio": kept}
+    pipe.transformer.enable_cache(MagCacheConfig(mag_ratios=list(RATIOS), num_inference_steps=8, **settings))
+    theirs = run(pipe, 8)
+    pipe.transformer.disable_cache()
+    with accelerate(pipe, MagCache(RATIOS, **settings)) as session:
+        assert torch.equal(run(pipe, 8), theirs)
+    assert "." in kinds(session)
+
+
+@pytest.mark.parametrize(("name", "runs"), [("flux", 1), ("wan", 3)])
+def test_calibration_equals_diffusers(
+    name: str, runs: int, request: Any, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """What diffusers prints, ours returns, over runs and the two calls of a step (Wan) the mean; the pipeline stays as
+    it was."""
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    run(pipe, 1)  # diffusers hangs its own hook on a transformer that runs for the first time
+    before, seeds = attributes(pipe.transformer), iter(range(runs))
+    draw = torch.Generator().manual_seed
+    found = magcache.calibrate(pipe, lambda: run(pipe, 6, generator=draw(next(seeds))), runs=runs)
+    assert attributes(pipe.transformer) == before and next(seeds, None) is None
+    for seed in range(runs):
+        pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=6))
+        run(pipe, 6, generator=draw(seed))
+        pipe.transformer.disable_cache()
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
+    assert len(said) == runs * (1 + (name == "wan")) == len(set(map(tuple, said)))
+    assert found.values == pytest.approx([sum(step) / len(said) for step in zip(*said, strict=True)], rel=1e-5)
+    assert found.values[0] == 1 and len(set(found.values)) > 3
+    found.save(tmp_path / "ratios.json")
+    assert MagRatios.load(tmp_path / "ratios.json") == found
+    values = torch.tensor(found.values, dtype=torch.float64)
+    assert MagCache(tmp_path / "ratios.json") == MagCache(found) == MagCache(values)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 10, 28])
+def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
+    source = torch.linspace(1, 2, length, dtype=torch.float64)
+    for steps in range(1, 60):
+        assert MagRatios(tuple(source.tolist())).at(steps) == tuple(nearest_interp(source, steps).tolist())
+
+
+# ---- every class of transformer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name: str) -> None:
+    """Threshold 0 is the plain model; what blocks add by themselves is what the stack adds; nothing is left behind."""
+    module, inputs = model(name)
+    before, plain = attributes(module), denoise(module, inputs, 5)
+    with accelerate(module, FirstBlock(0)):
+        assert torch.equal(denoise(module, inputs, 5), plain)
+    ends, took = {}, {}
+    for target in ("block", "stack"):
+        with accelerate(module, TaylorSeer(interval=3, target=target)) as session:
+            ends[target] = denoise(module, inputs, 6)
+        took[target] = session.report().bytes
+        assert kinds(session) == "F..F.."
+    # the same sum, added in another order, and fewer histories
+    torch.testing.assert_close(ends["stack"], ends["block"], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
+    # what was said about the memory beforehand is what it took: with a probe's residual, and at order 1
+    time = torch.full((len(inputs["hidden_states"]),), 500)
+    for refresh in (None, FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
+        sampler = TaylorSeer(interval=1, refresh=refresh, basis="taylor", target="stack")
+        with accelerate(module, sampler) as session:
+            denoise(module, inputs, 2)
+        assert estimate(module, sampler, **inputs, timestep=time) == session.report().bytes
+    assert attributes(module) == before
+
+
+# ---- a plain loop as the oracle -------------------------------------------------------------------------------------
+
+
+class Toy(nn.Module):
+    """Residual blocks that change with the step: `count` are called, and `control` is added behind each of them."""
+
+    def __init__(self, blocks: int = 5, control: bool = False):
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.blocks = nn.ModuleList([ToyBlock(draw) for _ in range(blocks)])
+        self.control, self.count = control, blocks
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        step = timestep.flatten()[0].to(hidden_states.dtype)
+        for block in list(self.blocks)[: self.count]:
+            hidden_states = block(hidden_states, step)
+            if self.control:
+                hidden_states = hidden_states + 0.1 * step
+        return hidden_states
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, draw: torch.Generator):
+        super().__init__()
+        self.attn = nn.Linear(4, 4, dtype=torch.float64)
+        self.attn.weight.data = torch.randn(4, 4, generator=draw, dtype=torch.float64)
+        self.attn.bias.data = 0.3 * torch.randn(4, generator=draw, dtype=torch.float64)
+
+    def forward(self, hidden_states: Tensor, step: Tensor) -> Tensor:
+        return hidden_states + 0.3 * torch.tanh(self.attn(hidden_states) + step)
+
+
+def toy(blocks: int = 5, **options: Any) -> tuple[Toy, Tensor]:
+    module = Toy(blocks, **options).eval().requires_grad_(False)
+    return module, torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+TIMES = [step**2 / 40 for step in range(10)]
+
+
+def toy_run(module: Toy, latent: Tensor, times: list[float] = TIMES) -> list[Tensor]:
+    """The outputs of a run, each the next call's input."""
+    outputs = []
+    for time in times:
+        latent = module(latent, torch.full((2,), time, dtype=latent.dtype))
+        outputs.append(latent)
+    return outputs
+
+
+def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]) -> tuple[list[Tensor], str]:
+    """First blocks, a decision, the blocks between or their last residual, last blocks."""
+    outputs, made, probe_before, residual = [], "", None, None
+    last = len(module.blocks) - tail
+    for step, time in enumerate(TIMES):
+        x, time = latent, torch.tensor(time, dtype=latent.dtype)
+        for block in module.blocks[:head]:
+            x = block(x, time)
+        probe, middle = x - latent, x
+        change = (
+            None if probe_before is None else float((probe - probe_before).abs().mean() / probe_before.abs().mean())
+        )
+        if residual is not None and skips(step, change, made):
+            x, made = middle + residual, made + "."
+        else:
+            for block in module.blocks[head:last]:
+                x = block(x, time)
+            residual, probe_before, made = x - middle, probe, made + "F"
+        for block in module.blocks[last:]:
+            x = block(x, time)
+        latent = x
+        outputs.append(x)
+    return outputs, made
+
+
+CASES: dict[str, tuple[Any, int, int, Callable[..., bool]]] = {
+    "FirstBlock": (FirstBlock(0.3), 1, 0, lambda step, change, made: change <= 0.3),
+    "DBCache": (DBCache(2, 1, 0.3, 3), 2, 1, lambda step, change, made: step >= 3 and change < 0.3),
+    "DBCache, in a row": (
+        DBCache(1, 0, 1.0, 2, -1, 2),
+        1,
+        0,
+        lambda step, change, made: step >= 2 and not made.endswith(".."),
+    ),
+    "DBCache, in a run": (DBCache(1, 2, 1.0, 1, 3), 1, 2, lambda step, change, made: made.count(".") < 3),
+    "DBCache, off": (DBCache(1, 0, 0.0, 0), 1, 0, lambda step, change, made: False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_a_plain_loop(case: str) -> None:
+    rule, head, tail, skips = CASES[case]
+    module, latent = toy()
+    expected, made = by_hand(module, latent, head, tail, skips)
+    assert ("." in made) == (case != "DBCache, off") and made.count("F") > 1
+    with accelerate(module, rule) as session:
+        for _ in range(2):  # runs begin without what the one before kept
+            for output, aim in zip(toy_run(module, latent), expected, strict=True):
+                torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+            assert kinds(session) == made
+            session.reset()
+    names = session.report().modules["Toy"]
+    assert names == [f"blocks.{i}" for i in range(head, 5 - tail)]
+
+
+DICACHE: dict[str, tuple[DiCache, str | None]] = {
+    "delta_y": (DiCache(0.5, num_inference_steps=10), None),
+    "delta_y, not warmed up": (DiCache(0.35, retention_ratio=0.0, num_inference_steps=10), None),
+    "delta_minus": (DiCache(0.1, "delta_minus", 1, 0.0, 10), None),
+    "two blocks": (DiCache(0.5, "delta_y", 2, 0.3, 10), None),
+    "reuse": (DiCache(0.5, num_inference_steps=10), "reuse"),
+}
+
+
+def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -> tuple[list[Tensor], str, list[float]]:
+    """DiCache as its public code has it: residuals of all blocks, and the probe of the step before."""
+    outputs, made, gains, total = [], "", [], 0.0
+    residuals: list[Tensor] = []
+    probes: list[Tensor] = []
+    before: tuple[Tensor, Tensor] | None = None
+    for step, time in enumerate(TIMES):
+        x, time = latent, torch.tensor(time, dtype=latent.dtype)
+        for block in module.blocks[: rule.probe_depth]:
+            x = block(x, time)
+        probe = x
+        if before is not None:
+            change, moved = (
+                (now - old).abs().mean() / old.abs().mean() for now, old in zip((probe, latent), before, strict=True)
+            )
+            total += float(change if rule.error == "delta_y" else (change - moved).abs())
+        before = (probe, latent)
+        if 0 < step < 9 and step >= int(10 * rule.retention_ratio) and total < rule.threshold:
+            residual = residuals[-1]
+            if len(residuals) > 1 and aligned:
+                p = probe - latent
+                gain = (p - probes[-2]).abs().mean() / (probes[-1] - probes[-2]).abs().mean()
+                gains.append(float(gain))
+                residual = residuals[-2] + gain.clamp(1, 1.5) * (residuals[-1] - residuals[-2])
+            x, made = latent + residual, made + "."
+        else:
+            for block in module.blocks[rule.probe_depth :]:
+                x = block(x, time)
+            total, made = 0.0, made + "F"
+            residuals.append(x - latent)
+            probes.append(probe - latent)
+        latent = x
+        outputs.append(x)
+    return outputs, made, gains
+
+
+@pytest.mark.parametrize("case", DICACHE)
+def test_dicache_equals_a_plain_loop(case: str) -> None:
+    rule, basis = DICACHE[case]
+    module, latent = toy()
+    expected, made, _ = dicache_by_hand(module, latent, rule, basis is None)
+    assert "." in made[3:] and made.count("F") > 2 and made[-1] == "F"
+    with accelerate(module, TaylorSeer(refresh=rule, basis=basis)) as session:
+        for _ in range(2):
+            for output, aim in zip(toy_run(module, latent), expected, strict=True):
+                torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+            assert kinds(session) == made
+            session.reset()
+
+
+@pytest.mark.parametrize(("probe", "step"), [(1.5, 7.0), (2.0, 7.0), (2.25, 8.25), (2.5, 9.5), (9.0, 9.5)])
+def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float) -> None:
+    """Evaluated at steps 2 and 7, where the probe added 1 and 2: the gain is that addition less 1, within [1, 1.5]."""
+    rule, state, first = DiCache(99.0, retention_ratio=0.0), ProbeState(total=20), torch.zeros(1, 2)
+    for index, added, forced in ((2, 1.0, True), (7, 2.0, True), (8, probe, False)):
+        state.index = index
+        full = rule.is_full(state, first, first + added, forced)
+        state.finished(full)
+        assert full == forced
+    assert rule.forecast_at(state) == pytest.approx(step)
+
+
+def test_dicache_keeps_what_each_call_of_a_step_has_shown() -> None:
+    """Guidance in two calls: each call goes as it would alone."""
+    module, latent = toy()
+    rule = DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)
+    latents = (latent, 3 * latent.flip(0))
+    alone = [dicache_by_hand(module, start, rule, True)[:2] for start in latents]
+    assert alone[0][1] != alone[1][1]
+    with accelerate(module, rule) as session, torch.no_grad():
+        now = list(latents)
+        for step, time in enumerate(TIMES):
+            for branch in range(2):
+                now[branch] = module(now[branch], torch.full((2,), time, dtype=latent.dtype))
+                torch.testing.assert_close(now[branch], alone[branch][0][step], rtol=1e-12, atol=1e-12)
+        calls = session.report().calls
+    for branch in range(2):
+        made = "".join(".F"[call.evaluated > 0] for call in calls if call.branch == f"call {branch}")
+        assert made == alone[branch][1]
+
+
+def test_dicache_must_know_the_steps() -> None:
+    module, latent = toy()
+    with accelerate(module, DiCache()), pytest.raises(ValueError, match="num_inference_steps=None: DiCache"):
+        toy_run(module, latent)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_dicache_in_pipelines(name: str, request: Any) -> None:
+    """The last step is evaluated; one that is skipped is none of the plain run's; the next run is the same."""
+    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+    plain = run(pipe, 8)
+    with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
+        found = run(pipe, 8)
+        made = kinds(session)
+        assert torch.equal(run(pipe, 8), found) and kinds(session) == made
+    branches = len(made) // 8
+    assert made == "F" * 2 * branches + "." * 5 * branches + "F" * branches
+    assert not torch.equal(found, plain) and torch.equal(run(pipe, 8), plain)
+
+
+def test_a_residual_is_forecast_by_any_basis() -> None:
+    """With a basis that is named, the middle's residual is expanded instead of reused."""
+    module, latent = toy()
+    sampler = TaylorSeer(refresh=DBCache(1, 0, 1.0, 2), basis="taylor")
+    with accelerate(module, sampler):
+        outputs = toy_run(module, latent)
+    residuals: list[Tensor] = []
+    for step, time in enumerate(TIMES[:5]):
+        x = middle = module.blocks[0](latent, torch.tensor(time, dtype=latent.dtype))
+        if step < 2:
+            for block in module.blocks[1:]:
+                x = block(x, torch.tensor(time, dtype=latent.dtype))
+            residuals.append(x - middle)
+            latent = x
+        else:
+            latent = middle + residuals[1] + (step - 1) * (residuals[1] - residuals[0])
+        torch.testing.assert_close(outputs[step], latent, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_added_between_blocks_is_added_once() -> None:
+    """A control network's features are part of the residual; behind the last block they are the pipeline's."""
+    module, latent = toy(control=True)
+    with accelerate(module, MagCache([1.0] * 10, retention_ratio=0, max_skip_steps=1)) as session:
+        outputs = toy_run(module, latent, TIMES[:2])
+    assert kinds(session) == "F."
+    entry = outputs[0]
+    residual = outputs[0] - 0.1 * TIMES[0] - latent
+    torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [FirstBlock(0.3), DBCache(2, 1, 0.3, 3), DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)],
+    ids=lambda rule: rule.name,
+)
+def test_blocks_may_write_into_their_input(rule: Any) -> None:
+    module, latent = toy()
+    with accelerate(module, rule) as session:
+        expected, made = toy_run(module, latent), kinds(session)
+    for block in module.blocks:
+        block.forward = lambda x, step, own=block.forward: x.copy_(own(x, step))
+    with accelerate(module, rule) as session, torch.no_grad():
+        found = toy_run(module, latent.clone(), [TIMES[0]])
+        for time in TIMES[1:]:
+            found += toy_run(module, found[-1].clone(), [time])
+    assert kinds(session) == made and "." in made
+    for output, aim in zip(found, expected, strict=True):
+        torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_step_decide_for_themselves() -> None:
+    """Guidance in two calls: one branch changes at every step, the other never."""
+    module, latent = toy()
+    with accelerate(module, FirstBlock(0.05)) as session, torch.no_grad():
+        for step, time in enumerate((0.0, 0.5, 1.0)):
+            stamp = torch.full((2,), time, dtype=latent.dtype)
+            module(latent * (step + 1) ** 3, stamp)
+            module(latent * 0 + 40.0, stamp)  # far out, where tanh is flat
+        calls = session.report().calls
+    assert {call.branch for call in calls} == {"call 0", "call 1"}
+    assert [call.kind for call in calls if call.branch == "call 0"] == ["full"] * 3
+    assert [call.kind for call in calls if call.branch == "call 1"] == ["full", "forecast", "forecast"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    "rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS), DiCache(9.0)], ids=lambda rule: rule.name
+)
+def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
+    plain = run_flux(flux, steps)
+    with accelerate(flux, rule) as session:
+        found = run_flux(flux, steps)
+    assert torch.equal(found, plain) == (kinds(session) == "F" * steps)
+    assert kinds(session)[0] == "F" and (rule.name != "first_block" or kinds(session) == "F."[:steps])
+
+
+def test_a_run_that_fails_leaves_nothing(flux: Any) -> None:
+    with accelerate(flux, FirstBlock(0.4)) as session:
+        expected = run_flux(flux)
+        made = kinds(session)
+
+        def stop(pipe: Any, step: int, *rest: Any) -> Any:
+            if step == 5:
+                raise KeyboardInterrupt
+            return {}
+
+        with pytest.raises(KeyboardInterrupt):
+            run_flux(flux, callback_on_step_end=stop)
+        assert session.transformers[0].nbytes == 0
+        assert torch.equal(run_flux(flux), expected) and kinds(session) == made
+        small = run_flux(flux, height=8, width=8)
+        assert kinds(session)[0] == "F" and small.shape != expected.shape
+        assert torch.equal(run_flux(flux), expected)
+
+
+def test_pipelines_side_by_side_and_copies(flux: Any) -> None:
+    """Two sessions take turns step by step; copies are plain, and take sessions of their own."""
+    pairs = [loop_pipeline("FLUX"), loop_pipeline("Wan")]
+    rules = [DiCache(9.0, retention_ratio=0.4), MagCache(RATIOS, threshold=1.0, retention_ratio=0)]
+    expected = []
+    for (pipe, inputs), rule in zip(pairs, rules, strict=True):
+        with accelerate(pipe, rule) as session:
+            expected.append(pipe(inputs))
+            assert "." in kinds(session)
+    with accelerate(pairs[0][0], rules[0]) as outer, accelerate(pairs[1][0], rules[1]):
+        inner: list[Tensor] = []
+
+        def other(pipe: Any, step: int, *rest: Any) -> None:
+            if step == 2:
+                inner.append(pairs[1][0](pairs[1][1]))
+
+        assert torch.equal(pairs[0][0](pairs[0][1], callback_on_step_end=other), expected[0])
+        assert torch.equal(inner[0], expected[1])
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(pairs[0][0].transformer)))
+        with pytest.raises(ValueError, match="accelerated already"):
+            accelerate(pairs[0][0], FirstBlock())
+        assert outer.report().runs == 1
+    assert attributes(twin).keys() == attributes(pairs[0][0].transformer).keys()
+    assert not any("_paradec" in key for child in attributes(twin).values() for key in child)
+
+
+def test_compiled_blocks_stay_compiled() -> None:
+    module, inputs = model("Wan")
+    with accelerate(module, FirstBlock(9.0)):
+        expected = denoise(module, inputs, 3)
+    module.compile_repeated_blocks(backend="eager")
+    with accelerate(module, FirstBlock(9.0)) as session:
+        assert torch.equal(denoise(module, inputs, 3), expected)
+        assert all(block._compiled_call_impl is not None for block in module.blocks)
+    assert kinds(session) == "F.."
+    module.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled as a whole"):
+        accelerate(module, FirstBlock())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    module, inputs = model("FLUX")
+    module = module.to(dtype)
+    inputs = {key: value.to(dtype) for key, value in inputs.items()}
+    with accelerate(module, FirstBlock(9.0)) as session:
+        for context in (torch.inference_mode(), torch.no_grad()):
+            with context:
+                assert denoise(module, inputs, 4).dtype == dtype
+    assert kinds(session) == "F..."
+
+
+def test_memory_is_kept_to_a_budget(flux: Any) -> None:
+    with accelerate(flux, TaylorSeer(refresh=FirstBlock(0.4), basis="taylor", max_memory="1MB")) as session:
+        run_flux(flux)
+        needed = session.report().bytes
+    tight = TaylorSeer(refresh=FirstBlock(0.4), basis="taylor", order=2, max_memory=needed)
+    with accelerate(flux, tight) as session:
+        run_flux(flux)
+    assert session.report().settings["transformer"].order == 1 and session.report().bytes == needed
+    with accelerate(flux, TaylorSeer(refresh=FirstBlock(0.4), max_memory=100)):
+        with pytest.raises(ValueError, match="max_memory=100: nothing fits; stack"):
+            run_flux(flux)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """Calls its blocks in another order than it lists them; or one of them joins its tokens with others."""
+
+    def __init__(self, joins: bool):
+        super().__init__()
+        self.blocks, self.joins = nn.ModuleList([ToyBlock(torch.Generator()) for _ in range(3)]), joins
+        if joins:
+            self.blocks[1].forward = lambda hidden_states, step: hidden_states.repeat(1, 2, 1)
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        for i in (0, 1, 2) if self.joins else (0, 2, 1):
+            hidden_states = self.blocks[i](hidden_states, timestep[0])
+        return hidden_states
+
+
+def test_what_is_no_stack() -> None:
+    latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
+    for joins, said in ((False, "another order"), (True, "continues none of its inputs")):
+        module = Other(joins)
+        with accelerate(module, FirstBlock()), pytest.raises(RuntimeError, match=said):
+            module(latent, time)
+    single, _ = toy(1)
+    for rule in (FirstBlock(), DBCache()):
+        with pytest.raises(ValueError, match=f"refresh='{rule.name}' always evaluates .* has 1,"):
+            accelerate(single, rule)
+    with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
+        toy_run(single, latent)
+    assert kinds(session) == "F...F...F."
+
+
+def test_blocks_that_are_called_change() -> None:
+    """A forecast that has no place to go, or a block that has no form, is no silent wrong answer."""
+    latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
+    for first, then in ((5, 4), (4, 5)):
+        module = Toy(5)
+        with accelerate(module, FirstBlock(9.0)):
+            module.count = first
+            module(latent, timestep=time)
+            module.count = then
+            with pytest.raises(RuntimeError, match="blocks.4.*session.reset"):
+                module(latent, timestep=time + 1)
+
+
+def test_settings_are_checked() -> None:
+    for rule, settings in (
+        (FirstBlock, {"threshold": -0.1}),
+        (FirstBlock, {"threshold": "0.1"}),
+        (DBCache, {"Fn_compute_blocks": 0}),
+        (DBCache, {"Bn_compute_blocks": -1}),
+        (DBCache, {"residual_diff_threshold": float("nan")}),
+        (DBCache, {"max_warmup_steps": 1.5}),
+        (DBCache, {"max_cached_steps": -2}),
+        (DBCache, {"max_continuous_cached_steps": -2}),
+        (MagCache, {"mag_ratios": None}),
+        (MagCache, {"mag_ratios": ()}),
+        (MagCache, {"mag_ratios": (1.0, 0.0)}),
+        (MagCache, {"mag_ratios": "nowhere.json"}),
+        (MagCache, {"mag_ratios": 3}),
+        (MagCache, {"mag_ratios": RATIOS, "threshold": -1}),
+        (MagCache, {"mag_ratios": RATIOS, "max_skip_steps": -1}),
+        (MagCache, {"mag_ratios": RATIOS, "retention_ratio": 1.5}),
+        (MagCache, {"mag_ratios": RATIOS, "num_inference_steps": 0}),
+        (DiCache, {"threshold": -0.1}),
+        (DiCache, {"error": "delta_x"}),
+        (DiCache, {"probe_depth": 0}),
+        (DiCache, {"retention_ratio": 1.5}),
+        (DiCache, {"num_inference_steps": 2.5}),
+    ):
+        with pytest.raises(ValueError, match=list(settings)[-1]):
+            rule(**settings)
+    for setting, value in {"target": "module", "modules": "a", "target ": "output"}.items():
+        with pytest.raises(ValueError, match=f"refresh='first_block' .* leave {setting.strip()}="):
+            TaylorSeer(refresh=FirstBlock(), **{setting.strip(): value})
+    module, inputs = model("DiT")
+    with pytest.raises(ValueError, match="target='stack' leaves it out"):
+        accelerate(module, TaylorSeer(target="stack", refresh="verification"))
+    with pytest.raises(ValueError, match="runs"):
+        magcache.calibrate(module, lambda: None, runs=0)
+    with pytest.raises(ValueError, match="not called at every step"):
+        magcache.calibrate(module, lambda: None)
+    lengths = iter((3, 4))
+    with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
+        magcache.calibrate(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
+
+
+def test_rules_survive_plain_data() -> None:
+    rules = (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), DiCache(0.2))
+    for rule in (*rules, "first_block", "dicache"):
+        sampler = TaylorSeer(refresh=rule)
+        assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
+        assert pickle.loads(pickle.dumps(copy.deepcopy(sampler))) == sampler
+        assert sampler.forecaster.name == ("taylor" if sampler.refresh.name == "dicache" else "reuse")
+        assert TaylorSeer(refresh=rule, order=2, basis="newton").order == 2
+    assert refresh_from({"refresh": "dbcache", "Fn_compute_blocks": 1}) == DBCache(1)
+    with pytest.raises(ValueError, match="threshold"):
+        refresh_from({"refresh": "first_block", "treshold": 1})

@@ -1,0 +1,303 @@
+"""The parts of paradec inside vLLM that need no vLLM, and what holds where there is none."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hosting import block_logits
+from places import ROOT
+from tiny_models import MASK, tiny
+from torch import nn
+
+import paradec
+from paradec.integrations.engines import vllm
+from paradec.integrations.engines.vllm.configs import FastDLLMConfig, SDARConfig
+from paradec.integrations.engines.vllm.left import Left
+from paradec.integrations.engines.vllm.pieces import pieces_of
+from paradec.integrations.engines.vllm.sampler import BlockSampler
+from paradec.integrations.engines.vllm.settings import VARIABLE, server_defaults, settings_of
+from paradec.integrations.engines.vllm.slots import Served, Slot
+from paradec.models.adapter import Model
+from paradec.models.checkpoint import CheckpointError
+
+BLOCK, SLOTS, END = 4, 3, 0
+WITH_VLLM = bool([*importlib.metadata.packages_distributions().get("vllm", [])])
+
+
+def params(**given: Any) -> Any:
+    """The fields of vLLM's `SamplingParams` that are read, with its defaults."""
+    neutral = {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs": None,
+        "prompt_logprobs": None, "logprob_token_ids": None, "top_p": 1.0, "top_k": 0, "ignore_eos": False,
+        "stop_token_ids": [], "eos_token_id": END, "max_tokens": 16, "extra_args": None,
+    }  # fmt: skip
+    return SimpleNamespace(**neutral | given)
+
+
+# ---- where there is no vLLM ------------------------------------------------------------------------------------------
+
+
+def test_the_entry_point_is_light_and_never_raises() -> None:
+    """vLLM calls it in every process, of every model."""
+    code = "import sys, paradec.integrations.engines.vllm as _; "
+    code += "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.skipif(WITH_VLLM, reason="vLLM is installed")
+def test_without_vllm_it_says_so_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.plugins.paradec"):
+        vllm.register()
+    assert "paradec's models are not available in vLLM: ModuleNotFoundError" in caplog.text
+
+
+def test_whatever_fails_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paradec.integrations.engines.vllm import registration
+
+    def fails() -> None:
+        raise AttributeError("another release")
+
+    monkeypatch.setattr(registration, "register", fails)
+    with caplog.at_level(logging.WARNING, "vllm.plugins.paradec"):
+        vllm.register()
+    assert "AttributeError: another release" in caplog.text
+
+
+# ---- what a request says ---------------------------------------------------------------------------------------------
+
+
+def test_settings_are_those_of_the_request_over_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"sampler": "klass", "steps": 4, "temperature": 0.5}')
+    defaults = server_defaults(SimpleNamespace(paradec={"steps": 8}))
+    found = settings_of(params(top_p=0.9, top_k=7, extra_args={"paradec": '{"temperature": 0.25}'}), defaults, "a")
+    assert found.sampler == paradec.samplers.create("klass")
+    seed = found.fields.pop("seed")
+    assert found.fields == {"steps": 8, "temperature": 0.25, "top_p": 0.9, "top_k": 7}
+    again, other = (settings_of(params(), defaults, name).fields["seed"] for name in ("a", "b"))
+    assert seed == again != other
+    assert found.stop_ids == (END,) and found.max_new_tokens == 16
+    defaults, extra = {"top_p": 0.5, "top_k": 3}, {"extra_args": {"paradec": {"top_p": 0.7}}}
+    for own, top_p in (({"top_p": 0.9}, 0.9), ({}, 0.5), ({"top_p": 0.9, **extra}, 0.7)):
+        assert settings_of(params(**own), defaults).fields == {"top_p": top_p, "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ({"extra_args": {"paradec": {"tresholds": 1}}}, "unknown name: 'tresholds'"),
+        ({"extra_args": {"paradec": {"max_new_tokens": 4}}}, "max_tokens of the request"),
+        ({"extra_args": {"paradec": {"cache": "dual"}}}, "unknown name: 'cache'"),
+        ({"extra_args": {"paradec": [1]}}, "must be a mapping"),
+        ({"extra_args": {"paradec": "{"}}, "is no JSON"),
+        ({"extra_args": {"paradec": {"template": [-1]}}}, "template=-1"),
+        ({"extra_args": {"paradec": {"template": "text"}}}, "must be token ids"),
+        ({"extra_args": {"paradec": {"template": [1] * 17}}}, "more than max_tokens=16"),
+        ({"extra_args": {"paradec": {"temperature": -1}}}, "temperature=-1"),
+        ({"extra_args": {"paradec": {"seed": [1, 2]}}}, r"seed=\[1, 2\]"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs=1"),
+    ],
+)
+def test_settings_that_are_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        settings_of(params(**said))
+
+
+def test_configs_are_those_that_load_reads() -> None:
+    from text_families import FAST, SDAR
+
+    found = SDARConfig.from_dict(SDAR)
+    assert found.canvas_length == SDAR["block_size"] and found.architectures == ["SDARForCausalLM"]
+    assert found.rope_parameters["rope_theta"] == SDAR["rope_theta"] and found.head_dim == SDAR["head_dim"]
+    assert FastDLLMConfig.from_dict(FAST).canvas_length == FAST["bd_size"]
+    with pytest.raises(CheckpointError, match="hidden_act='gelu' is not supported"):
+        SDARConfig.from_dict(SDAR | {"hidden_act": "gelu"})
+    named = {name: value for name, value in SDAR.items() if name != "block_size"}
+    assert SDARConfig.from_dict(named, name_or_path="JetLM/SDAR-8B-Chat-b16").canvas_length == 16
+    assert SDARConfig.from_dict(named, name_or_path="something").canvas_length is None
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_end_where_blocks_do() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        sizes = [draw.randint(1, 11) for _ in range(3)]
+        computed = np.array([draw.randint(0, 9) for _ in range(3)])
+        begins = np.cumsum([0, *sizes])
+        expected: dict[tuple[int, int], list[int]] = {}
+        for row, size in enumerate(sizes):
+            for index in range(size):
+                position = int(computed[row]) + index
+                expected.setdefault((row, position // BLOCK), []).append(int(begins[row]) + index)
+        rows, cuts, ends = pieces_of(begins, computed, BLOCK)
+        pieces = list(expected.items())
+        assert rows.tolist() == [row for (row, _), _ in pieces]
+        assert cuts.tolist() == [columns[0] for _, columns in pieces] + [sum(sizes)]
+        assert ends.tolist() == [
+            int(computed[row]) + columns[-1] - int(begins[row]) + 1 for (row, _), columns in pieces
+        ]
+
+
+def test_left_neighbours_are_kept_between_forwards() -> None:
+    left = Left(requests=3, tokens=8, hidden=2, dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(left, nn.Module) and not left.state_dict()
+    first = torch.arange(10.0).view(5, 2)  # slot 2: three columns; slot 0: two
+    left.say(np.array([5 + 2, 0, 1, 5 + 0, 3]), {2: 2}, total=5)
+    assert left(first).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
+    second = 100 + torch.arange(4.0).view(2, 2)
+    left.say(np.array([2 + 2, 0]), {}, total=2)
+    assert left(second).tolist() == [[4, 5], [100, 101]]  # what slot 2 stored, and nothing of slot 0
+    assert left.kept.tolist() == [[0, 0], [0, 0], [4, 5]]
+
+
+class Runner:
+    """What vLLM does with a sampler of canvases: prompts in chunks of whole blocks, canvases that are rolled back until
+    tokens are emitted, slots that go to the next request, in any order."""
+
+    def __init__(self, model: Model, draw: random.Random):
+        self.model, self.draw, self.served = model, draw, Served(model.facts, {})
+        self.slots: dict[int, Slot | None] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.prompts: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.ready: set[int] = set()
+        self.drafts = torch.zeros((SLOTS, BLOCK), dtype=torch.int64)
+        base = SimpleNamespace(sampling_states=None, req_states=SimpleNamespace(draft_tokens=self.drafts))
+        again = bool(model.facts.shift)
+        self.sampler = BlockSampler(base, self.slots, BLOCK, model.facts.mask_id, again, SimpleNamespace)
+
+    def add(self, number: int, prompt: list[int], said: Any) -> None:
+        try:
+            self.slots[number] = Slot(self.served, self.served.opened(prompt, settings_of(said, {}, "r")), len(prompt))
+        except (ValueError, TypeError):
+            self.slots[number] = None
+        self.tokens[number], self.prompts[number], self.computed[number] = list(prompt), len(prompt), 0
+        self.ready.discard(number)
+
+    def step(self) -> dict[int, list[int]]:
+        """One forward of some requests: what each of them emits."""
+        numbers = [number for number in self.slots if self.draw.random() < 0.8] or [*self.slots][:1]
+        self.draw.shuffle(numbers)
+        logits, counts, sizes = [], [0], [0]
+        for number in numbers:
+            known, at = len(self.tokens[number]), self.computed[number]
+            if number not in self.ready:
+                end = min(known, at + BLOCK * self.draw.randint(1, 2))
+                if end == known:
+                    self.ready.add(number)
+                counts.append(0)
+                sizes.append(end - at)
+                continue
+            canvas = self.drafts[number, : BLOCK - (known - at)].tolist()
+            row = self.tokens[number] + canvas
+            logits.append(block_logits(self.model, row, known))
+            counts.append(len(canvas))
+            sizes.append(len(row) - at)
+        batch = SimpleNamespace(
+            num_reqs=len(numbers),
+            num_draft_tokens=sum(counts),
+            cu_num_logits_np=np.cumsum(counts),
+            query_start_loc_np=np.cumsum(sizes),
+            idx_mapping_np=np.array(numbers),
+            prefill_len_np=np.array([self.prompts[number] for number in numbers]),
+            num_computed_tokens_np=np.array([self.computed[number] for number in numbers]),
+        )
+        vocab = self.model.facts.vocab_size
+        found = self.sampler(torch.cat(logits) if logits else torch.zeros((0, vocab)), batch)
+        emitted = {}
+        for index, number in enumerate(numbers):
+            count = int(found.num_sampled[index])
+            emitted[number] = found.sampled_token_ids[index, :count].tolist()
+            self.computed[number] += sizes[index + 1] - int(found.num_rejected[index])
+            self.tokens[number] += emitted[number]
+        return emitted
+
+
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+@pytest.mark.parametrize("name", ["threshold", "credit", "saber", "editing"])
+def test_a_batch_that_comes_and_goes_has_the_tokens_of_generate(name: str, prediction: str) -> None:
+    model = tiny(2, "block_causal", prediction)
+    draw = random.Random(name)
+    runner, waiting, expected, begun = Runner(model, draw), [], {}, {}
+    for key in range(4):
+        prompt = [draw.randrange(1, MASK) for _ in range(draw.randint(1, 11))]
+        new = draw.choice((3, 9))
+        waiting.append((key, prompt, new))
+        output = paradec.generate(model, [prompt], max_new_tokens=new, sampler=name)
+        expected[key] = output.sequences[0, output.filled[0]].tolist()[: output.tokens[0]]
+    done = {}
+    ends = model.facts.eos_token_ids
+    while waiting or begun:
+        for number in set(range(SLOTS)) - begun.keys():
+            if waiting:
+                key, prompt, new = waiting.pop(0)
+                runner.add(number, prompt, params(max_tokens=new, stop_token_ids=list(ends), eos_token_id=None,
+                                                  extra_args={"paradec": {"sampler": name}}))  # fmt: skip
+                begun[number] = key, new
+        for number, _ in runner.step().items():
+            answer = runner.tokens[number][runner.prompts[number] :]
+            key, new = begun[number]
+            stop = next((index + 1 for index, token in enumerate(answer) if token in ends), len(answer))
+            if stop < len(answer) or (answer and answer[stop - 1] in ends) or len(answer) >= new:
+                done[key] = answer[: min(stop, new)]
+                del begun[number], runner.slots[number]
+    assert done == expected
+
+
+def test_a_request_that_cannot_begin_is_a_mask() -> None:
+    """The scheduler ends it with the reason: a mask in its prompt, or steps for fewer blocks."""
+    model = tiny(2, "block_causal")
+    for prompt, said, words in (
+        ([1, MASK], params(), "the mask id"),
+        ([1, 2], params(extra_args={"paradec": {"sampler": "low_confidence", "steps": 1}}), "steps=1"),
+        ([], params(), "empty"),
+    ):
+        runner = Runner(model, random.Random(0))
+        runner.add(0, prompt, said)
+        assert runner.slots[0] is None
+        assert words in runner.served.refusal(prompt, said)
+        if prompt:
+            assert runner.step() == {0: [MASK]}
+
+
+def test_logits_that_are_no_numbers_end_one_request() -> None:
+    model = tiny(2, "block_causal")
+    served = Served(model.facts, {})
+    slot = Slot(served, served.opened([1, 2, 3, 4, 5], settings_of(params())), 5)
+    logits = torch.full((3, model.facts.vocab_size), torch.nan)
+    assert slot.step(logits, again=False) == [MASK] and slot.failed
+
+
+def test_answers_end_where_vllm_ends_them() -> None:
+    served = Served(tiny(2, "block_causal").facts, {})
+    for said, ends, early in (
+        (params(), [END], True),
+        (params(stop_token_ids=[7]), [END, 7], True),
+        (params(stop_token_ids=[7], ignore_eos=True), [7], True),
+        (params(ignore_eos=True), list(served.facts.eos_token_ids), False),
+    ):
+        state = served.opened([1, 2], settings_of(said)).state(0)
+        assert state.ends.tolist() == ends and state.request.eos_early_stop is early
+
+
+def test_a_request_that_was_taken_out_goes_on_with_its_template() -> None:
+    """And ends where it would have ended."""
+    served = Served(tiny(2, "block_causal").facts, {})
+    said = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
+    whole = served.opened([1, 2], said).state(0).canvas[0].tolist()
+    assert whole[:5] == [1, 2, 5, MASK, 6] and whole[5:11] == [MASK] * 6
+    for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
+        state = served.opened([1, 2], said, written).state(0)
+        assert state.canvas[0].tolist() == [1, 2, *written, *whole[2 + len(written) :]] and state.asked == [11]

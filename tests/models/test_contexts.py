@@ -1,0 +1,250 @@
+"""What stands around a request: torch's modes, autocast, a process that forks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from every_model import EVERY, IMAGE_MODELS, decoded, expected, make, shared, started
+from shared_modules import Dropping, wrapping
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from wrapped_models import ROWS
+
+import paradec
+from paradec import samplers
+from paradec.core.protocol import decode
+
+# ---- modes of torch -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_inference_mode_changes_nothing(kind: str) -> None:
+    """Nor do gradients, which are asked for where nobody says otherwise."""
+    assert not expected(kind).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(decoded(shared(kind), kind), expected(kind))
+
+
+@pytest.mark.parametrize("inside", ["start", "step", "commit", "all but the start"])
+@pytest.mark.parametrize(
+    "kind", ["llada", "Bert", "Llama causal", "diffusion_gemma", "llamagen-t2i", "anole", "mar", "dit"]
+)
+def test_a_state_is_at_home_in_and_out_of_inference_mode(kind: str, inside: str) -> None:
+    """Whoever drives the steps may be in inference mode in any of them and not in others."""
+
+    def mode(name: str) -> AbstractContextManager[Any]:
+        taken = name != "start" if inside == "all but the start" else name == inside
+        return torch.inference_mode() if taken else nullcontext()
+
+    model = shared(kind)
+    sampler, made_of, state, end = started(model, kind)
+    whole = end(decode(sampler, made_of, state))
+    with mode("start"):
+        sampler, made_of, state, end = started(model, kind)
+    while not state.done:
+        with mode("step"):
+            proposal = sampler.step(made_of, state)
+        with mode("commit"):
+            sampler.commit(state, proposal)
+    assert torch.equal(end(state), whole)
+    assert not end(state).requires_grad
+
+
+@pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
+def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
+    model, sampler = shared("llada"), samplers.create(name)
+    request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3}
+    prompts = paradec.core.prompts.encode(model, ROWS[:2], None, None)
+    whole = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
+    with torch.inference_mode():
+        state = sampler.start(model, prompts, **request)
+        sampler.commit(state, sampler.step(model, state))
+    while not state.done:
+        sampler.commit(state, sampler.step(model, state))
+    assert torch.equal(state.canvas, whole)
+
+
+# ---- autocast -------------------------------------------------------------------------------------------------------
+
+
+def half() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@lru_cache
+def single(kind: str) -> Any:
+    """A model in float32, which autocast changes."""
+    model = make(kind)
+    for part in vars(model).values():
+        if isinstance(part, nn.Module):
+            part.float()
+    return model
+
+
+def cast_alone(model: Any) -> Any:
+    """The model, evaluated under autocast wherever it is called."""
+
+    class Cast(type(model)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with half():
+                return super().__call__(*args, **kwargs)
+
+    cast = object.__new__(Cast)
+    cast.__dict__ = model.__dict__
+    return cast
+
+
+@pytest.mark.parametrize(
+    "kind", ["llada", "dream", "fast_dllm_v2", "Bert", "Llama causal", "Opaque", "emu3", "janus", "mar", "dit"]
+)
+def test_autocast_is_for_the_model_alone(kind: str) -> None:
+    """Around a request it changes what the model computes, and nothing of what is made of that."""
+    model = single(kind)
+    with half():
+        found = decoded(model, kind)
+    assert torch.equal(found, decoded(cast_alone(model), kind))
+
+
+AUTOCAST: dict[str, str] = {
+    **{name: "llada" for name in samplers.names() if samplers.get(name).family == "masked"},
+    **{name: "llamagen-c2i" for name in samplers.names() if samplers.get(name).family == "draft_verify"},
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_changes_no_method(name: str) -> None:
+    kind = AUTOCAST[name]
+    model = single(kind)
+
+    def run(model: Any) -> Tensor:
+        sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
+        if kind in IMAGE_MODELS:
+            request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent", "sampler": sampler}
+            return paradec.generate_images(model, **request).tokens
+        request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.7, "seed": 1, "sampler": sampler}
+        return paradec.generate(model, ROWS, **request).new_tokens
+
+    with half():
+        found = run(model)
+    assert torch.equal(found, run(cast_alone(model)))
+
+
+def test_autocast_leaves_the_owners_gradients() -> None:
+    """Weights that a request cast are cast anew where gradients are asked for."""
+    module = single("Llama bidirectional").module
+    ids = torch.tensor([[8, 9, 10]])
+
+    def gradients(decodes: bool) -> list[Tensor]:
+        module.zero_grad()
+        with half():
+            if decodes:
+                decoded(single("Llama bidirectional"), "Llama bidirectional")
+            module(ids).logits.float().square().sum().backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+    module.zero_grad(set_to_none=True)
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
+    """What the work returns in a forked process."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(send, pickle.dumps(work()))
+        finally:
+            os._exit(0)
+    os.close(send)
+    found: list[bytes] = []
+
+    def read() -> None:
+        with os.fdopen(receive, "rb") as file:
+            found.append(file.read())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(patience)
+    if not found:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert found and found[0], "the child process did not answer"
+    return pickle.loads(found[0])
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+
+
+@needs_fork
+@pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
+def test_a_forked_process_decodes(kind: str) -> None:
+    model, whole = shared(kind), expected(kind)
+    assert in_child(lambda: decoded(model, kind).tolist()) == whole.tolist()
+    assert torch.equal(decoded(model, kind), whole)
+
+
+class Decoding(Dataset[list[int]]):
+    """Samples that are decoded where they are asked for."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> list[int]:
+        return paradec.generate(self.model, [ROWS[index]], max_new_tokens=4).new_tokens[0].tolist()
+
+
+@needs_fork
+def test_workers_of_a_data_loader_decode() -> None:
+    data = Decoding(shared("Llama bidirectional"))
+    context = multiprocessing.get_context("fork")
+    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
+    assert list(loader) == [data[index] for index in range(len(data))]
+
+
+@needs_fork
+def test_a_fork_in_the_middle_of_another_threads_call() -> None:
+    """The child has its modes and its locks, whatever the threads that it lacks were about."""
+    module = Dropping().eval()
+    model = wrapping("opaque", module)
+    tokens = paradec.generate(model, ROWS, max_new_tokens=4).new_tokens.tolist()
+    module.train()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*args: Any) -> None:
+        if threading.current_thread() is thread:
+            inside.set()
+            go_on.wait(120)
+
+    handle = module.head.register_forward_hook(wait)
+    thread = threading.Thread(target=lambda: paradec.generate(model, ROWS[:1], max_new_tokens=1))
+    thread.start()
+    assert inside.wait(120)
+
+    def work() -> Any:
+        before = module.training, module.drop.training
+        found = paradec.generate(model, ROWS, max_new_tokens=4).new_tokens.tolist()
+        return before, found, (module.training, module.drop.training)
+
+    try:
+        assert in_child(work) == ((True, True), tokens, (True, True))
+        assert not module.drop.training
+    finally:
+        go_on.set()
+        thread.join()
+        handle.remove()
+    assert module.training and module.drop.training

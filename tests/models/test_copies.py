@@ -1,0 +1,290 @@
+"""Copies, pickles and torch.save of models, and of what a request is made of and leaves."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from every_model import EVERY, TEXT, decoded, expected, shared, started
+from image_models import tiny_llamagen
+from transformers import AttentionInterface, AttentionMaskInterface
+from wrapped_models import IDS, ROWS, decoder
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.core.prompts import encode
+from paradec.core.protocol import decode
+from paradec.models.adapter import Model
+from paradec.samplers.masked.device import step as engine
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved}
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+
+
+def hooks(model: Any) -> int:
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.module.modules())
+
+
+def zero(model: Any) -> None:
+    """Ruin a model's weights in place."""
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.zero_()
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
+    """So does a copy of a copy, whatever becomes of those before it."""
+    model = shared(kind)
+    before, tokens = hooks(model), expected(kind)
+    copies = [model]
+    for way in WAYS.values():
+        copies.append(way(copies[-1]))
+        assert type(copies[-1]) is type(model)
+    assert len({id(copied.module) for copied in copies}) == len(copies)
+    assert {hooks(copied) for copied in copies} == {before}
+    for copied in copies[1:-1]:
+        if hasattr(model, "unwrap"):
+            assert copied.unwrap() is copied.module
+            assert hooks(copied) == 0
+        zero(copied)
+    for left in (copies[-1], model):
+        assert hooks(left) == before
+        assert torch.equal(decoded(left, kind), tokens)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_original_may_be_unwrapped_first(way: str) -> None:
+    """And a copy of a model that was unwrapped is unwrapped."""
+    module = decoder().eval()
+    model = paradec.wrap(module, prediction="same", topology="bidirectional", **IDS)
+    tokens = decoded(model, "Llama")
+    copied = WAYS[way](model)
+    assert model.unwrap() is module
+    assert torch.equal(decoded(copied, "Llama"), tokens)
+    assert hooks(model) == 0 and hooks(copied) == 1
+    late = WAYS[way](model)
+    assert hooks(late) == 0
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM was unwrapped"):
+        decoded(late, "Llama")
+
+
+@pytest.mark.parametrize("kind", ["Llama bidirectional", "Bert", "Opaque"])
+def test_a_pickle_from_when_one_class_served_every_kind(kind: str) -> None:
+    model = shared(kind)
+
+    class Before:
+        def __reduce__(self) -> Any:
+            return object.__new__, (Model,), model.__getstate__() | {"kind": model.kind}
+
+    found = pickled(Before())
+    assert type(found) is type(model) and found.kind == model.kind
+    assert vars(found).keys() == vars(model).keys()
+    assert torch.equal(decoded(found, kind), expected(kind))
+
+
+def test_a_shallow_copy_is_another_wrap_of_the_module() -> None:
+    module = decoder().eval()
+    model = paradec.wrap(module, prediction="same", topology="bidirectional", **IDS)
+    tokens = decoded(model, "Llama")
+    second = copy.copy(model)
+    assert second.module is module
+    model.unwrap()
+    assert torch.equal(decoded(second, "Llama"), tokens)
+    second.unwrap()
+    assert hooks(model) == 0
+
+
+def test_engines_are_not_copied() -> None:
+    model = paradec.wrap(decoder().eval(), prediction="same", topology="bidirectional", **IDS)
+    method = samplers.create("threshold")
+    with torch.inference_mode():
+        state = method.start(model, encode(model, ROWS[:1], None, None), max_new_tokens=4)
+        engine.decode(method, model, state, capture=False)
+    assert len(model.engines) == 1
+    for way in WAYS.values():
+        copied = way(model)
+        assert copied.engines == {} and copied.engines is not model.engines
+    assert len(model.engines) == 1
+
+
+def test_two_models_of_one_module_stay_so() -> None:
+    """In one copy, what was one module is one module."""
+    module = decoder().eval()
+    both = [
+        paradec.wrap(module, prediction="same", topology="bidirectional", **IDS),
+        paradec.wrap(module, prediction="shifted", topology="causal", **IDS),
+    ]
+    tokens = [decoded(model, kind) for model, kind in zip(both, ("Llama", "Llama causal"))]
+    for way in WAYS.values():
+        first, second = way(both)
+        assert first.module is second.module is not module
+        assert torch.equal(decoded(first, "Llama"), tokens[0])
+        first.unwrap()
+        assert torch.equal(decoded(second, "Llama causal"), tokens[1])
+        assert hooks(second) == 1
+
+
+def test_a_drafter_is_copied_with_its_base() -> None:
+    base, drafter = tiny_llamagen(), tiny_llamagen(seed=1)
+    sampler = samplers.create("speculative", drafter=drafter)
+    request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent"}
+    whole = paradec.generate_images(base, sampler=sampler, **request)
+    for way in WAYS.values():
+        other, method = way((base, sampler))
+        assert method.drafter is not drafter
+        out = paradec.generate_images(other, sampler=method, **request)
+        assert torch.equal(out.tokens, whole.tokens) and out.row_nfe == whole.row_nfe
+
+
+def test_a_process_that_registered_nothing_reads_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = paradec.wrap(decoder().eval(), prediction="same", topology="bidirectional", **IDS)
+    tokens, written = decoded(model, "Llama"), pickle.dumps(model)
+    monkeypatch.delitem(sys.modules, "paradec.models.attention")
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        known = {name: value for name, value in interface._global_mapping.items() if not name.startswith("paradec_")}
+        monkeypatch.setattr(interface, "_global_mapping", known)
+    with pytest.raises(KeyError, match="paradec_sdpa"):
+        decoded(model, "Llama")
+    assert torch.equal(decoded(pickle.loads(written), "Llama"), tokens)
+
+
+# ---- what a request is made of --------------------------------------------------------------------------------------
+
+VALUES: dict[str, Any] = {
+    **{f"sampler {name}": lambda name=name: samplers.create(name) for name in samplers.names()},
+    **{f"cache {name}": lambda name=name: caches.create(name) for name in caches.names()},
+    "fixed blocks": lambda: paradec.FixedBlocks(4),
+    "whole canvas": lambda: paradec.core.blocks.WholeCanvas(),
+    "adaptive blocks": lambda: paradec.AdaptiveBlocks(length=8),
+    "sparsed": lambda: paradec.SparseD(select=0.5),
+    "prophet": lambda: paradec.Prophet(),
+    "request": lambda: paradec.Request(temperature=0.5, suppress_tokens=(3,)),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_settings_copy_as_equals(name: str) -> None:
+    value = VALUES[name]()
+    for way in WAYS.values():
+        copied = way(value)
+        assert type(copied) is type(value) and copied == value
+        assert hash(copied) == hash(value)
+
+
+# ---- what a request leaves ------------------------------------------------------------------------------------------
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values hold the same, however deep."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if hasattr(one, "tolist"):
+        return one.tolist() == other.tolist()
+    if hasattr(one, "tobytes") and hasattr(one, "size"):  # pictures
+        return one.tobytes() == other.tobytes()
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if hasattr(one, "__dict__") and type(one).__module__.startswith("paradec"):
+        own, its = ({k: v for k, v in vars(part).items() if k != "_module"} for part in (one, other))
+        return type(one) is type(other) and same(own, its)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["llada", "Bert", "Llama causal", "llamagen-c2i", "digits-maskgit", "mar"])
+def test_outputs_hold_the_same(kind: str, way: str) -> None:
+    model = shared(kind)
+    if kind in TEXT:
+        given: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 0}
+        given |= {"cache": "dual", "block_length": 4, "keep_prefix": True} if kind == "llada" else {}
+        given |= {"sampler": "sjd"} if kind == "Llama causal" else {}
+        out = paradec.generate(model, ROWS, **given)
+    else:
+        given = {"sampler": samplers.create("mar", head_steps=2)} if kind == "mar" else {}
+        given |= {"steps": 3} if kind == "digits-maskgit" else {}
+        out = paradec.generate_images(model, class_labels=[1, 7], seed=0, trace=True, **given)
+    copied = WAYS[way](out)
+    assert type(copied) is type(out) and same(out, copied)
+    assert copied.nfe == out.nfe
+    assert (copied.trace is None) == (out.trace is None)
+
+
+def test_copies_of_a_kept_prefix() -> None:
+    model = shared("llada")
+    settings = {"cache": "prefix", "block_length": 4, "max_new_tokens": 8}
+    out = paradec.generate(model, ROWS, keep_prefix=True, **settings)
+    more = [prompt + answer for prompt, answer in zip(ROWS, out.new_tokens.tolist())]
+    whole = paradec.generate(model, more, prefix=out.prefix, **settings)
+    copied = copy.deepcopy(out.prefix)
+    assert copied.layers[0][0].data_ptr() != out.prefix.layers[0][0].data_ptr()
+    again = paradec.generate(model, more, prefix=copied, **settings)
+    assert torch.equal(again.new_tokens, whole.new_tokens)
+    assert again.cost.reused_tokens == whole.cost.reused_tokens and sum(again.cost.reused_tokens)
+    with pytest.raises(ValueError, match="was kept with another model"):
+        paradec.generate(model, more, prefix=pickled(out.prefix), **settings)
+    with pytest.raises(ValueError, match="was kept with another model"):
+        paradec.generate(copy.deepcopy(model), more, prefix=copied, **settings)
+
+
+# ---- states ---------------------------------------------------------------------------------------------------------
+
+
+def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:
+    """Two steps, then copies: all end as the state itself does, and none disturbs another."""
+    with torch.inference_mode():
+        for _ in range(2):
+            if not state.done:
+                sampler.commit(state, sampler.step(model, state))
+    copies = [copy.deepcopy(state), pickled(state)]
+    whole = end(decode(sampler, model, state))
+    for copied in copies:
+        assert torch.equal(end(decode(sampler, model, copied)), whole)
+        assert (copied.counts == state.counts).all()
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_copies_of_a_masked_state_go_on(name: str) -> None:
+    model, sampler = shared("llada"), samplers.create(name)
+    cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
+    request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}
+    state = sampler.start(model, encode(model, ROWS[:2], None, None), **request)
+    going_on(model, sampler, state, lambda state: state.canvas)
+
+
+@pytest.mark.parametrize("kind", ["llada", "Llama causal", "llamagen-t2i", "mar", "dit"])
+def test_copies_of_other_states_go_on(kind: str) -> None:
+    sampler, model, state, end = started(shared(kind), kind)
+    going_on(model, sampler, state, end)
+
+
+def test_a_state_with_a_generator() -> None:
+    model = paradec.wrap(decoder().eval(), prediction="same", topology="bidirectional", **IDS)
+    sampler = samplers.create("random")
+    prompts = encode(model, [[8, 9, 10]], None, None)
+    state = sampler.start(model, prompts, max_new_tokens=8, temperature=0.7, rng="reference", seed=3)
+    going_on(model, sampler, state, lambda state: state.canvas)

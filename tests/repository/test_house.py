@@ -1,0 +1,316 @@
+"""The repository itself: packaging, documented commands, and what importing paradec brings in."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+import paradec
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def run_python(code: str) -> str:
+    """Run code with the working directory at the root of the checkout, where its folders can be imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def tracked_files() -> list[Path]:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def readme_commands() -> list[str]:
+    """The README's commands that set everything up from a bare Python."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if "-m venv" in line]
+
+
+def test_importing_paradec_is_light() -> None:
+    # Only what paradec adds to torch counts: some builds of torch import triton by themselves.
+    code = """
+import sys, torch
+before = set(sys.modules)
+import paradec
+print(*sorted(set(sys.modules) - before), sep="\\n")
+"""
+    added = run_python(code).splitlines()
+    assert "paradec" in added
+    heavy = {"triton", "diffusers", "transformers.modeling_utils", "accelerate", "scipy", "typer", "rich"}
+    assert not heavy.intersection(added)
+
+
+def test_kernels_need_no_triton() -> None:
+    # What `paradec/kernels/__init__.py` says of when it is imported, and what is left where it is not installed.
+    code = """
+import sys, torch
+before = "triton" in sys.modules  # some builds of torch import it
+import paradec.kernels.token_stats as token_stats
+import paradec.kernels.block_sparse as sparsed
+print(before or "triton" not in sys.modules)
+sys.modules["triton"] = None
+logits = torch.randn(1, 2, 9000)
+print(torch.equal(token_stats.token_stats(logits).token, logits.argmax(-1)))
+x = torch.randn(1, 1, 8, 4)
+plain = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+print(torch.allclose(sparsed.sparse_attention(x, x, x, None), plain, atol=1e-6))
+try:
+    sparsed.sparse_attention(x, x, x, None, backend="triton")
+except ValueError as error:
+    print("triton is not installed" in str(error))
+"""
+    assert run_python(code).split() == ["True"] * 4
+
+
+def test_no_kernels_beside_the_package() -> None:
+    # With Hugging Face's `kernels` installed, a second one on the path stops transformers' models from importing.
+    assert [path.name for path in ROOT.iterdir() if path.stem == "kernels"] == []
+    assert (ROOT / "paradec" / "__init__.py").is_file()
+
+
+def test_transformers_models_import_from_the_checkout() -> None:
+    code = """
+import importlib.util, os
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+spec = importlib.util.find_spec("kernels")
+places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
+print(any(place.startswith(os.getcwd() + os.sep) for place in places))
+"""
+    assert run_python(code) == "False"
+
+
+def test_wheel_has_one_top_level() -> None:
+    assert PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["paradec"]}
+    assert (ROOT / "paradec" / "py.typed").is_file()
+
+
+def test_package_data_is_not_ignored() -> None:
+    # The build leaves out what git ignores.
+    tracked_files()
+    data = [str(path) for path in (ROOT / "paradec").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    command = ["git", "check-ignore", "--stdin"]
+    ignored = subprocess.run(command, cwd=ROOT, input="\n".join(data), capture_output=True, text=True)
+    assert ignored.stdout == ""
+
+
+def test_version_is_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
+    released = [section for section in sections if not section.startswith("[Unreleased]")]
+    if released:
+        assert released[0].startswith(f"[{paradec.__version__}]")
+    else:
+        assert f"Towards {paradec.__version__}" in sections[0]
+
+
+def test_installed_version_agrees() -> None:
+    try:
+        installed = importlib.metadata.version(PYPROJECT["project"]["name"])
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("paradec is not installed")
+    assert installed == paradec.__version__
+
+
+def test_console_script_exists() -> None:
+    module, _, name = PYPROJECT["project"]["scripts"]["paradec"].partition(":")
+    assert hasattr(__import__(module, fromlist=[name]), name)
+
+
+def test_the_page_of_samplers_names_every_sampler() -> None:
+    """In the words that were written by hand; the generated tables name them anyhow."""
+    page = (ROOT / "docs" / "samplers.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", page, flags=re.DOTALL)
+    assert len(text) < len(page) and "<!--" not in text
+    assert [name for name in paradec.samplers.names() if f"`{name}`" not in text] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` may name in a page: its headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert {"docs/samplers.md", "docs/assets/threshold.gif", "CITATION.cff"} <= set(links)
+    for link in links:
+        file, _, anchor = link.partition("#")
+        assert "://" not in link and (ROOT / file).exists(), link
+        assert not anchor or anchor in anchors(ROOT / file), link
+
+
+def test_the_readme_leads_to_every_page_of_the_documentation() -> None:
+    """By itself, or by the home page of the documentation, which leads to all that are in the navigation."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert [name for name in pages if f"](docs/{name}" not in text and f"]({name}" not in home] == []
+
+
+def test_the_distribution_has_a_name_of_its_own() -> None:
+    """`paradec` on PyPI is another project: nothing says to install that, but where it says not to."""
+    name = PYPROJECT["project"]["name"]
+    assert name != "paradec"
+    told = re.compile(r"pip install [^\n`&]*?(?<![\w/])paradec(?![\w./])")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "paradec").rglob("*.py")]
+    found = [(page.name, match.group()) for page in pages for match in told.finditer(page.read_text(encoding="utf-8"))]
+    assert [entry for entry in found if entry != ("README.md", "pip install paradec")] == []
+    assert "**Do not `pip install paradec`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.+)$", text, flags=re.MULTILINE) == [paradec.__version__]
+    assert re.findall(r"^license: (.+)$", text, flags=re.MULTILINE) == [PYPROJECT["project"]["license"]]
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    commands = readme_commands()
+    assert len(commands) == 2
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if "-m venv .venv" in line] == commands
+
+
+@pytest.mark.parametrize(
+    ("closing_line", "pytest_code", "expected"),
+    [
+        ("===== 3 passed in 0.10s =====", 0, 0),
+        ("===== 3 passed, 1 skipped in 0.10s =====", 0, 0),
+        ("===== 1 failed, 2 passed in 0.10s =====", 1, 1),
+        ("===== no tests ran in 0.10s =====", 5, 5),
+        ("===== 3 skipped in 0.10s =====", 0, 1),
+        ("", 0, 1),
+        ("SKIPPED [1] tests/test_a.py:7: allowed here\n===== 3 passed, 1 skipped in 0.10s =====", 0, 0),
+        ("SKIPPED [2] tests/test_a.py:7: new\n===== 3 passed, 2 skipped in 0.10s =====", 0, 1),
+    ],
+)
+def test_ci_fails_unless_tests_passed(tmp_path: Path, closing_line: str, pytest_code: int, expected: int) -> None:
+    """Run the script with stand-ins for what it installs and calls."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash")
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / ".ci" / "skips").write_text("# reasons\n^SKIPPED \\[[0-9]+\\] tests/test_a.py:[0-9]+: allowed here$\n")
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for name, body in {
+        "python3": f'[[ $3 == .venv ]] || {{ mkdir -p "$3/bin" && cp "{tools}"/pa* "{tools}"/pip "$3/bin"; }}',
+        "pip": "",
+        "mkdocs": "",
+        "paradec": "",
+        "ruff": "",
+        "mypy": "",
+        "python": f"echo '{closing_line}'; exit {pytest_code}",
+    }.items():
+        (tools / name).write_text(f"#!{bash}\n{body}\n")
+        (tools / name).chmod(0o755)
+    (tools / "activate").write_text("")
+    environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [bash, ".ci/run"], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == expected, done.stderr
+    assert closing_line in done.stdout
+
+
+def test_tables_are_those_of_the_results() -> None:
+    """`benchmarks/tables.py` would change nothing: no figure of a table was typed by hand or left from an older run."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    for file, text in tables.rendered().items():
+        assert text == (ROOT / file).read_text(encoding="utf-8"), file
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of paradec that a file imports, wherever in it: for types alone, inside functions and by
+    `import_module("...")` too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if module_path(name) else node.module for name in inner}
+    return {name for name in found if name.split(".")[0] == "paradec"}
+
+
+def module_path(name: str) -> Path | None:
+    path = ROOT.joinpath(*name.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.is_file()), None)
+
+
+LAYERS = (
+    *("core", "kernels", "attention", "caches", "models", "request", "samplers", "api", "batching", "tools"),
+    *("integrations schedulers", "cli"),
+)
+"""Packages from below to above: each imports those before it. Diffusers' hooks and schedulers share a layer."""
+FLOORS = {package: floor for floor, packages in enumerate(LAYERS) for package in packages.split()}
+
+
+def package_of(module: str) -> str:
+    """The package of paradec that a module is in; "" for paradec itself, which names what users type."""
+    return (module.split(".") + [""])[1]
+
+
+def test_imports_point_one_way() -> None:
+    """Nothing is imported in a circle, and what stands below knows nothing of what stands above."""
+    files = sorted((ROOT / "paradec").rglob("*.py"))
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    imports = {name: (imports_of(file) & names.keys()) - {name} for name, file in names.items()}
+    order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
+    assert len(order) == len(names)
+    for name, used in imports.items():
+        for other in used if package_of(name) in FLOORS else ():
+            assert FLOORS.get(package_of(other), 0) <= FLOORS[package_of(name)], f"{name} imports {other}"
+
+
+def test_tests_lie_where_what_they_test_lies() -> None:
+    """Folders of tests are the package's, what several tests use is in tests/support, and no test imports a test."""
+    tests = [path for path in tracked_files() if path.name.startswith("test_") and path.suffix == ".py"]
+    ours = {path.stem for path in tests}
+    for path in tests:
+        folder = path.relative_to(ROOT / "tests").parent
+        assert folder.as_posix() in ("repository", "benchmarks") or (ROOT / "paradec" / folder).is_dir(), path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            used = {node.module} if isinstance(node, ast.ImportFrom) else set()
+            used |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            assert not used & ours, f"{path} imports {used & ours}"
+
+
+def test_tracked_files_name_no_machine() -> None:
+    folders = "|".join(["work", "root", "home", "Users", "opt", "mnt"])
+    absolute = re.compile(rf"(?<![\w.~)}}-])/(?:{folders})/\w")
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {match.group()}" for match in absolute.finditer(text)]
+    assert found == []

@@ -1,0 +1,414 @@
+"""Combinations of samplers: as values, as text, and against what their parts decide."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from rule_views import view_of
+from tiny_models import MASK, everything, tiny
+from torch import Tensor
+from typer.testing import CliRunner
+
+import paradec
+from paradec import cli, samplers
+from paradec.core.protocol import Sampler
+from paradec.models.adapter import Model
+from paradec.samplers.masked.base import UNCUT, MaskedSampler, View
+from paradec.samplers.masked.rules.combination import Intersection, Union
+from paradec.samplers.masked.rules.learn2pd import Learn2PD
+
+PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
+
+
+def decode(model: Model, sampler: str | Sampler, **request: object) -> paradec.Output:
+    request = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False} | request
+    return paradec.generate(model, PROMPTS, sampler=sampler, trace=True, **request)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:delimiters=")
+
+
+def same(a: paradec.Output, b: paradec.Output) -> bool:
+    steps = [[[(r, p, t) for r, p, t, _ in step.commits] for step in out.trace.steps] for out in (a, b)]
+    return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("threshold+localleap", "localleap"),
+        ("threshold(threshold=0.6)+threshold", "threshold(threshold=0.6)"),
+        ("threshold(threshold=0.6)&threshold", "threshold"),
+        ("localleap&threshold", "threshold"),
+        ("hierarchy+hierarchy", "hierarchy"),
+        # the second sees the first's credit: more than one alone has, and the same however it is written
+        ("credit+credit", "credit>>credit"),
+        ("credit(fusion=0)+localleap", "localleap"),
+        ("credit>>threshold", "credit"),
+        ("credit(threshold=1.0)+threshold", "credit"),
+        ("klass+klass", "klass"),
+        ("ccd+entropy_threshold(threshold=0.0)", "ccd"),
+        ("persistence+low_confidence", "persistence"),
+        ("ccd_agree(warmup=1)+maskgit_plus", "ccd_agree(warmup=1)"),
+        ("entropy+entropy", "entropy"),
+        ("adablock+threshold", "adablock"),
+        ("learn2pd+learn2pd(filter_threshold=1)", "learn2pd"),
+        ("learn2pd&learn2pd(filter_threshold=1)", "low_confidence"),
+        ("union(rules=['threshold', 'localleap'])", "localleap"),
+    ],
+)
+def test_combinations_that_are_one_of_their_parts(text: str, alone: str, llada64: Model) -> None:
+    request = {"block_length": None, "blocks": None} if "adablock" in text else {}
+    if "persistence" in text:
+        request = {"logits_eos_inf": True}  # on schedule, the two differ in end tokens only
+    assert same(decode(llada64, text, **request), decode(llada64, alone, **request))
+
+
+@pytest.mark.parametrize("text", ["credit+localleap", "localleap&entropy_threshold", "credit>>factor", "hierarchy+ccd"])
+def test_combinations_that_are_not(text: str, llada64: Model) -> None:
+    whole = samplers.create(text)
+    out = decode(llada64, whole)
+    assert not any(same(out, decode(llada64, member)) for member in whole.members)
+
+
+@pytest.mark.parametrize("joined", [Union, Intersection])
+def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> None:
+    """Every rule reads its own score, quota and memory: parts run one by one on the same canvas and logits."""
+    rules = (
+        "threshold",
+        "entropy_threshold",
+        "margin",
+        "klass(history=1, kl_threshold=0.5)",
+        "persistence",
+        "localleap",
+        "learn2pd(filter_threshold=0.5)",
+    )
+    rules = tuple(samplers.create(rule) for rule in rules)
+    pairs = [(a, b) for i, a in enumerate(rules[:-1]) for b in rules[i + 1 : -1]] + [rules[-2:], rules[:-3:-1]]
+    for pair in pairs:
+        whole, request = joined(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
+        state = whole.start(llada64, PROMPTS, eos_early_stop=False, **request)
+        parts = [rule.start(llada64, PROMPTS, eos_early_stop=False, **request) for rule in pair]
+        with torch.inference_mode():
+            while not state.done:
+                decided = []
+                for rule, part in zip(pair, parts, strict=True):
+                    part.canvas.copy_(state.canvas)
+                    for name in ("running", "block_start", "block_end", "remaining", "masks_at_open", "_steps"):
+                        getattr(part, name)[:] = getattr(state, name)
+                    part._make_window()
+                    for name in part.memory.specs:  # what the whole remembers of this rule
+                        part.memory[name] = state.memory[f"{pair.index(rule)}.{name}"].clone()
+                    commit = rule.commit(part, rule.step(llada64, part))
+                    decided.append({entry[:3] for entry in commit.to_list()})
+                before = state.running.copy()
+                ours = {entry[:3] for entry in whole.commit(state, whole.step(llada64, state)).to_list()}
+                if joined is Union:
+                    assert ours == decided[0] | decided[1]
+                    continue
+                agreed = decided[0] & decided[1]
+                without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
+                assert agreed <= ours and {row for row, *_ in ours - agreed} == without
+                assert len(ours - agreed) == len(without)
+
+
+def test_the_first_cut_of_the_rules_counts(llada64: Model) -> None:
+    """Learn2PD drops what lies behind an end: a predicted one, or, later, a committed one. Beside a rule that cuts
+    later, one that does not cut, and behind a logits stage."""
+    request = {"eos_early_stop": True, "max_new_tokens": 32, "block_length": 16}
+    alone = {eot: decode(llada64, f"learn2pd(eot={eot})", **request) for eot in ("greedy", "committed", "none")}
+    forwarded = [out.forwarded_tokens for out in alone.values()]
+    assert forwarded[0] < forwarded[1] < forwarded[2]
+    for text in (
+        "learn2pd(eot=none)+learn2pd(eot=greedy)",
+        "learn2pd(eot=greedy)+low_confidence",
+        "learn2pd(eot=committed)+learn2pd(eot=greedy)",
+    ):
+        joined = decode(llada64, text, **request)
+        assert same(joined, alone["greedy"]) and joined.forwarded_tokens == alone["greedy"].forwarded_tokens, text
+
+
+@pytest.mark.parametrize("joined", [Union, Intersection])
+def test_the_first_cut_by_hand(joined: type) -> None:
+    """Of rules that cut at different positions, or not at all, in every order."""
+    rules = [
+        Learn2PD(),
+        Learn2PD(eot="greedy", eot_confidence=0.5),
+        Learn2PD(eot_confidence=0.75),
+        Learn2PD(eot="none"),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(200, 6, dtype=torch.float64, generator=generator)
+    is_end, selected = torch.rand(2, 200, 6, generator=generator) < 0.2
+    view = replace(view_of(confidence), quantities={"confidence": confidence}, quota=(None,) * 4, memory={}, updates={})
+    kinds = set()
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
+        for rule in range(4):
+            view.quantities[f"{rule}.is_end"] = is_end
+        found = joined(rules=[rules[i] for i in order]).trim(view, selected).tolist()
+        for row in range(200):
+            ends = [i for i in range(6) if is_end[row, i]]
+            least = {0: 0.0, 1: 0.5, 2: 0.75}
+            cuts = []
+            for rule in (0, 1, 2):
+                counting = [i for i in ends if confidence[row, i] >= least[rule]]
+                final = [i for i in counting if selected[row, i]]
+                if final:
+                    cuts.append(final[0])
+                elif rule == 1 and counting:
+                    cuts.append(max(counting, key=lambda i: float(confidence[row, i])))
+            assert found[row] == (7 + min(cuts) + 1 if cuts else UNCUT)  # the view begins at position 7
+            kinds.add(len(set(cuts)))
+    assert kinds == {0, 1, 2}
+
+
+# ---- whole decodings, by plain loops --------------------------------------------------------------------------------
+
+
+def scores_of(p: Tensor, name: str) -> float:
+    """What one rule ranks a position by, from its probabilities [V]."""
+    ordered = sorted(p.tolist(), reverse=True)
+    if name == "margin":
+        return ordered[0] - ordered[1]
+    if name.startswith("entropy"):
+        return sum(q * math.log(q + (1e-10 if name == "entropy" else 0.0)) for q in ordered if q)
+    return ordered[0]
+
+
+def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
+    """The positions that one rule commits. masks: of the block, as it was opened."""
+    order = sorted(scores, key=lambda i: (-scores[i], i))
+    if name == "threshold":
+        return {i for i in order if scores[i] >= settings["threshold"]} | {order[0]}
+    if name == "entropy_threshold":
+        return {i for i in order if -scores[i] <= settings["threshold"]} | {order[0]}
+    if name == "margin":
+        return set(order[: masks // steps + (step < masks % steps)])
+    # Dream's time grid
+    now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+    return set(order[: len(order) if step == steps - 1 else int(len(order) * (1 - after / now))])
+
+
+def by_hand(
+    model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
+) -> list[set[tuple[int, int, float]]]:
+    """What each step commits, as (position, token, the first rule's score), in one block."""
+    canvas, found = prompt + [MASK] * new, []
+    while MASK in canvas:
+        with torch.inference_mode():
+            logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0, :, :MASK]
+        p, masks = logits.softmax(-1), [i for i, token in enumerate(canvas) if token == MASK]
+        scores = [{i: scores_of(p[i], name) for i in masks} for name, _ in rules]
+        sets = [
+            rule_of(name, settings, score, len(found), steps, new)
+            for (name, settings), score in zip(rules, scores, strict=True)
+        ]
+        chosen = set.union(*sets) if union else set.intersection(*sets)
+        if not union and not chosen:
+            chosen = {max(masks, key=lambda i: (scores[0][i], -i))}
+        found.append({(i, int(p[i].argmax()), round(scores[0][i], 9)) for i in chosen})
+        for i in chosen:
+            canvas[i] = int(p[i].argmax())
+    return found
+
+
+JOINED = [
+    (Union, [("threshold", {"threshold": 0.6}), ("margin", {})], 6),
+    (Union, [("margin", {}), ("threshold", {"threshold": 0.6})], 6),
+    (Union, [("entropy", {}), ("maskgit_plus", {})], 12),  # both wait at first
+    (Union, [("maskgit_plus", {}), ("entropy", {})], 9),
+    (Intersection, [("threshold", {"threshold": 0.3}), ("margin", {})], 4),
+    (Intersection, [("margin", {}), ("entropy_threshold", {"threshold": 0.8})], 4),
+    (Intersection, [("entropy_threshold", {"threshold": 1.5}), ("margin", {}), ("threshold", {"threshold": 0.4})], 3),
+]
+
+
+@pytest.mark.parametrize(("joined", "rules", "steps"), JOINED)
+def test_combinations_by_hand(joined: type, rules: list[tuple[str, dict]], steps: int) -> None:
+    """Step for step, idle ones included, with the first rule's score of every committed token."""
+    model, idle = tiny(1), 0
+    sampler = joined(rules=[samplers.create(name, **settings) for name, settings in rules])
+    for prompt in ([1, 2, 3], [20, 30]):
+        request = {"max_new_tokens": 12, "block_length": 12, "steps": steps, "eos_early_stop": False}
+        out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
+        ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
+        assert ours == by_hand(model, prompt, joined is Union, rules, 12, steps)
+        idle += set() in ours
+    assert bool(idle) == sampler.may_wait
+
+
+@dataclass(frozen=True)
+class Idle(MaskedSampler):
+    """Commits nothing, though it may not wait."""
+
+    name = "idle"
+    reads = ("confidence",)
+    uses_steps = True
+    score_from = "sampled"
+
+    def select(self, view: View) -> Tensor:
+        return torch.zeros_like(view.candidates)
+
+
+@dataclass(frozen=True)
+class Patient(Idle):
+    """Commits nothing, and says that it may wait."""
+
+    name = "patient"
+    may_wait = True
+
+
+def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
+    """Steps taken until the family refuses to go on; None when the row was finished."""
+    model = tiny(1)
+    state = sampler.start(model, [[1, 2, 3]], max_new_tokens=12, block_length=12, steps=steps, eos_early_stop=False)
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(model, state)
+            try:
+                sampler.commit(state, proposal)
+            except RuntimeError as error:
+                assert f"sampler '{sampler.name}' committed nothing for row 0" in str(error)
+                return int(state.row_step[0])
+    return None
+
+
+def test_who_may_wait_and_for_how_long() -> None:
+    """A union waits where all of its rules may; one rule that may not must commit something. And nothing waits beyond
+    its plan: where that is over without the block being full, the family stops it."""
+    assert samplers.create("maskgit_plus").may_wait and not samplers.create("threshold").may_wait
+    assert steps_until_it_is_stopped(samplers.create("maskgit_plus"), 12) is None
+    assert steps_until_it_is_stopped(Union(rules=(Patient(), "maskgit_plus")), 12) is None
+    assert steps_until_it_is_stopped(Idle(), 12) == 0
+    for rules in ((Idle(), "maskgit_plus"), ("maskgit_plus", Idle())):
+        assert steps_until_it_is_stopped(Union(rules=rules), 12) == 0  # the grid grants nothing in the first step
+    for steps in (1, 5):
+        assert steps_until_it_is_stopped(Patient(), steps) == steps - 1
+        assert steps_until_it_is_stopped(Union(rules=(Patient(), Patient())), steps) == steps - 1
+
+
+def test_stages_run_in_order(llada64: Model) -> None:
+    """KLASS behind credit compares the credited distributions, and before it the model's own."""
+    logits = torch.randn(
+        1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    found = {}
+    for text in ("credit+klass", "klass+credit", "klass"):
+        sampler = samplers.create(text)
+        state = sampler.start(llada64, PROMPTS[0], max_new_tokens=4, block_length=4)
+        query = sampler.query(state)
+        proposal = sampler.propose(state, [logits.clone()], query)
+        (found[text],) = (value for name, value in proposal.updates.items() if name.endswith("previous"))
+    assert torch.equal(found["klass+credit"], found["klass"])
+    assert not torch.equal(found["credit+klass"], found["klass"])
+
+
+TEXTS = [
+    "credit+localleap",
+    "threshold&klass",
+    "credit(threshold=0.95, storage=dense)>>factor(factor=1.5)",
+    "credit>>ccd>>(threshold&(localleap+hierarchy(low_threshold=None)))",
+    "credit(preset=dinfer)+adablock",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip(text: str) -> None:
+    sampler = samplers.create(text)
+    data = json.loads(json.dumps(sampler.to_dict()))
+    assert Sampler.from_dict(data) == sampler and hash(Sampler.from_dict(data)) == hash(sampler)
+
+
+def test_text_is_the_value() -> None:
+    create = samplers.create
+    assert create("credit+localleap") == create("union") == Union(rules=("credit", "localleap"))
+    assert create("threshold + klass + ccd") == Union(rules=("threshold", "klass", "ccd"))
+    assert create("threshold+(klass+ccd)") == create("threshold+klass+ccd")
+    assert create("threshold&klass&ccd") == Intersection(rules=("threshold", "klass", "ccd"))
+    assert create("ccd+threshold&klass") == Intersection(rules=(Union(rules=("ccd", "threshold")), "klass"))
+    assert create("credit>>factor") == Union(rules=("factor",), stages=("credit",))
+    assert create("credit>>ccd>>factor+localleap") == Union(rules=("factor", "localleap"), stages=("credit", "ccd"))
+    assert create("credit>>threshold&klass") == Intersection(rules=(create("credit>>threshold"), "klass"))
+    assert create("localleap(radius=2)+threshold") == Union(rules=(create("localleap", radius=2), "threshold"))
+
+
+@pytest.mark.parametrize("text", ["credit+localleap", "threshold&klass"])
+def test_blocks_by_name(text: str, llada64: Model) -> None:
+    """rule x block policy x stop rule."""
+    request = {"block_length": None, "eos_early_stop": True}
+    adaptive = paradec.AdaptiveBlocks(length=8)
+    outs = {
+        name: decode(llada64, text, blocks=name, **request | {"block_length": length})
+        for name, length in (("fixed", 8), ("whole", None), ("adaptive", 8))
+    }
+    assert same(outs["fixed"], decode(llada64, text, **request | {"block_length": 8}))
+    assert same(outs["whole"], decode(llada64, text, **request | {"block_length": 24}))
+    assert same(outs["adaptive"], decode(llada64, text, blocks=adaptive, **request))
+    assert not same(outs["fixed"], outs["whole"])
+
+
+def test_a_block_policy_of_a_rule_is_kept(llada64: Model) -> None:
+    sampler = samplers.create("credit+adablock(init_block_length=16)")
+    assert sampler.blocks(None) == samplers.create("adablock", init_block_length=16).blocks()
+    with pytest.raises(ValueError, match="cut the text into different blocks; give blocks="):
+        samplers.create("adablock+adablock(init_block_length=16)").start(llada64, PROMPTS)
+
+
+def test_one_host_transfer_and_honest_counts(llada64: Model) -> None:
+    out = decode(llada64, "credit+localleap+hierarchy")
+    assert out.nfe == len(out.trace.steps) and out.row_forwards == sum(out.row_nfe)
+
+
+BAD = [
+    ("threshold+entropy", "rules 'threshold' and 'entropy' cannot be joined: one scores tokens by"),
+    ("threshold+freedave", "sampler 'freedave' cannot be joined with others: it drafts steps ahead"),
+    ("random(order=block)+threshold", "sampler 'random' cannot be joined with others: its order is drawn once"),
+    ("entropy&entropy", "sampler 'entropy' may wait, which an intersection does not"),
+    ("threshold>>factor", "stages: sampler 'threshold' has no logits stage"),
+    ("sjd+threshold", "rules: .*SJD.* must be a masked sampler"),
+    ("treshold+klass", "unknown sampler: 'treshold' .did you mean 'threshold'"),
+    ("threshold(thresh=1)+klass", "unknown setting of sampler 'threshold': 'thresh'"),
+    ("threshold(2)+klass", "cannot be read; join names with"),
+    ("threshold+", "cannot be read; join names with"),
+    ("threshold+(klass", "cannot be read; join names with"),
+    ("threshold(threshold=[x for x in 'ab'])+klass", "cannot be read; join names with"),
+    ("(lambda: 1)()+threshold", "cannot be read; join names with"),
+    ("(" * 400 + "threshold" + ")" * 400, "cannot be read; join names with"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_what_cannot_be_joined_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samplers.create(text)
+
+
+def test_values_are_checked(llada64: Model) -> None:
+    with pytest.raises(ValueError, match=r"rules=\(\) must name one sampler at least"):
+        Union(rules=())
+    with pytest.raises(ValueError, match="rules='threshold' must be a sequence of samplers"):
+        Union(rules="threshold")
+    with pytest.raises(ValueError, match="threshold=...: say whose, in parentheses"):
+        samplers.create("threshold+klass", threshold=0.5)
+    with pytest.raises(ValueError, match="unknown blocks: 'adaptiv'.*did you mean 'adaptive'"):
+        decode(llada64, "threshold", blocks="adaptiv", block_length=None)
+    with pytest.raises(ValueError, match="block_length=4 has no meaning with blocks='whole'"):
+        decode(llada64, "threshold", blocks="whole", block_length=4)
+
+
+def test_command_line() -> None:
+    prompt = "Sort: pear fig apple"
+    command = ["generate", prompt, "--sampler", "credit+localleap"]
+    done = CliRunner().invoke(cli.app, [*command, "--blocks", "adaptive", "--json"])
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["text"] == "apple fig pear" and report["sampler"] == samplers.create("credit+localleap").to_dict()
+    refused = CliRunner().invoke(cli.app, [*command, "--set", "threshold=0.5"])
+    assert refused.exit_code == 2 and "say whose, in parentheses" in refused.stderr
+    unknown = CliRunner().invoke(cli.app, [*command, "--blocks", "adaptiv"])
+    assert unknown.exit_code == 2 and "unknown blocks: 'adaptiv' (did you mean 'adaptive'?)" in unknown.stderr

@@ -1,0 +1,596 @@
+"""Learn2PD: the filter's arithmetic, what it is refused for, dropped canvases, and the training of a filter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from places import GOLDEN
+from rule_views import view_of
+from tiny_models import tiny
+from torch import Tensor
+from typer.testing import CliRunner
+
+import paradec
+from paradec import caches, samplers
+from paradec.cli import app
+from paradec.models.adapter import Model
+from paradec.samplers.masked.base import LAST, UNCUT, View
+from paradec.samplers.masked.rules.learn2pd import Learn2PD
+from paradec.samplers.masked.rules.learn2pd_filter import (
+    FEATURES,
+    BlockFilter,
+    FeatureFilter,
+    FilterFacts,
+    load_filter,
+    read_facts,
+    save_filter,
+)
+from paradec.tools import evaluation
+from paradec.tools.evaluation import TASKS, load_prompts
+from paradec.tools.evaluation.tasks import is_held_out
+from paradec.tools.training import learn2pd as training
+from paradec.tools.training.learn2pd import Records
+
+PROMPTS = [[38, 0, 1, 2, 3, 4, 5, 6, 37], [36, 17, 17, 18, 14, 10, 19, 10, 37], [1, 2]]
+FACTS = FilterFacts("block", "llada-tiny", 64, 4, ("none", "dual"), threshold=0.96)
+
+
+@pytest.fixture
+def block_filter(tmp_path: Path) -> str:
+    """A random filter for blocks of 4 of the small LLaDA, which says yes and no."""
+    torch.manual_seed(1)
+    network = FACTS.network()
+    network.layers[2].weight.data *= 20
+    save_filter(tmp_path / "block.safetensors", FACTS, network)
+    return str(tmp_path / "block.safetensors")
+
+
+# ---- the filters ----------------------------------------------------------------------------------------------------
+
+
+def test_block_filter_by_hand() -> None:
+    """Two linear layers with ReLU between over the block's confidences, a short block filled up with ones."""
+    torch.manual_seed(0)
+    network = BlockFilter(32)
+    assert sum(p.numel() for p in network.parameters()) == 2112
+    (a, b), (c, d) = ((layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in network.layers[::2])
+    confidence = np.random.default_rng(0).random((5, 32), np.float32)
+    sizes = np.array([32, 32, 7, 1, 20])
+    filled = np.where(np.arange(32) < sizes[:, None], confidence, 1)
+    expected = np.maximum(filled @ a.T + b, 0) @ c.T + d
+    for width in (32, 40):  # wider: another row's block, or what a stop rule reads
+        seen = torch.rand(5, width)
+        seen[:, :32] = torch.tensor(confidence)
+        valid = torch.arange(width) < torch.tensor(sizes)[:, None]
+        found = network({"confidence": seen}, valid).detach().numpy()
+        inside = valid[:, :32].numpy()
+        np.testing.assert_allclose(found[:, :32][inside], expected[inside], atol=1e-5)
+        assert np.isneginf(found[:, 32:]).all()
+    short = network({"confidence": torch.tensor(confidence[2:3, :7])}, torch.ones(1, 7, dtype=torch.bool))
+    np.testing.assert_allclose(short.detach().numpy(), expected[2:3, :7], atol=1e-5)
+
+
+def test_feature_filter_knows_no_padding_and_no_other_row() -> None:
+    torch.manual_seed(0)
+    network = FeatureFilter().double().eval()
+    features = {name: torch.rand(3, 9, dtype=torch.float64) for name in FEATURES}
+    valid = torch.arange(9) < torch.tensor([[9], [4], [1]])
+    found = network(features, valid)
+    for row, size in enumerate((9, 4, 1)):
+        one = {name: tensor[row : row + 1, :size] for name, tensor in features.items()}
+        alone = network(one, torch.ones(1, size, dtype=torch.bool))
+        torch.testing.assert_close(found[row, :size], alone[0], rtol=1e-12, atol=1e-12)
+        for name in FEATURES:  # all of them matter
+            changed = network(one | {name: one[name] + 0.5}, torch.ones(1, size, dtype=torch.bool))
+            assert not torch.allclose(alone, changed)
+
+
+def test_select_accepts_above_the_threshold_and_the_best_one() -> None:
+    inf = math.inf
+    rows = [[0.3, 0.9, -inf, 0.2], [0.1, -inf, 0.5, LAST], [-inf, -inf, LAST, LAST]]
+    scores = torch.tensor(rows, dtype=torch.float64)
+    acceptance = torch.tensor([[0.97, 0.5, 1.0, 0.96], [0.2, 1.0, 0.1, 1.0], [1.0, 1.0, 1.0, 1.0]]).double()
+    view = dataclasses.replace(view_of(scores), quantities={"confidence": scores, "acceptance": acceptance})
+    chosen = Learn2PD().select(view) & view.candidates
+    # "not before anything else" holds against the filter; the decided are no candidates
+    assert chosen.tolist() == [[True, True, False, False], [False, False, True, False], [False, False, True, False]]
+    loose = Learn2PD(filter_threshold=0.19).select(view) & view.candidates
+    assert loose.tolist() == [[True, True, False, True], [True, False, True, False], [False, False, True, False]]
+
+
+def test_the_filter_reads_the_block(llada64: Model, block_filter: str) -> None:
+    """Acceptance is the filter of the confidences of the whole block, those of decided positions included."""
+    sampler = samplers.create("learn2pd", filter=block_filter, eot="none")
+    request = {"max_new_tokens": 10, "block_length": 4, "eos_early_stop": False}
+    state = sampler.start(llada64, PROMPTS, **request)
+    network = load_filter(block_filter).network
+    mask, partly = llada64.facts.mask_token_id, 0
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(llada64, state)
+            for index, row in enumerate(proposal.rows):
+                start, end = state.block_start[row], state.block_end[row]
+                canvas = state.canvas[row : row + 1, : state.length[row]]
+                logits = llada64.module(input_ids=canvas, use_cache=False).logits[0].clone()
+                logits[:, mask] = -torch.inf
+                confidence = torch.ones(1, 4, dtype=torch.float64)
+                confidence[0, : end - start] = logits.softmax(-1).amax(-1)[start:end]
+                expected = network.layers(confidence).sigmoid()[0, : end - start]
+                torch.testing.assert_close(proposal.quantities["acceptance"][index, : end - start], expected)
+                undecided = canvas[0, start:end] == mask
+                partly += bool(undecided.any() and not undecided.all())
+                best = torch.where(undecided, confidence[0, : end - start], -1).argmax()
+                chosen = undecided & (expected > 0.96)
+                chosen[best] = True
+                view = View(**{f.name: None for f in dataclasses.fields(View)})
+                view.quantities, view.scores = proposal.quantities, proposal.scores
+                view.scores = torch.where(proposal.available, proposal.scores, -torch.inf)
+                selected = (sampler.select(view) & proposal.available)[index, : end - start]
+                assert selected.tolist() == chosen.tolist()
+            sampler.commit(state, proposal)
+    assert partly > 3 and state.nfe.min() < 10
+
+
+def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
+    """Each computed from an evaluation of the row alone, a position at a time."""
+    facts = dataclasses.replace(FACTS, kind="features", caches=("none",))
+    torch.manual_seed(2)
+    save_filter(tmp_path / "features.safetensors", facts, facts.network())
+    filter_ = load_filter(tmp_path / "features.safetensors")
+    sampler = samplers.create("learn2pd", filter=tmp_path / "features.safetensors", eot="none")
+    state = sampler.start(llada64, PROMPTS, max_new_tokens=10, block_length=4, eos_early_stop=False)
+    mask, seen = llada64.facts.mask_token_id, 0
+    with torch.inference_mode():
+        while not state.done:
+            proposal = sampler.step(llada64, state)
+            for index, row in enumerate(proposal.rows):
+                start, end = int(state.block_start[row]), int(state.block_end[row])
+                canvas = state.canvas[row : row + 1, : state.length[row]]
+                logits = llada64.module(input_ids=canvas, use_cache=False).logits[0]
+                left = sum(int(canvas[0, at]) == mask for at in range(start, end))
+                found: dict[str, list[float]] = {name: [] for name in FEATURES}
+                for at in range(start, end):
+                    words = [float(value) for word, value in enumerate(logits[at]) if word != mask]
+                    largest = max(words)
+                    weights = [math.exp(value - largest) for value in words]
+                    law = sorted((weight / sum(weights) for weight in weights), reverse=True)
+                    found["confidence"].append(law[0])
+                    found["margin"].append(law[0] - law[1])
+                    found["entropy"].append(-sum(p * math.log(p) for p in law if p) / math.log(64))
+                    found["mask_ratio"].append(left / (end - start))
+                    found["position"].append((at - start) / (end - start))
+                features = {name: torch.tensor([values], dtype=torch.float64) for name, values in found.items()}
+                assert all(0 <= min(values) and max(values) <= 1 for values in found.values())
+                expected = filter_.accept(features, torch.ones(1, end - start, dtype=torch.bool))[0]
+                torch.testing.assert_close(
+                    proposal.quantities["acceptance"][index, : end - start], expected, atol=1e-9, rtol=1e-9
+                )
+                seen += 1
+            sampler.commit(state, proposal)
+    assert seen > 12
+
+
+def test_any_block_length_with_features(llada64: Model) -> None:
+    for length in (3, 5, 16):
+        out = paradec.generate(llada64, PROMPTS, sampler="learn2pd", max_new_tokens=16, block_length=length)
+        assert not (out.new_tokens == llada64.facts.mask_token_id).any()
+
+
+# ---- files, and what a filter is refused for -------------------------------------------------------------------------
+
+
+def test_round_trip(llada64: Model, block_filter: str) -> None:
+    sampler = samplers.create("learn2pd", filter=Path(block_filter), filter_threshold=0.7)
+    again = samplers.create("threshold").from_dict(sampler.to_dict())
+    assert again == sampler and again.filter == block_filter and hash(again) == hash(sampler)
+    assert read_facts(block_filter) == FACTS
+    weights = load_filter(block_filter).network.state_dict()
+    torch.manual_seed(1)
+    assert torch.equal(weights["layers.0.weight"], FACTS.network().layers[0].weight.double())
+    assert load_filter(block_filter) is load_filter(block_filter)
+    save_filter(block_filter, FACTS, FACTS.network())
+    assert not torch.equal(
+        load_filter(block_filter).network.state_dict()["layers.0.weight"], weights["layers.0.weight"]
+    )
+
+
+def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str) -> None:
+    def run(model: Model, filter: str = block_filter, **request: Any) -> paradec.Output:
+        mismatch = request.pop("allow_mismatch", False)
+        sampler = samplers.create("learn2pd", filter=filter, allow_mismatch=mismatch)
+        return paradec.generate(model, PROMPTS, sampler=sampler, max_new_tokens=8, **{"block_length": 4} | request)
+
+    run(llada64), run(llada64, cache="dual")
+    for model, request, match in (
+        (llada64, {"block_length": 3}, "trained for block_length 4, here 3"),
+        (llada64, {"cache": "prefix"}, "trained for cache 'none' or 'dual', here 'prefix'"),
+        (dream64, {}, r"trained for model 'llada-tiny' \(64 words\), here 'dream-tiny' \(72 words\)"),
+    ):
+        with pytest.raises(ValueError, match=match + r"\. Train one with .*allow_mismatch=True"):
+            run(model, **request)
+        run(model, allow_mismatch=True, **request)
+    with pytest.raises(ValueError, match="model .*; block_length 4, here 2; cache"):
+        run(dream64, block_length=2, cache="prefix")
+    for request in ({"block_length": 5}, {"block_length": None, "blocks": paradec.AdaptiveBlocks(delimiters=(5,))}):
+        with pytest.raises(ValueError, match="takes blocks of up to 4 positions"):
+            run(llada64, allow_mismatch=True, **request)
+    # a canvas as one block counts with its own length
+    whole = samplers.create("learn2pd", filter=block_filter)
+    ids = [1, 2, *[llada64.facts.mask_token_id] * 4]
+    assert paradec.generate(llada64, ids, sampler=whole).tokens == [4]
+
+
+def test_no_filter_says_how_to_train_one() -> None:
+    with pytest.raises(ValueError, match="needs a filter for BertForMaskedLM: train one with `paradec learn2pd train"):
+        Learn2PD().check(dataclasses.replace(tiny(1).facts, name="BertForMaskedLM"), None, caches.create("none"), 8)
+
+
+def test_compare_leaves_it_out_where_no_filter_fits() -> None:
+    questions = evaluation.packaged_questions(["copy"], limit=1)
+    with pytest.warns(UserWarning, match="learn2pd is left out: filter=.* trained for block_length 32, here 2"):
+        found = evaluation.compare(paradec.load(), questions=questions, max_new_tokens=2, block_length=2)
+    assert found.complete and {"learn2pd"} == {
+        name for name in samplers.names() if samplers.get(name).family == "masked"
+    } - {result.configuration.sampler for result in found.results}
+
+
+def test_files_that_are_no_filters(tmp_path: Path, block_filter: str) -> None:
+    golden = GOLDEN / "llada-tiny"
+    with pytest.raises(ValueError, match="filter='no such file' is no file"):
+        samplers.create("learn2pd", filter="no such file")
+    for path in (golden / "model.safetensors", golden / "config.json"):
+        with pytest.raises(ValueError, match="is no filter of format"):
+            samplers.create("learn2pd", filter=path)
+    other = dataclasses.replace(FACTS, format="paradec-learn2pd/99")
+    save_filter(tmp_path / "later", other, FACTS.network())
+    with pytest.raises(ValueError, match="is no filter of format .*99"):
+        samplers.create("learn2pd", filter=tmp_path / "later")
+    save_filter(tmp_path / "wrong", dataclasses.replace(FACTS, block_length=8), FACTS.network())
+    with pytest.raises(ValueError, match="holds other weights than a 'block' filter"):
+        load_filter(tmp_path / "wrong")
+    for settings, match in (
+        ({"filter_threshold": 1.1}, "filter_threshold=1.1"),
+        ({"eot": "eager"}, "unknown eot: 'eager'"),
+        ({"eot_confidence": -1}, "eot_confidence=-1"),
+        ({"filter": 3}, "filter=3 must be the path"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            samplers.create("learn2pd", **settings)
+
+
+# ---- end-of-text prediction ------------------------------------------------------------------------------------------
+
+
+def enders(layers: int = 1, **kinds: Any) -> Model:
+    """A random model of which one word in five ends the text."""
+    model = tiny(layers, **kinds)
+    model.facts = dataclasses.replace(model.facts, eos_token_ids=(39, *range(0, 35, 5)), pad_token_id=38)
+    return model
+
+
+@pytest.mark.parametrize("guidance", [1.0, 1.5])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_what_lies_behind_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
+    model, rows = enders(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
+    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token a step: ends come before what they end
+    state = sampler.start(model, rows, max_new_tokens=24, block_length=8, cache=cache, guidance_scale=guidance)
+    ends, cut_rows = set(model.facts.eos_token_ids), 0
+    with torch.inference_mode():
+        while not state.done:
+            before = state.length.copy()
+            commit = sampler.commit(state, sampler.step(model, state))
+            resolved = {}
+            for row, position, token, _ in commit.to_list():
+                if token in ends:
+                    resolved.setdefault(row, position + 1)
+            for row in range(len(rows)):
+                expected = min(before[row], resolved.get(row, UNCUT))
+                assert state.length[row] == expected
+                tail = state.canvas[row, expected:]
+                assert (tail == 38).all()
+                if expected < before[row] and state.running[row]:
+                    cut_rows += 1
+                    left = (state.canvas[row, :expected] == model.facts.mask_token_id).sum()
+                    assert left > 0 and state.block_end[row] == expected and state.remaining[row] == left
+                    if state.store is not None:
+                        held = state.store.token_at_write[row :: len(rows)]
+                        assert (held[:, expected:] == -1).all() and (held[:, :expected] >= 0).all()
+            for query in sampler.query(state) if not state.done else ():
+                assert query.forwarded.tolist() == [
+                    guidance
+                    and (state.length[r] if query.kind == "full" else state.block_end[r] - state.block_start[r])
+                    for r in query.rows
+                ]
+    assert cut_rows >= 2
+
+
+@pytest.mark.parametrize("eot", ["committed", "greedy"])
+@pytest.mark.parametrize("kinds", [{}, {"prediction": "shifted"}])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_caches_are_still_right_behind_a_cut(eot: str, kinds: dict, cache: str) -> None:
+    """With one layer the caches are exact, and a batch is its rows."""
+    model, rows = enders(1, **kinds), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11]]
+    sampler = samplers.create("learn2pd", eot=eot, filter_threshold=1.0)
+    request = {"sampler": sampler, "max_new_tokens": 24, "block_length": 8}
+    plain = paradec.generate(model, rows, **request)
+    cached = paradec.generate(model, rows, cache=cache, **request)
+    assert plain.new_tokens.tolist() == cached.new_tokens.tolist() and plain.row_nfe == cached.row_nfe
+    assert cached.forwarded_tokens < plain.forwarded_tokens
+    kept = samplers.create("learn2pd", eot="none", filter_threshold=1.0)
+    kept = paradec.generate(model, rows, **request | {"sampler": kept})
+    assert plain.forwarded_tokens < kept.forwarded_tokens
+    for index, row in enumerate(rows):
+        alone = paradec.generate(model, row, cache=cache, **request)
+        assert alone.new_tokens[0].tolist() == cached.new_tokens[index].tolist()
+        assert alone.nfe == cached.row_nfe[index] and alone.tokens == cached.tokens[index : index + 1]
+
+
+def test_greedy_takes_the_surest_prediction() -> None:
+    """By hand: the first committed end, else the masked position that predicts an end with the most confidence."""
+    scores = torch.tensor([[0.3, 0.9, -math.inf, 0.2]] * 4).double()
+    is_end = torch.tensor([[1, 0, 1, 1], [1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 1]]).bool()
+    selected = torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1], [0, 1, 0, 0], [0, 1, 0, 0]]).bool()
+    confidence = torch.tensor([[0.3, 0.9, 0.99, 0.2]] * 4).double()
+    quantities = {"confidence": confidence, "is_end": is_end}
+    view = dataclasses.replace(view_of(scores), quantities=quantities)
+
+    def cuts(**settings: Any) -> list[int]:
+        found = Learn2PD(**settings).trim(view, selected)
+        return None if found is None else found.tolist()
+
+    assert cuts() == [UNCUT, 11, UNCUT, UNCUT]  # the view begins at position 7
+    assert cuts(eot="greedy") == [8, 11, UNCUT, 11]
+    assert cuts(eot="greedy", eot_confidence=0.25) == [8, 8, UNCUT, UNCUT]
+    assert cuts(eot="none") is None
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("least", [0.0, 0.5])
+@pytest.mark.parametrize("eot", ["committed", "greedy"])
+def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
+    """The first end token that becomes final, wherever it stands; without one, the surest of several predictions, also
+    where their scores put all ends last (`confidence_eos_eot_inf`)."""
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
+    is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < torch.tensor([0.4, 0.7, 0.2]).view(
+        3, 1, 1
+    )
+    selected &= candidates
+    scores = torch.where(is_end & last, LAST, confidence).masked_fill(~candidates, -math.inf)
+    quantities = {"confidence": confidence, "is_end": is_end}
+    view = dataclasses.replace(view_of(scores), quantities=quantities)
+    found = Learn2PD(eot=eot, eot_confidence=least).trim(view, selected).tolist()
+    kinds = set()
+    for row in range(300):
+        ends = [i for i in range(6) if is_end[row, i] and confidence[row, i] >= least]
+        final = [i for i in ends if selected[row, i]]
+        predicted = [i for i in ends if candidates[row, i]] if eot == "greedy" else []
+        at = final[0] if final else max(predicted, key=lambda i: float(confidence[row, i]), default=None)
+        assert found[row] == (UNCUT if at is None else 7 + at + 1)  # the view begins at position 7
+        kinds.add((bool(final), len(predicted) > 1, at == 0, bool(predicted) and at != predicted[0]))
+    assert len(kinds) >= (9 if eot == "greedy" else 3)
+
+
+def test_an_end_at_the_first_position_counts() -> None:
+    """An answer may be an end token alone, behind a prompt with holes, too; an end inside a hole is none."""
+    model = enders(2)
+    mask, ends, first = model.facts.mask_token_id, set(model.facts.eos_token_ids), 0
+    rows = [[i, mask, mask, (3 * i + 7) % 36] for i in range(36)]
+    sampler = samplers.create("learn2pd", eot="greedy")
+    state = sampler.start(model, rows, max_new_tokens=6, block_length=12)
+    with torch.inference_mode():
+        proposal = sampler.step(model, state)
+        for row, prompt in enumerate(rows):
+            for column, position in enumerate(proposal.positions[row].tolist()):
+                expected = int(proposal.values[row, column]) in ends and position >= len(prompt)
+                assert bool(proposal.quantities["is_end"][row, column]) == expected
+                first += expected and position == len(prompt)
+        assert first  # behind a hole, an end is predicted where the answer begins
+        sampler.commit(state, proposal)
+    # cut off there if nothing surer predicts an end
+    assert any(state.length[row] == len(prompt) + 1 for row, prompt in enumerate(rows))
+
+
+def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
+    model = enders(2)
+    mask = model.facts.mask_token_id
+    row = [1, *[mask] * 10, 2, 3]
+    sampler = samplers.create("learn2pd")
+    out = paradec.generate(model, row, sampler=sampler, max_new_tokens=6, block_length=19)
+    hole = out.sequences[0, 1:11].tolist()
+    assert set(hole) & set(model.facts.eos_token_ids) and out.sequences[0, 11:13].tolist() == [2, 3]
+    whole = paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=16, block_length=8, eos_early_stop=False)
+    kept = samplers.create("learn2pd", eot="none")
+    assert torch.equal(
+        whole.sequences,
+        paradec.generate(
+            model, [1, 2], sampler=kept, max_new_tokens=16, block_length=8, eos_early_stop=False
+        ).sequences,
+    )
+    assert whole.tokens[0] <= 16 and not (whole.new_tokens == 38).any()
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def replay_by_hand(
+    model: Model, prompt: list[int], new: int, length: int
+) -> list[tuple[Tensor, list[bool], list[bool]]]:
+    """Confidences, which candidates are final and which are undecided, step by step, for one row without a cache."""
+    mask = model.facts.mask_token_id
+
+    def forward(canvas: list[int]) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            everything = torch.ones(1, 1, len(canvas), len(canvas), dtype=torch.bool)
+            logits = model.module(torch.tensor([canvas]), attention_mask=everything, use_cache=False).logits[0]
+        return logits.index_fill(1, torch.tensor(mask), -torch.inf).softmax(-1).max(-1)
+
+    start = len(prompt)
+    canvas = prompt + [mask] * new
+    for begin in range(start, start + new, length):
+        for _ in range(length):
+            confidence, tokens = forward(canvas)
+            open_ = [i for i in range(begin, begin + length) if canvas[i] == mask]
+            at = max(open_, key=lambda i: (float(confidence[i]), -i))
+            canvas[at] = int(tokens[at])
+    target, records = canvas, []
+    canvas = prompt + [mask] * new
+    for begin in range(start, start + new, length):
+        block, before = slice(begin, begin + length), None
+        for step in range(length):
+            confidence, tokens = forward(canvas)
+            guess = tokens[block].tolist()
+            final = [a == b for a, b in zip(guess, target[block], strict=True)]
+            records.append((confidence[block], final, [token == mask for token in canvas[block]]))
+            if guess == before or step == length - 1:
+                canvas[block] = target[block]
+            else:
+                canvas[block] = [b if yes else c for yes, b, c in zip(final, target[block], canvas[block], strict=True)]
+            before = guess
+            if mask not in canvas[block]:
+                break
+    return records
+
+
+def test_records_by_hand() -> None:
+    model, prompts = tiny(3), [[0, 3, 0], [1, 4, 7], [2, 5], [3, 6, 21, 9]]
+    found = training.collect(model, prompts, block_length=8, max_new_tokens=16, batch=3)
+    assert found.done == 4 and found.valid.all()
+    waits = 0
+    for index, prompt in enumerate(prompts):
+        expected = replay_by_hand(model, prompt, 16, 8)
+        mine = found.prompt == index
+        assert mine.sum() == len(expected)
+        for features, final, undecided, (confidence, is_final, is_undecided) in zip(
+            found.features[mine], found.final[mine], found.undecided[mine], expected, strict=True
+        ):
+            torch.testing.assert_close(features[0], confidence.float())
+            assert final.tolist() == is_final and undecided.tolist() == is_undecided
+            assert features[FEATURES.index("position")].tolist() == [i / 8 for i in range(8)]
+            assert features[FEATURES.index("mask_ratio")].tolist() == [sum(is_undecided) / 8] * 8
+            waits += not any(np.logical_and(is_final, is_undecided))
+    assert waits > 0  # a block whose candidates stand still is among them
+
+
+def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> None:
+    request = {"block_length": 5, "max_new_tokens": 7, "caches": ("none", "dual"), "batch": 1}
+    whole = training.collect(llada64, PROMPTS, **request)
+    assert not whole.valid.all() and (whole.valid.sum(1) >= 2).all() and not (whole.final & ~whole.valid).any()
+    seen = []
+
+    def interrupt(what: str, share: float) -> None:
+        seen.append(share)
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        training.collect(llada64, PROMPTS, progress=interrupt, **request)
+    kept = caught.value.output
+    assert kept.done == 1 and set(kept.prompt.tolist()) == {0} and seen == sorted(seen)
+    kept.save(tmp_path / "records")
+    again = training.collect(llada64, PROMPTS, resume=Records.load(tmp_path / "records"), **request)
+    for name in ("features", "final", "undecided", "valid", "prompt"):
+        assert torch.equal(getattr(again, name), getattr(whole, name))
+    for change, match in (
+        ({"block_length": 4}, "block_length=5, this run has block_length=4"),
+        ({"caches": ["none"]}, "caches"),
+    ):
+        with pytest.raises(ValueError, match=f"the records to resume have {match}"):
+            training.collect(llada64, PROMPTS, resume=kept, **request | change)
+    with pytest.raises(ValueError, match="unknown cache: 'kv'"):
+        training.collect(llada64, PROMPTS, **request | {"caches": ["kv"]})
+    with pytest.raises(ValueError, match="holds no records"):
+        Records.load(GOLDEN / "llada-tiny" / "model.safetensors")
+
+
+def planted(rule: str, length: int, count: int) -> Records:
+    """Records of 40 prompts in which the neighbour's confidence, or the margin, says whether a position is final."""
+    features = torch.rand(count, len(FEATURES), length, generator=torch.Generator().manual_seed(0))
+    by_margin = rule == "margin"
+    source = features[:, FEATURES.index("margin" if by_margin else "confidence")]
+    final = (source if by_margin else source.roll(1, 1)) > 0.6
+    flags = torch.ones_like(final)
+    setup = {"model": "llada-tiny", "vocab_size": 64, "block_length": length, "caches": ["none"]}
+    return Records(setup, 40, features, final, flags, flags, torch.arange(len(features)) % 40)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "length", "count", "epochs"),
+    [("block", "neighbour", 8, 1200, 500), ("features", "margin", 4, 400, 60)],
+)
+def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count: int, epochs: int) -> None:
+    records = planted(rule, length, count)
+    facts, network = training.train(records, kind=kind, epochs=epochs, threshold=0.5, lr=1e-2)
+    assert facts.held_out["precision"] > 0.8 and facts.held_out["recall"] > 0.7  # 0.4 of the positions are final
+    assert facts.held_out["records"] == count // 10 and facts.held_out["undecided"] == length * count // 10
+    assert facts.network().state_dict().keys() == network.state_dict().keys()
+    if kind == "block":
+        strict, _ = training.train(records, epochs=epochs, threshold=0.5, lr=1e-2, false_accept_weight=10)
+        assert strict.held_out["accepted"] < facts.held_out["accepted"]
+    with pytest.raises(ValueError, match="records of 9 prompts cannot be split"):
+        few = records.prompt < 9
+        tensors = {f.name: getattr(records, f.name) for f in dataclasses.fields(records)[2:]}
+        training.train(Records(records.setup, 9, **{name: tensor[few] for name, tensor in tensors.items()}))
+
+
+def test_training_prompts_are_not_those_of_the_evaluation() -> None:
+    prompts = training.packaged_prompts(5)
+    assert len(set(prompts)) == 5 * len(TASKS) and not any(map(is_held_out, prompts))
+    assert not set(prompts) & {example.prompt for example in load_prompts()}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Collect, train, save; go on with the records; use the filter. One-line errors."""
+    out, records = tmp_path / "filter.safetensors", tmp_path / "records.safetensors"
+    command = ["learn2pd", "train", "--out", str(out), "--records", str(records), "--per-task", "1"]
+    command += ["--max-new-tokens", "4", "--block-length", "4", "--epochs", "60"]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0, ran.output
+    assert "precision" in ran.output and Records.load(records).done == len(TASKS)
+    facts = read_facts(out)
+    assert (facts.model, facts.block_length, facts.caches, facts.paradec) == (
+        "tiny-llada",
+        4,
+        ("none",),
+        paradec.__version__,
+    )
+    assert facts.held_out["prompts"] == len(TASKS)
+    text = ["generate", "Copy: pear fig", "--sampler", "learn2pd", "--set", f"filter={out}", "--block-length", "4"]
+    assert CliRunner().invoke(app, text).exit_code == 0
+    for change, match in (
+        (["--epochs", "0"], "epochs=0"),
+        (["--kind", "tree"], "unknown kind: 'tree'"),
+        (["--block-length", "5"], "the records to resume have block_length=4"),
+        (["--prompts", str(tmp_path / "none.txt")], "none.txt"),
+        (["--out", str(tmp_path)], "cannot write --out"),
+    ):
+        ran = CliRunner().invoke(app, [*command, *change])
+        assert ran.exit_code == 2 and match in ran.output, ran.output
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Sort: fig ant"}\n{"answer": 3}\n')
+    with pytest.raises(ValueError, match="line 2: .* is no object"):
+        training.read_prompts(file)
+
+
+# ---- the packaged filter ---------------------------------------------------------------------------------------------
+
+
+def test_the_packaged_filter() -> None:
+    path = Path(paradec.__file__).parent / "assets" / "tiny-llada" / "learn2pd.safetensors"
+    assert path.stat().st_size < 100_000
+    facts = read_facts(path)
+    assert (facts.model, facts.block_length, facts.paradec) == ("tiny-llada", 32, paradec.__version__)
+    assert {"none", "dual"} <= set(facts.caches) and facts.held_out["precision"] > 0.95
+    model = paradec.load()
+    examples = load_prompts(["copy", "sort", "shuffle"], limit=2)
+    prompts = [example.prompt for example in examples]
+    found = paradec.generate(model, prompts, sampler="learn2pd", max_new_tokens=24)
+    right = [TASKS[e.task].check(e, text) for e, text in zip(examples, found.text, strict=True)]
+    one_by_one = paradec.generate(model, prompts, sampler="low_confidence", max_new_tokens=24)
+    assert sum(right) >= 5 and sum(found.row_nfe) < sum(one_by_one.row_nfe)

@@ -1,0 +1,596 @@
+"""What holds for every rule on canvases of noise."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from byte_tokenizers import byte_level_tokenizer
+from canvases import CANVAS, VOCAB, tiny_module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny
+
+import paradec
+from paradec import samplers
+from paradec.caches.canvas_store import canvas_store_bytes
+from paradec.core.protocol import decode
+from paradec.core.trace import Trace, TraceStep
+from paradec.samplers.renoising import base, rules
+from paradec.samplers.renoising.noise import BLOCK, draw
+
+ENDS = (11, 12, 13)
+SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = [torch.randint(14, VOCAB, (size,), generator=GENERATOR).tolist() for size in (9, 1, 23, 5)]
+HOLED = [[20, 21, -1, -1, 24, *range(25, 45), -1, 46], [30, -1, 32]]
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+KEEPS = [name for name in MASKED if rules.refusal(samplers.create(name)) is None]
+"""Every registered rule that a canvas can be decoded with."""
+METHODS = ["diffusion_gemma", *KEEPS, "low_confidence+threshold"]
+
+
+def sampler(name: str, **more: Any) -> Any:
+    if name == "diffusion_gemma":
+        return samplers.create(name, **SHORT | more)
+    return samplers.create("canvas", rule=name, **SHORT | more)
+
+
+def model(dtype: torch.dtype = torch.float64, ends: tuple[int, ...] = ENDS) -> Any:
+    return paradec.wrap(tiny_module(dtype=dtype), eos_token_id=ends)
+
+
+def snapshot(state: Any) -> Any:
+    """All that may change in a state, copied. (The store's entries are written by calls, the same at every one.)"""
+    kept = {name: value for name, value in vars(state).items() if name not in ("request", "facts", "store")}
+    return copy.deepcopy(kept)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    return same(vars(a), vars(b)) if hasattr(a, "__dict__") else a == b
+
+
+# ---- every rule -----------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_that_mean_something_here_are_known() -> None:
+    """A sampler that is registered later is on one side or the other."""
+    assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*KEEPS}
+    for name in {*MASKED} - {*KEEPS}:
+        with pytest.raises(
+            ValueError, match=f"sampler '{name}' cannot say what sampler 'canvas' keeps of a canvas: .+"
+        ):
+            samplers.create("canvas", rule=name)
+    with pytest.raises(ValueError, match="'klass'.*256 MiB for a row"):
+        samplers.create("canvas", rule="klass")
+
+
+@pytest.mark.parametrize(("name", "rows"), [*((name, ROWS) for name in METHODS), (METHODS[0], [ROWS[1], *HOLED])])
+def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]]) -> None:
+    own, method = model(), sampler(name)
+    request = {"sampler": method, "seed": [1, 2, 3, 4][: len(rows)], "max_new_tokens": 40}
+    out = paradec.generate(own, rows, **request)
+    for row, prompt in enumerate(rows):
+        alone = paradec.generate(own, prompt, **request | {"seed": row + 1})
+        assert torch.equal(alone.new_tokens[0], out.new_tokens[row])
+        assert (alone.denoising_calls, alone.encoder_calls, alone.tokens) == (
+            [out.denoising_calls[row]],
+            [out.encoder_calls[row]],
+            [out.tokens[row]],
+        )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_and_commits_keep_the_contracts(name: str) -> None:
+    """A step repeated is the step, and changes nothing. What is final stays, what the user gave is never written; a
+    canvas becomes final at once, after N steps at most, and what stands there is the last step's best tokens."""
+    own, method = model(), sampler(name)
+    state = method.start(own, HOLED, seed=3, max_new_tokens=20, trace=True)
+    given, before = state.given.clone(), state.canvas.clone()
+    steps, column = np.zeros(state.batch, int), torch.arange(state.canvas.shape[1])
+    total = int((~given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
+    while not state.done:
+        start, final = state.block_start.copy(), ~state.undecided
+        assert state.progress[0] < state.progress[1] == total
+        was = snapshot(state)
+        proposal = method.step(own, state)
+        again = method.step(own, state)
+        assert torch.equal(proposal.values, again.values) and torch.equal(proposal.logits, again.logits)
+        assert same(snapshot(state), was)
+        commit = method.commit(state, proposal)
+        state.trace.steps.append(TraceStep(commit.to_list(), proposal.cost.forwarded.tolist(), commit.kind))
+        assert torch.equal(state.canvas[final], before[final])
+        assert torch.equal(state.canvas[given], before[given])
+        assert not (commit.selected & ~proposal.available).any()
+        steps[proposal.rows] += 1
+        for index, row in enumerate(proposal.rows):
+            closed = bool(commit.selected[index].any())
+            assert closed == bool((commit.selected[index] == proposal.available[index]).all())
+            assert closed == (state.block_start[row] != start[row] or not state.running[row])
+            place = slice(start[row], start[row] + CANVAS)
+            if state.end[row] >= start[row] + CANVAS:
+                assert torch.equal(state.canvas[row, place], proposal.values[index])
+            assert steps[row] <= 8
+            steps[row] = 0 if closed else steps[row]
+        with pytest.raises(ValueError, match="made from an earlier state"):
+            method.commit(state, proposal)
+        before = state.canvas.clone()
+    assert state.progress[0] == state.progress[1]  # of rows that ended early too
+    replayed = state.trace.replay()
+    for row in range(state.batch):
+        end = int(state.end[row])
+        assert replayed[row][:end] == state.canvas[row, :end].tolist()
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_a_masked_sampler_named_for_such_a_model_is_its_rule(name: str) -> None:
+    own = model()
+    request = {"seed": 5, "max_new_tokens": CANVAS, "steps": 4}
+    by_name = paradec.generate(own, ROWS[0], sampler=name, **request)
+    as_rule = paradec.generate(own, ROWS[0], sampler=samplers.create("canvas", rule=name), **request)
+    assert torch.equal(by_name.new_tokens, as_rule.new_tokens) and by_name.denoising_calls == as_rule.denoising_calls
+
+
+def test_the_default_sampler_is_the_models() -> None:
+    own = model()
+    assert torch.equal(
+        paradec.generate(own, ROWS[0], seed=1, max_new_tokens=4).new_tokens,
+        paradec.generate(own, ROWS[0], seed=1, max_new_tokens=4, sampler="diffusion_gemma").new_tokens,
+    )
+
+
+@pytest.mark.parametrize("method", [sampler("diffusion_gemma", entropy_bound=0.3), sampler("threshold", t_min=0.1)])
+def test_samplers_are_plain_data(method: Any) -> None:
+    data = method.to_dict()
+    assert samplers.registry.from_dict(data) == method and method.name == data["sampler"]
+
+
+def test_schedules_add_up() -> None:
+    """The k-th of N steps keeps ceil(free k / N) positions, all in the end."""
+    rule, free = samplers.create("low_confidence"), torch.tensor([16, 5, 1])
+    for steps in (1, 3, 7, 40):
+        kept = [rules.quota(rule, free, np.full(3, step), steps).tolist() for step in range(1, steps + 1)]
+        assert kept[-1] == free.tolist()
+        assert kept == [[-(-n * step // steps) for n in free.tolist()] for step in range(1, steps + 1)]
+    assert rules.quota(samplers.create("threshold"), free, np.ones(3, int), 4) is None
+
+
+# ---- draws ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 5, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_draws_invert_the_distribution_function(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(50, vocab, generator=generator).double() * 3
+    logits[:, ::3] = -torch.inf if vocab > 3 else 0
+    uniform = torch.rand(50, generator=generator, dtype=torch.float64)
+    uniform[0], uniform[1] = 2.0**-54, 1 - 2.0**-54
+    sums = logits.softmax(-1).cumsum(-1).numpy()
+    expected = [
+        min(int(np.searchsorted(row, u * row[-1], side="right")), vocab - 1) for row, u in zip(sums, uniform.tolist())
+    ]
+    found = draw(logits, uniform)
+    assert found.tolist()[2:] == expected[2:]
+    assert (logits.gather(-1, found.unsqueeze(-1)) > -torch.inf).all()  # also at both ends
+    assert found[0] == (logits[0] > -torch.inf).int().argmax()
+
+
+def test_draws_follow_the_law() -> None:
+    law = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    uniform = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    counts = torch.bincount(draw(law.log().expand(10_000, 4), uniform), minlength=4)
+    assert (counts / 10_000 - law).abs().max() < 1e-3
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [0, 1, 4])
+def test_waiting_for_others_changes_counts_alone(wait: int) -> None:
+    own = model(ends=())
+    rows = ROWS * 2
+    first = paradec.generate(own, rows, sampler=sampler("diffusion_gemma", encode_wait=0), seed=7, max_new_tokens=48)
+    other = paradec.generate(own, rows, sampler=sampler("diffusion_gemma", encode_wait=wait), seed=7, max_new_tokens=48)
+    assert torch.equal(first.new_tokens, other.new_tokens)
+    assert first.denoising_calls == other.denoising_calls and first.encoder_calls == other.encoder_calls == [3] * 8
+
+
+def test_waiting_makes_fewer_calls() -> None:
+    own, rows = model(ends=()), ROWS * 2
+    calls, longest = [], []
+    for wait in (0, 2, 50):
+        method, encodings = sampler("entropy_threshold", max_denoising_steps=24, encode_wait=wait), 0
+        state, waited = method.start(own, rows, seed=7, max_new_tokens=48), [np.zeros(8, int)]
+        while not state.done:
+            queries = method.query(state)
+            encodings += queries[0].kind == "encode"
+            absent = state.running & ~np.isin(np.arange(8), queries[-1].rows)
+            waited.append((waited[-1] + 1) * absent)
+            method.commit(state, method.step(own, state))
+        calls.append(encodings)
+        longest.append(np.max(waited))
+    assert calls[0] > calls[1] >= calls[2] == 3
+    assert longest[:2] == [0, 2] and longest[2] > 2
+
+
+def test_calls_are_counted_from_the_queries() -> None:
+    """Encoder calls apart; positions are those of canvases and of what was encoded; a row that has ended leaves."""
+    own, method = model(ends=(11,)), sampler("diffusion_gemma")
+    seen = []
+
+    class Counting:
+        facts = own.facts
+
+        def __call__(self, query: Any, store: Any = None) -> Any:
+            seen.append((query.kind, query.rows.tolist(), query.forwarded.tolist()))
+            return own(query, store)
+
+    state = decode(method, Counting(), method.start(own, ROWS, seed=1, max_new_tokens=40))
+    for row in range(4):
+        of_row = [(kind, dict(zip(rows, sizes))[row]) for kind, rows, sizes in seen if row in rows]
+        assert state.nfe[row] == len(of_row) == state.encoder_calls[row] + state.denoising_calls[row]
+        assert state.encoder_calls[row] == sum(kind == "encode" for kind, _ in of_row)
+        assert state.forwarded_tokens[row] == sum(size for _, size in of_row)
+        assert {size for kind, size in of_row if kind == "canvas"} == {CANVAS}
+        encoded = sum(size for kind, size in of_row if kind == "encode")
+        assert encoded == len(ROWS[row]) + CANVAS * (state.encoder_calls[row] - 1)
+    assert state.stopped.any() and len({*state.encoder_calls}) > 1
+
+
+@pytest.mark.parametrize("new", [1, 5, CANVAS, CANVAS + 1])
+def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
+    """The last canvas is decoded whole, and cut."""
+    own, method = model(ends=()), sampler("diffusion_gemma")
+    whole = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
+    out = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=new)
+    assert torch.equal(out.new_tokens, whole[:, :new])
+    assert out.tokens == [new] * 4 and out.finished == [False] * 4
+    on = paradec.generate(model(), ROWS, sampler=method, seed=4, max_new_tokens=new, eos_early_stop=False)
+    assert torch.equal(on.new_tokens, out.new_tokens)
+
+
+def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits into one piece, the tokens are the same."""
+    own, method = model(), sampler("diffusion_gemma")
+    whole = paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
+    monkeypatch.setattr(base, "PIECE", 3 * VOCAB)
+    assert torch.equal(
+        paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20).new_tokens, whole.new_tokens
+    )
+
+
+def test_no_logits_are_kept_between_steps() -> None:
+    """Of one step, and its proposal alone: between steps there is nothing as wide as the vocabulary."""
+    vocab = 83  # as wide as nothing else in this process
+    own, method = paradec.wrap(tiny_module(vocab=vocab)), sampler("diffusion_gemma")
+    state = method.start(own, ROWS[:2], seed=0, max_new_tokens=32)
+    for _ in range(3):  # a collection takes its time where many tests have left their models
+        assert not state.done
+        proposal = method.step(own, state)
+        method.commit(state, proposal)
+        del proposal
+        gc.collect()
+        wide = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.ndim == 3 and t.shape[-1] == vocab]
+        assert not [t for t in wide if not isinstance(t, torch.nn.Parameter)]
+
+
+def test_pinned_positions_are_conditioned_on_nothing() -> None:
+    """At every step, while rows close their canvases at different ones."""
+    own, method, apart = model(), sampler("diffusion_gemma"), 0
+    state = method.start(own, HOLED, seed=1, max_new_tokens=20)
+    while not state.done:
+        method.commit(state, method.step(own, state))
+        rows = (state.running & (state.canvas_step > 0)).nonzero()[0]
+        soft, noisy = state.memory["soft"][rows], state.noisy(rows)
+        given = state.read(state.given, rows, state.positions(rows))
+        assert (soft[given] == 0).all() and (soft[~given] != 0).any(-1).all()
+        assert torch.equal(noisy[given], state.read(state.canvas, rows, state.positions(rows))[given])
+        apart += len(rows) == 1 and bool(given.any())
+    assert apart
+
+
+def test_infill_keeps_what_was_given() -> None:
+    ends = range(1, VOCAB, 2)  # of two words one
+    out = paradec.infill(model(ends=tuple(ends)), input_ids=HOLED, sampler=sampler("diffusion_gemma"), seed=0)
+    for row, prompt in enumerate(HOLED):
+        got = out.sequences[row, -len(prompt) :].tolist()
+        assert [a for a, b in zip(got, prompt, strict=True) if b >= 0] == [b for b in prompt if b >= 0]
+        assert not {*ends} & {a for a, b in zip(got, prompt, strict=True) if b < 0}  # holes end nothing
+    assert out.tokens == [3, 1]
+
+
+def test_no_end_is_proposed_in_a_hole_and_any_behind_it() -> None:
+    own, method = model(), sampler("diffusion_gemma", early_stop=False, max_denoising_steps=2)
+    state = method.start(own, HOLED, seed=0, max_new_tokens=20, holes_eos_inf=True)
+    while not state.done:
+        proposal = method.step(own, state)
+        answer = torch.tensor([len(HOLED[row]) for row in proposal.rows])
+        barred = (proposal.logits[..., list(ENDS)] == -torch.inf).all(-1)
+        assert torch.equal(barred, proposal.positions < answer.unsqueeze(1))
+        method.commit(state, proposal)
+
+
+def test_holes_in_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    own = paradec.wrap(tiny_module(vocab=len(tokenizer)), tokenizer=tokenizer)
+    out = paradec.infill(own, "one <mask:2> three<mask>", sampler=sampler("diffusion_gemma"), seed=0)
+    before, behind = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", " three"))
+    ids = out.sequences[0].tolist()
+    assert ids[: len(before)] == before and ids[len(before) + 2 : -1] == behind
+    assert out.filled[0].sum() == 3 and len(out.fills) == 2
+    with pytest.raises(ValueError, match="begins with a hole"):
+        paradec.infill(own, "<mask> three")
+
+
+def test_a_prefix_is_exact() -> None:
+    own, method = model(), sampler("diffusion_gemma")
+    first = paradec.generate(own, ROWS, sampler=method, seed=2, max_new_tokens=40, keep_prefix=True)
+    assert first.prefix.exact
+    for row, prompt in enumerate(ROWS):  # all but the last canvas, which nothing reads
+        kept = [*prompt, *first.new_tokens[row].tolist()][: len(prompt) + CANVAS * (first.encoder_calls[row] - 1)]
+        assert first.prefix.tokens[row] == kept
+    assert max(first.encoder_calls) == 3
+    turn = [[*row, *answer[:20].tolist(), 30, 31] for row, answer in zip(ROWS, first.new_tokens, strict=True)]
+    request = {"sampler": method, "seed": 8, "max_new_tokens": 20}
+    plain, reusing = paradec.generate(own, turn, **request), paradec.generate(own, turn, prefix=first.prefix, **request)
+    assert torch.equal(plain.new_tokens, reusing.new_tokens)
+    assert any(reusing.cost.reused_tokens)
+    assert plain.forwarded_tokens - reusing.forwarded_tokens == sum(reusing.cost.reused_tokens)
+    with pytest.raises(ValueError, match="was kept with another model"):
+        paradec.generate(paradec.wrap(tiny_module(1)), turn, prefix=first.prefix, **request)
+
+
+@pytest.mark.parametrize("pad", [0, None])
+def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have ended go on there, and what they decode is encoded; no answer has it."""
+    module, method = tiny_module(dtype=torch.float64), sampler("diffusion_gemma")
+    monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
+    own = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
+    request = {"sampler": method, "seed": 2, "max_new_tokens": 40}
+    first = paradec.generate(own, ROWS, rng="reference", keep_prefix=True, **request)
+    ends = [[*prompt, *new[:count]] for prompt, new, count in zip(ROWS, first.new_tokens.tolist(), first.tokens)]
+    assert first.encoder_calls == [2] * 4 and len({min(count, CANVAS) for count in first.tokens}) > 2
+    assert first.prefix.tokens == [row[: len(prompt) + CANVAS] for row, prompt in zip(ends, ROWS)]
+    turn = [[*row, 30, 31] for row in ends]
+    plain, reusing = paradec.generate(own, turn, **request), paradec.generate(own, turn, prefix=first.prefix, **request)
+    assert torch.equal(plain.new_tokens, reusing.new_tokens)
+    assert reusing.cost.reused_tokens == [*map(len, first.prefix.tokens)]
+
+
+def test_stop_strings_end_a_row() -> None:
+    tokenizer = byte_level_tokenizer()
+    own = paradec.wrap(tiny_module(vocab=len(tokenizer)), tokenizer=tokenizer, eos_token_id=())
+    request = {"sampler": sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 60}
+    whole = paradec.generate(own, ROWS[0], **request)
+    ids = whole.new_tokens[0].tolist()
+    text = tokenizer.decode(ids[20:22])
+    stop = next(n for n in range(1, 61) if text in tokenizer.decode(ids[:n]))
+    for new in (60, stop, stop - 1):  # the last canvas is decoded whole: what is cut off may complete the text
+        ends: list[int] = []
+        out = paradec.generate(
+            own, ROWS[0], stop_strings=text, callback=lambda state, _, ends=ends: ends.append(int(state.end[0])),
+            **request | {"max_new_tokens": new},
+        )  # fmt: skip
+        assert out.tokens == [min(stop, new)] and out.finished == [stop <= new]
+        assert ends[-1] == len(ROWS[0]) + min(stop, new)
+        assert out.new_tokens[0, : out.tokens[0]].tolist() == ids[: out.tokens[0]]
+
+
+def test_streamers_see_drafts_and_then_text() -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.text: list[int] = []
+            self.drafts: list[list[int]] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.text += value[0].tolist()
+
+        def put_draft(self, value: torch.Tensor) -> None:
+            self.drafts.append(value[0].tolist())
+
+        def end(self) -> None:
+            self.text.append(-7)
+
+    streamer, own = Streamer(), model(ends=())
+    out = paradec.generate(
+        own, ROWS[0], sampler=sampler("diffusion_gemma"), seed=0, max_new_tokens=20, streamer=streamer
+    )
+    assert streamer.text == [*out.sequences[0].tolist(), -7]
+    first = [draft for draft in streamer.drafts if len(draft) == CANVAS]
+    assert len(first) > 1 and first[0] != first[-1]  # it changes while it is open
+    assert {len(draft) for draft in streamer.drafts} <= {CANVAS, 20 - CANVAS}
+
+
+def test_copies_and_races() -> None:
+    own, method = model(), sampler("diffusion_gemma")
+    out = paradec.generate(own, ROWS[0], sampler=method, seed=3, max_new_tokens=20, num_return_sequences=3)
+    assert len({tuple(row) for row in out.new_tokens.tolist()}) == 3
+    again = paradec.generate(own, ROWS[0], sampler=method, seed=3, max_new_tokens=20)
+    assert torch.equal(out.new_tokens[0], again.new_tokens[0])
+    raced = paradec.generate(own, ROWS[0], sampler=method, seed=3, max_new_tokens=20, race=3)
+    assert raced.new_tokens.tolist()[0] in out.new_tokens.tolist()
+
+
+def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
+    own, states = model(ends=()), []
+
+    def stop(state: Any, commit: Any) -> bool:
+        states.append((state, state.store.nbytes))
+        return True
+
+    request = {"sampler": sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 20}
+    out = paradec.generate(own, ROWS[0], callback=stop, **request)
+    ((state, held),) = states
+    length = len(ROWS[0]) + 2 * CANVAS
+    assert held == canvas_store_bytes(own.module.config.text_config, 1, length, torch.float64)
+    assert state.store.nbytes == 0  # it is given back
+    assert out.denoising_calls == [1] and out.tokens == [0] and out.text is None
+    assert (out.new_tokens[0, :CANVAS] != own.facts.fill_token_id).any()
+
+
+@pytest.mark.parametrize("rng", ["counter", "reference"])
+def test_steps_that_fail_change_nothing(rng: str) -> None:
+    """Logits that are not finite; and an error when the best tokens are there and noise was drawn."""
+    own, method = model(), sampler("diffusion_gemma")
+    state = method.start(own, ROWS, seed=0, rng=rng, max_new_tokens=20)
+    method.commit(state, method.step(own, state))
+    before = snapshot(state)
+    proposal = method.step(own, state)
+    queries = method.query(state)
+    outputs = [own(query, state.store) for query in queries]
+    outputs[-1][2, 3, 4] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"NaN or infinite logits for row 2 at its step 1"):
+        method.commit(state, method.propose(state, outputs, queries))
+    assert same(snapshot(state), before)
+    soften, proposal.soften = proposal.soften, None
+    with pytest.raises(TypeError):
+        method.commit(state, proposal)
+    assert same(snapshot(state), before)
+    proposal.soften = soften
+    method.commit(state, proposal)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "cache": "dual",
+    "attention": "sparsed",
+    "blocks": "fixed",
+    "block_length": CANVAS,
+    "temperature": 0.5,
+    "guidance_scale": 2.0,
+    "share_prefix": True,
+    "confidence_eos_eot_inf": True,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_means_nothing_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=.* does not work with sampler 'diffusion_gemma': .+"):
+        paradec.generate(model(), ROWS[0], **{name: REFUSED[name]})
+    with pytest.raises(ValueError, match="compile=True does not work with sampler 'diffusion_gemma': .+"):
+        samplers.create("diffusion_gemma").start(model(), ROWS[0], compile=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 5000}, "longer than DiffusionGemmaForBlockDiffusion takes"),
+        ({"steps": 1, "max_new_tokens": 40}, "multiple of the number of canvases"),
+        ({"steps": 4, "max_new_tokens": 40}, "multiple of the number of canvases"),
+        ({"suppress_tokens": range(VOCAB)}, "suppress_tokens excludes all"),
+        ({"suppress_tokens": [VOCAB]}, "suppress_tokens"),
+        ({"stop": paradec.Prophet()}, "stop=.*closes as a whole"),
+        ({"stop_strings": "a"}, "needs a tokenizer"),
+        ({"prefix": 3}, "prefix=3"),
+        ({"rng": "reference", "seed": [1, 2]}, "seed has 2 entries"),
+        ({"sampler": "sjd"}, "sampler 'sjd' takes a language model"),
+        ({"sampler": "klass"}, "'klass' cannot say"),
+    ],
+    ids=str,
+)
+def test_requests_that_do_not_fit(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        paradec.generate(model(), ROWS[0], **request_)
+
+
+def test_other_models_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="sampler 'diffusion_gemma' takes a model of canvases of noise"):
+        paradec.generate(tiny(1), [9], sampler="diffusion_gemma")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "max_new_tokens": st.sampled_from([1, 3, 17, 33, None, 0, -1, "4"]),
+            "steps": st.sampled_from([1, 2, 6, 7, 0, 1.5]),
+            "seed": st.sampled_from([0, [1, 2], [1], -1, None]),
+            "top_p": st.sampled_from([0.5, 1.0, 0.0, 2]),
+            "top_k": st.sampled_from([1, 3, 1000, 0]),
+            "rng": st.sampled_from(["counter", "reference", "other"]),
+            "suppress_tokens": st.sampled_from([(), [3], range(14, 60), [-1]]),
+            "logits_eos_inf": st.booleans(),
+            "holes_eos_inf": st.booleans(),
+            "eos_early_stop": st.booleans(),
+            "num_return_sequences": st.sampled_from([1, 2, 0]),
+            "keep_prefix": st.booleans(),
+            "trace": st.booleans(),
+            "temperature": st.sampled_from([0.0, 0.1]),
+            "sampler": st.sampled_from(["diffusion_gemma", "threshold", "random", "credit", "sjd", "canvas"]),
+        },
+    )
+)
+def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
+    own = model(torch.float32)
+    given_rows = ROWS[:2]
+    try:
+        out = paradec.generate(
+            own, given_rows, **{"max_new_tokens": 9, "steps": 3 if "steps" in request_ else None} | request_
+        )
+    except (ValueError, TypeError) as error:
+        assert "\n" not in str(error) and str(error)
+        return
+    banned = {*request_.get("suppress_tokens", ())} | ({*ENDS} if request_.get("logits_eos_inf") else set())
+    for row, size in zip(out.new_tokens.tolist(), out.tokens, strict=True):
+        assert not banned & {*row[:size]}
+
+
+# ---- what is written down -------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_those_of_the_closing_step() -> None:
+    """Of the tempered law that tokens are drawn from; a plain log-softmax of the step's logits."""
+    own, method = model(), sampler("diffusion_gemma")
+    state = method.start(own, HOLED, seed=1, max_new_tokens=20, logprobs=3)
+    expected: dict[tuple[int, int], list[float]] = {}
+    while not state.done:
+        proposal = method.step(own, state)
+        law = (proposal.logits / state.temperature(proposal.rows)[:, None, None]).double().log_softmax(-1)
+        commit = method.commit(state, proposal)
+        for row, position, token, _ in commit.to_list():
+            index = proposal.rows.tolist().index(row)
+            column = proposal.positions[index].tolist().index(position)
+            best = law[index, column].topk(3)
+            expected[row, position] = [float(law[index, column, token]), *best.values.tolist()]
+            assert token == best.indices[0]
+    for (row, position), values in expected.items():
+        found = [float(state.logprobs.chosen[row, position]), *state.logprobs.best[row, position].tolist()]
+        assert found == pytest.approx(values, abs=1e-5)
+    assert int((~state.logprobs.chosen.isnan()).sum()) == len(expected)
+    out = paradec.generate(own, ROWS, sampler=method, seed=1, max_new_tokens=20, logprobs=0)
+    assert (~out.logprobs.chosen.isnan()).sum(1).tolist() == out.tokens
+
+
+def test_traces_show_drafts_and_what_became_final() -> None:
+    out = paradec.generate(
+        model(), ROWS[:2], sampler=sampler("diffusion_gemma"), seed=1, max_new_tokens=20, trace=True, logprobs=1
+    )
+    again = Trace.from_json(out.trace.to_json())
+    assert again.steps == out.trace.steps and again.family == "canvas"
+    assert [len(row) for row in again.canvas] == [len(prompt) + 2 * CANVAS for prompt in ROWS[:2]]
+    for row, prompt in enumerate(ROWS[:2]):
+        answer = out.new_tokens[row, : out.tokens[row]].tolist()
+        assert again.replay()[row][: len(prompt) + len(answer)] == prompt + answer
+        assert again.to_fill(row)[0][0] == len(prompt)
+    assert sum(len(step.rejected) for step in again.steps) > 0
+    assert [step.blocks for step in again.steps][:1] == [[(9, 9 + CANVAS), (1, 1 + CANVAS)]]
+    assert all(len(step.logprobs or []) == len(step.commits) for step in again.steps)
+    assert [step.nfe for step in again.steps][0] == [2, 2]
+    assert "<script" in out.trace.to_html()

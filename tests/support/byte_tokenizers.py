@@ -1,0 +1,73 @@
+"""Tokenizers of bytes, and models that answer with given texts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+import paradec
+from paradec.models.adapter import Model
+
+TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 entries: words, parts of words, and single bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|mask|>", "<|end|>", "<|turn|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, mask_token="<|mask|>", eos_token="<|end|>", extra_special_tokens=["<|turn|>"]
+    )
+
+
+TOKENIZER = byte_level_tokenizer()
+VOCAB = len(TOKENIZER)
+PROMPT = 2
+
+
+class Recites(nn.Module):
+    """Predicts a text for each first token of a prompt; how sure it is of a position is a fixed random number."""
+
+    def __init__(self, texts: dict[int, list[int]]):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=200)
+        self.texts = texts
+        self.sureness = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, VOCAB, dtype=torch.float64)
+        for row, first in enumerate(ids[:, 0].tolist()):
+            words = torch.tensor(self.texts.get(first, []), dtype=torch.int64)
+            at = torch.arange(PROMPT, min(ids.shape[1], PROMPT + len(words)))
+            logits[row, at, words[: len(at)]] = 8 + 8 * self.sureness[at]
+        return logits
+
+
+def reciting(*texts: list[int], tokenizer: Any = TOKENIZER) -> Model:
+    """A model that answers the prompt [first, first] with the text of that number."""
+    module = Recites({10 + number: ids for number, ids in enumerate(texts)})
+    return paradec.wrap(
+        module,
+        mask_token_id=TOKENIZER.mask_token_id,
+        eos_token_id=TOKENIZER.eos_token_id,
+        prediction="same",
+        topology="bidirectional",
+        tokenizer=tokenizer,
+    )
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]

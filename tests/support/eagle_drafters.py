@@ -1,0 +1,163 @@
+"""Drafters in the format of EAGLE, and the loop that they are held against."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from places import ROOT
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import paradec
+from paradec.core.prompts import Prompts
+from paradec.core.protocol import decode
+from paradec.models.adapter import Model
+from paradec.request import Request
+from paradec.samplers.causal.state import CausalState
+from paradec.samplers.causal.verification import probability, token_distribution
+
+PROMPTS = [[3, 1, 4, 1, 0], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2]]
+NEGATIVE = [[1, 2, 3], [4], [0, 1], [2, 3, 4, 0]]
+VOCAB = 5
+
+
+def _benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exactness_of_eagle", ROOT / "benchmarks" / "exactness.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+exactness = _benchmark()
+
+
+def tiny_base(layers: int = 2, seed: int = 0) -> Model:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = LlamaForCausalLM(config).double()
+    return paradec.wrap(module, topology="causal", prediction="shifted")
+
+
+def checkpoint(
+    hidden: int = 16, vocab: int = VOCAB, kv_heads: int = 2, bias: bool = True, qkv_bias: bool = False, seed: int = 1
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and weights as EAGLE's authors publish them."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": 24,
+        "max_position_embeddings": 64,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "torch_dtype": "float16",
+        "vocab_size": vocab,
+    }
+    narrow = hidden // 4 * kv_heads
+    shapes = {
+        "embed_tokens.weight": (vocab, hidden),
+        "fc.weight": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj.weight": (hidden, hidden),
+        "layers.0.self_attn.k_proj.weight": (narrow, hidden),
+        "layers.0.self_attn.v_proj.weight": (narrow, hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, hidden),
+        "layers.0.mlp.gate_proj.weight": (24, hidden),
+        "layers.0.mlp.up_proj.weight": (24, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, 24),
+        "layers.0.post_attention_layernorm.weight": (hidden,),
+    }
+    if bias:
+        shapes["fc.bias"] = (hidden,)
+    for name, size in (("q", hidden), ("k", narrow), ("v", narrow)) if qkv_bias else ():
+        shapes[f"layers.0.self_attn.{name}_proj.bias"] = (size,)
+    generator = torch.Generator().manual_seed(seed)
+    return config, {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for name, shape in shapes.items()
+    }
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(weights, folder / file)
+    else:
+        torch.save(weights, folder / file)
+    return folder
+
+
+def greedy(module: LlamaForCausalLM, prompts: list[list[int]], new: int, scale: float = 1.0) -> list[list[int]]:
+    found = []
+    for prompt, negative in zip(prompts, NEGATIVE, strict=True):
+        ids: list[int] = []
+        for _ in range(new):
+            with torch.inference_mode():
+                logits = module(torch.tensor([prompt + ids])).logits[0, -1]
+                if scale != 1:
+                    other = module(torch.tensor([negative + ids])).logits[0, -1]
+                    logits = other + scale * (logits - other)
+            ids.append(int(logits.argmax()))
+        found.append(ids)
+    return found
+
+
+def answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
+    state = sampler.start(model, prompt, **request)
+    decode(sampler, model, state)
+    spans = zip(state.canvas.tolist(), state.prompt_length, state.end, strict=True)
+    return [row[start:stop] for row, start, stop in spans], state
+
+
+ROWS, NEW = 2000, 3
+
+
+def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
+    """Two prompts of different lengths side by side, each against the enumeration of all answers."""
+    guided = request.get("guidance_scale", 1) != 1
+    rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
+    if guided:
+        request["negative_prompt"] = Prompts([NEGATIVE[:2][i % 2] for i in range(2 * ROWS)], False, [0] * len(rows))
+    prompts = Prompts(rows, False, [0] * len(rows))
+    state = sampler.start(base, prompts, seed=len(request), max_new_tokens=NEW, **request)
+    decode(sampler, base, state)
+    found = state.canvas.gather(1, torch.as_tensor(state.prompt_length)[:, None] + torch.arange(NEW))
+    every = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW)))
+    values = []
+    for first in range(2):
+        logits = []
+        for prompt in (PROMPTS[first], NEGATIVE[first]):
+            ids = torch.cat((torch.tensor(prompt).expand(len(every), -1), every), 1)
+            logits.append(base.module(ids).logits[:, len(prompt) - 1 : -1])
+        mixed = logits[1] + request["guidance_scale"] * (logits[0] - logits[1]) if guided else logits[0]
+        settings = {name: value for name, value in request.items() if name != "negative_prompt"}
+        law = probability(token_distribution(mixed, Request(**{"temperature": 1.0} | settings)), every).prod(1)
+        counts = exactness.counted(found[first::2], every, VOCAB)
+        values.append(exactness.p_value(counts, law.detach().numpy()))
+    return values

@@ -1,0 +1,197 @@
+"""What a harness asks of a model: answers, prompts, log-likelihoods. None of it needs lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from wrapped_models import wrapped
+
+import paradec
+from paradec.core.prompts import encode
+from paradec.models.adapter import Model
+from paradec.tools import evaluation
+from paradec.tools.evaluation.answers import TASKS, Answering
+from paradec.tools.evaluation.likelihood import log_likelihoods
+
+
+@pytest.fixture(scope="module")
+def packaged64() -> Model:
+    return paradec.load(dtype="float64")
+
+
+def asked(*entries: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=entry) for entry in entries]
+
+
+def judged(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
+    """Log-likelihoods of (context, continuation), as the harness asks for them."""
+    return lm._loglikelihood_tokens([(pair, *lm._encode_pair(*pair)) for pair in pairs], disable_tqdm=True)
+
+
+def test_there_is_a_task_for_every_packaged_one() -> None:
+    group = yaml.safe_load((TASKS / "_paradec.yaml").read_text())["task"]
+    assert group == [f"paradec_{task}" for task in evaluation.TASKS]
+
+
+def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
+    lm = Answering(packaged64, batch_size=3)
+    prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
+    whole, stopped, short = lm.generate_until(
+        asked((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
+    )
+    assert whole == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
+    assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
+    unstopped = Answering(packaged64, until=False)
+    assert unstopped.generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
+    own = Answering(packaged64, max_new_tokens=1)  # what the model says wins over the task
+    assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) -> None:
+    kept = []
+
+    class Keeping(Answering):
+        def keep(self, *entry: Any) -> None:
+            kept.append(entry)
+
+    lm = Keeping(packaged64, batch_size=batch, max_new_tokens=6)
+    texts = ["Sort: pear fig apple", "Copy: kiwi", "Reverse: kiwi goat fox", "Copy: fig pear"]
+    entries = [(lm.apply_chat_template([{"role": "user", "content": text}]), {"until": []}) for text in texts]
+    answers = lm.generate_until(asked(*entries)) + lm.generate_until(asked(entries[0]))
+    alone = [paradec.generate(packaged64, text, max_new_tokens=6) for text in [*texts, texts[0]]]
+    assert answers == [out.text for out in alone]
+    assert kept == [("generate_until", entry, text) for entry, text in zip([*entries, entries[0]], answers)]
+    assert lm.spent.answers == 5 and lm.spent.forwards == sum(out.nfe for out in alone)
+    assert lm.spent.tokens == sum(sum(out.tokens) for out in alone)
+    assert lm.spent.forwarded_tokens == sum(out.forwarded_tokens for out in alone)
+    said = lm.get_model_info()["spent"]
+    assert said["nfe"] == lm.spent.forwards / 5 and said["tokens_per_forward"] == lm.spent.tokens / lm.spent.forwards
+    assert said["tokens_per_second"] == lm.spent.tokens / lm.spent.seconds
+
+
+def test_what_the_model_says_wins_over_the_task(packaged64: Model) -> None:
+    task = {"do_sample": False, "temperature": 0.0, "until": []}
+    entry, _ = Answering(packaged64)._asked("Sort: pear fig apple", task)
+    assert entry["temperature"] == 0.0
+    entry, _ = Answering(packaged64, temperature=0.7)._asked("Sort: pear fig apple", task)
+    assert "temperature" not in entry  # the request's 0.7 stands
+
+
+def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
+    lm, text = Answering(packaged64), "Sort: pear fig apple"
+    chat = lm.apply_chat_template([{"role": "user", "content": text}])
+    assert lm.tok_encode(chat) == encode(packaged64, text).rows[0]
+    assert lm.tok_encode(text) == encode(packaged64, text, chat=False).rows[0] != lm.tok_encode(chat)
+    closed = [{"role": "user", "content": text}, {"role": "assistant", "content": "apple"}]
+    begun = lm.apply_chat_template(closed, add_generation_prompt=False)
+    assert begun.endswith("apple") and begun.startswith(chat)
+
+
+def test_what_a_task_cannot_ask(packaged64: Model) -> None:
+    lm = Answering(packaged64)
+    with pytest.raises(ValueError, match="holds the mask id 122"):
+        lm.generate_until(asked(("Sort: pear <|mdm_mask|>", {})))
+    with pytest.raises(ValueError, match="num_beams=4, which paradec does not do"):
+        lm.generate_until(asked(("Sort: pear", {"num_beams": 4})))
+    assert lm.generate_until([]) == []
+
+
+def test_arguments_that_are_refused(packaged64: Model) -> None:
+    for arguments, said in (
+        ({"batch_size": "auto"}, "batch_size='auto'"),
+        ({"likelihood": "exact"}, "method='exact'"),
+        ({"mc_num": 24}, "samples=24"),
+        ({"dtype": "float32"}, "dtype='float32'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Answering(packaged64, **arguments)
+    with pytest.raises(TypeError, match="tresh"):
+        Answering(packaged64, tresh=1)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Answering(wrapped("Bert"))
+    with pytest.raises(TypeError, match="language model"):
+        Answering("digits-ar")
+    assert Answering(packaged64, threshold=0.5).request.sampler.threshold == 0.5
+
+
+def test_log_likelihoods_are_those_of_the_library(packaged64: Model) -> None:
+    lm = Answering(packaged64, likelihood="chain", check_greedy=False)
+    chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat"}])
+    context, answer = lm.tok_encode(chat), lm.tok_encode("kiwi goat")
+    ((value, greedy),) = judged(lm, (chat, "kiwi goat"))
+    exact = next(log_likelihoods(packaged64, [(context, answer)], method="chain"))
+    assert value == pytest.approx(exact.value, abs=1e-9)
+    assert greedy is False and lm.get_model_info()["log_likelihoods"]["median_standard_error"] == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_log_likelihoods_say_how_sure_they_are_and_what_is_greedy(packaged64: Model, batch: int) -> None:
+    """Of two strata each; one token alone has nothing to draw."""
+    lm = Answering(packaged64, mc_num=4, mc_batch=2, seed=3, batch_size=batch)
+    chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat fox pear"}])
+    answers = ["kiwi goat fox pear", "kiwi fox goat pear", "kiwi", "goat kiwi fox", "goat kiwi pear apple"]
+    found = judged(lm, *((chat, answer) for answer in answers))
+    assert [greedy for _, greedy in found] == [True, False, True, False, False]
+    pairs = [(lm.tok_encode(chat), lm.tok_encode(answer)) for answer in answers]
+    expected = list(log_likelihoods(packaged64, pairs, samples=4, stratum=2, seed=3))
+    assert [value for value, _ in found] == pytest.approx([one.value for one in expected], abs=1e-9)
+    errors, said = sorted(one.error for one in expected), lm.get_model_info()["log_likelihoods"]
+    assert errors[0] == 0 < errors[2]
+    assert (said["median_standard_error"], said["largest_standard_error"]) == pytest.approx((errors[2], errors[4]))
+    assert said["judged"] == 5 and said["forwards"] == sum(one.forwards for one in expected) == 17
+    assert said["without_a_standard_error"] == 0 and (said["samples"], said["stratum"]) == (4, 2)
+    alone = Answering(packaged64, mc_num=2, mc_batch=2, check_greedy=False)
+    judged(alone, *((chat, answer) for answer in answers[1:4]))
+    said = alone.get_model_info()["log_likelihoods"]  # of one stratum there is no error, and no number that JSON lacks
+    assert (said["median_standard_error"], said["largest_standard_error"]) == (0, 0)
+    assert said["without_a_standard_error"] == 2
+
+
+def test_a_rendered_chat_gets_no_first_token() -> None:
+    class Words:  # of a causal model, with a token that texts begin with
+        bos_token_id, eos_token_id, unk_token_id, chat_template = 1, 2, None, "yes"
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [1] * add_special_tokens + [3 + len(word) for word in text.split()]}
+
+        def apply_chat_template(self, chat: list[dict[str, str]], **_: Any) -> str:
+            return "s " + " ".join(turn["content"] for turn in chat)
+
+    model = wrapped("Llama causal")
+    lm = Answering(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
+    chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
+    assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]
+    assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
+    assert lm._encode_pair("four  ", "go") == ([1, 7], [5])
+    exact = next(log_likelihoods(lm.model, [([4, 7, 10], [5])]))
+    ((value, greedy),) = judged(lm, (chat, " go"))
+    assert (value, greedy) == (exact.value, exact.greedy)
+
+
+def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
+    lm = Answering(packaged64, likelihood="chain", max_length=6, check_greedy=False)
+    pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
+    expected = pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
+    with pytest.warns(UserWarning, match="a context of 5 tokens is cut on the left to 4"):
+        ((value, _),) = judged(lm, ("kiwi goat fox pear fig", " apple kiwi"))
+    assert value == expected
+    with warnings.catch_warnings():  # what is as long as the model takes is whole
+        warnings.simplefilter("error")
+        assert judged(lm, ("goat fox pear fig", " apple kiwi"))[0][0] == expected
+        entry, _ = lm._asked("goat fox pear fig", {"max_gen_toks": 2})
+        assert (entry["prompt"], entry["max_new_tokens"]) == (pair[0], 2)
+    with pytest.warns(UserWarning, match="cut on the left to 3"):
+        assert lm._asked("goat fox pear fig", {"max_gen_toks": 3})[0]["prompt"] == pair[0][1:]
+    for ask in (
+        lambda: lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6}))),
+        lambda: judged(lm, ("kiwi", " goat fox pear fig apple kiwi")),
+    ):
+        with pytest.raises(ValueError, match="max_length=6 leaves no room"):
+            ask()

@@ -1,0 +1,252 @@
+"""Log-likelihoods beside plain loops: over all maskings, all orders, and one position after the other."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import MASK, tiny
+from wrapped_models import decoder, wrapped
+
+import paradec
+from paradec.core.protocol import Query
+from paradec.models.adapter import Model
+from paradec.tools.evaluation import maskings
+from paradec.tools.evaluation.likelihood import Likelihood, greedily_decoded, log_likelihoods
+
+CONTEXT, CONTINUATION = [3, 17, 8, 30, 2], [5, 21, 9, 33]
+
+
+def laws(model: Model, tokens: list[int]) -> torch.Tensor:
+    """[L, V]: the log-probabilities of each position, from one call with nothing padded and nothing left out."""
+    row = torch.tensor([tokens])
+    query = Query(rows=np.arange(1), tokens=row, positions=torch.arange(len(tokens))[None])
+    logits = model(query)[0].double()
+    shift = 1 if model.facts.topology == "causal" else model.facts.shift
+    return logits.roll(shift, 0).log_softmax(-1)
+
+
+def masked(row: list[int], at: Any, mask: int) -> list[int]:
+    return [mask if position in at else token for position, token in enumerate(row)]
+
+
+def expectation(model: Model, row: list[int], begin: int) -> float:
+    """The bound, by a plain loop over the number of masks and all their places."""
+    length, total = len(row) - begin, 0.0
+    for size in range(1, length + 1):
+        subsets = list(itertools.combinations(range(begin, len(row)), size))
+        for at in subsets:
+            read = laws(model, masked(row, at, model.facts.mask_id))
+            total += sum(read[i, row[i]].item() for i in at) * length / size / len(subsets) / length
+    return total
+
+
+def one(model: Model, context: list[int] = CONTEXT, continuation: list[int] = CONTINUATION, **how: Any) -> Likelihood:
+    return next(log_likelihoods(model, [(context, continuation)], **how))
+
+
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_all_maskings_are_the_expectation(prediction: str) -> None:
+    model = tiny(1, prediction=prediction)
+    found = one(model, samples=15)
+    assert (found.variance, found.samples, found.forwards) == (0.0, 15, 15)
+    assert found.value == pytest.approx(expectation(model, CONTEXT + CONTINUATION, len(CONTEXT)), abs=1e-9)
+
+
+def test_all_orders_have_the_expectation_as_their_mean() -> None:
+    model = tiny(1)
+    row, chains = CONTEXT + CONTINUATION, []
+    for order in itertools.permutations(range(len(CONTEXT), len(row))):
+        steps = [(order[k:], position) for k, position in enumerate(order)]
+        chains.append(sum(laws(model, masked(row, left, MASK))[at, row[at]].item() for left, at in steps))
+    assert np.mean(chains) == pytest.approx(one(model, samples=15).value, abs=1e-9)
+    assert one(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
+    backwards = one(model, method="chain", order="right_to_left")
+    assert backwards.value == pytest.approx(chains[-1], abs=1e-9)
+    assert (backwards.variance, backwards.forwards, backwards.samples) == (0.0, 4, 1)
+    drawn = one(model, method="chain", order="random", samples=64)
+    assert drawn.value == pytest.approx(np.mean(chains), abs=4 * drawn.error) and 0 < drawn.error < np.std(chains)
+
+
+def test_draws_estimate_the_expectation_and_their_variance() -> None:
+    model = tiny(1)
+    truth = expectation(model, CONTEXT + CONTINUATION, len(CONTEXT))
+    found = [one(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
+    values, variances = np.array([f.value for f in found]), np.array([f.variance for f in found])
+    assert abs(values.mean() - truth) < 4 * values.std(ddof=1) / math.sqrt(len(values))
+    assert 0.6 < variances.mean() / values.var(ddof=1) < 1.6
+    # Student's t with 5 degrees of freedom: 95 % lie within 2.57 standard errors
+    assert (abs(values - truth) < 2.57 * np.sqrt(variances)).mean() >= 0.85
+    assert math.isnan(one(model, samples=4, stratum=4).variance), "one stratum says nothing of its spread"
+
+
+@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize("method", ["chain", "monte_carlo"])
+def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
+    """Of the draws' values one by one; those of blocks add up, and where nothing was drawn there is none."""
+    model, continuation = tiny(1, topology), CONTINUATION * 2
+    row = CONTEXT + continuation
+    if method == "chain":
+        parts = maskings.chain(model.facts, CONTEXT, continuation, "random", 6, 2)
+    else:
+        parts = maskings.monte_carlo(model.facts, CONTEXT, continuation, 6, 2, 2)
+    value = variance = 0.0
+    for part in parts:
+        strata = [0.0] * (part.rows[-1].stratum + 1)
+        for masking in part.rows:
+            read = laws(model, masking.tokens)
+            strata[masking.stratum] += masking.weight * sum(read[i, row[i]].item() for i in masking.at)
+        value += statistics.mean(strata)
+        variance += statistics.variance(strata) / len(strata) if part.drawn else 0
+    assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
+    found = one(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
+    assert found.value == pytest.approx(value, abs=1e-9) and found.variance == pytest.approx(variance, abs=1e-9)
+    assert found.error == math.sqrt(found.variance) > 0
+
+
+@pytest.mark.parametrize(("length", "stratum"), [(8, 16), (24, 16), (5, 16), (40, 16), (7, 1)])
+def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> None:
+    # at 8 and 24 a rounding to even numbers would favour these
+    keys = maskings._keys(0, [length])
+    sizes = np.array(maskings._sizes(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
+    assert {sizes.min(), sizes.max()} == {1, length}
+    even = np.isin(sizes, range(2, length + 1, 2)).mean()
+    assert even == pytest.approx((length // 2) / length, abs=0.03)
+    for column in sizes.T:
+        counts = np.bincount(column, minlength=length + 1)[1:]
+        assert abs(counts - 4000 / length).max() < 5 * math.sqrt(4000 / length)
+    if stratum > length:
+        spread = [np.bincount(row, minlength=length + 1)[1:] for row in sizes[:20]]
+        assert all(counts.max() - counts.min() <= 1 for counts in spread), "spread evenly within a stratum"
+
+
+@pytest.mark.parametrize("longest", [512, 10, 9])
+def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
+    facts = {"mask_token_id": MASK, "topology": "block_causal", "block_length": 4, "prediction": "same"}
+    model = paradec.wrap(tiny(2).module, max_length=longest, eos_token_id=(), **facts)
+    row = CONTEXT + CONTINUATION  # 5 + 4 tokens in blocks of 4: three of the second block, one of the third
+    expected = 0.0
+    for begin, end, width in ((5, 8, 8), (8, 9, min(12, longest))):
+        for k in range(begin, end):
+            tokens = row[:k] + [MASK] * (width - k)
+            expected += laws(model, tokens)[k, row[k]].item()
+    if longest == len(row):
+        with pytest.raises(ValueError, match=f"= 10 is longer than .* takes .{longest}"):
+            one(model, [1, *CONTEXT])
+    assert one(model, method="chain").value == pytest.approx(expected, abs=1e-9)
+    parts = [one(model, CONTEXT, row[5:8], samples=7), one(model, row[:8], row[8:], samples=1)]
+    found = one(model, samples=7)
+    assert found.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and found.forwards == 8
+    assert found.samples == one(model, row[:3], row[3:7], samples=7).samples == 7  # of the larger part, wherever it is
+
+
+def test_pairs_are_planned_and_forgotten_one_after_the_other() -> None:
+    """Of a pair there may be thousands of rows."""
+    found = log_likelihoods(tiny(1), [(CONTEXT, [k, *CONTINUATION]) for k in range(8)], samples=32, batch_size=31)
+    for _ in range(7):
+        next(found)
+    gc.collect()
+    assert sum(isinstance(entry, maskings.Masking) for entry in gc.get_objects()) <= 2 * 31
+
+
+def test_causal_models_are_exact() -> None:
+    model = wrapped("Llama causal")
+    row = [3, 17, 8, 30, 2, 6, 21]
+    read = laws(model, row)
+    found = one(model, row[:3], row[3:])
+    assert found.value == pytest.approx(sum(read[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
+    assert (found.variance, found.samples, found.forwards, found.greedy) == (0.0, 1, 1, False)
+    likeliest = paradec.generate(model, input_ids=row[:3], max_new_tokens=4, sampler="jacobi", eos_early_stop=False)
+    assert one(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
+
+
+def test_guidance_masks_the_context() -> None:
+    model, scale = tiny(1), 1.5
+    row, at = CONTEXT + [5], 5
+    conditional = laws(model, masked(row, [at], MASK))[at]
+    without = laws(model, masked(row, range(6), MASK))[at]
+    expected = (without + scale * (conditional - without)).log_softmax(-1)[5].item()
+    found = one(model, continuation=[5], guidance_scale=scale)
+    assert found.value == pytest.approx(expected, abs=1e-9) and found.forwards == 2
+    off = one(model, continuation=[5], guidance_scale=1)
+    assert off.forwards == 1 and off.value == pytest.approx(conditional[5].item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "ConvBert", "Opaque", "Qwen2 causal", "Qwen3 bidirectional"])
+def test_values_depend_on_no_other_pair(kind: str) -> None:
+    model = wrapped(kind)
+    pairs = [([3, 9, 4], [8, 2]), ([11], [20, 21, 22]), ([3, 9, 4, 8, 2, 6], [1])]
+    how = {} if model.facts.topology == "causal" else {"samples": 4, "stratum": 2}
+    alone = [next(log_likelihoods(model, [pair], batch_size=1, **how)) for pair in pairs]
+    for batch_size in (2, 16):
+        together = list(log_likelihoods(model, pairs, batch_size=batch_size, **how))
+        assert [f.value for f in together] == pytest.approx([f.value for f in alone], abs=1e-9)
+        assert [f.variance for f in together] == pytest.approx([f.variance for f in alone], abs=1e-9)
+    assert list(log_likelihoods(model, [], **how)) == []
+
+
+@pytest.mark.parametrize("prediction", ["same", "shifted"])
+def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
+    model = tiny(2, prediction=prediction)
+    row, left = CONTEXT + [MASK] * 4, {5, 6, 7, 8}
+    while left:  # the surest of the masked positions, one per forward
+        read = laws(model, row)
+        read[:, MASK] = -torch.inf
+        surest = max(left, key=lambda i: (read[i].max().item(), -i))
+        row[surest] = int(read[surest].argmax())
+        left.discard(surest)
+    other = row[5:8] + [(row[8] + 1) % MASK]
+    pairs = [(CONTEXT, row[5:]), (CONTEXT, other), (CONTEXT[:3], row[5:6])]
+    assert greedily_decoded(model, pairs)[:2] == [True, False]
+    ending = tiny(2, prediction=prediction, ends=(row[5],))
+    assert greedily_decoded(ending, pairs)[:2] == [True, False]  # an end token ends nothing
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": "exact"}, "method='exact' is not for"),
+        ({"method": "loop"}, "method"),
+        ({"order": "any"}, "order"),
+        ({"samples": 0}, "samples=0"),
+        ({"samples": 24, "stratum": 16}, "samples=24 must be a multiple of stratum=16"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", "\\(")):
+        log_likelihoods(tiny(1), [(CONTEXT, CONTINUATION)], **change)
+
+
+def test_pairs_that_are_refused() -> None:
+    bidirectional, shifted = tiny(1), tiny(1, prediction="shifted")
+    assert one(bidirectional, [], [5, 6]).value < 0, "models that predict in place need no context"
+    for model, pair, said in (
+        (shifted, ([], [5]), "context 0 is empty"),
+        (bidirectional, ([5], []), "continuation 0 is empty"),
+        (bidirectional, ([5], [MASK]), "mask id"),
+        (bidirectional, ([5], [99]), "outside the vocabulary"),
+        (wrapped("Llama causal"), ([], [5]), "context 0 is empty"),
+        (tiny(1), ([1] * 600, [5]), "longer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            log_likelihoods(model, [pair])
+    with pytest.raises(ValueError, match="not for"):
+        log_likelihoods(wrapped("Llama causal"), [([5], [6])], method="chain")
+    with pytest.raises(TypeError, match="log_likelihoods takes"):
+        log_likelihoods(decoder(), [([5], [6])])
+
+
+def test_nan_logits_are_an_error() -> None:
+    model = tiny(1)
+    model.module.lm_head.weight.data[7] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        one(model)

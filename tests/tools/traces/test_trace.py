@@ -1,0 +1,353 @@
+"""What a trace records of a run beside what was written, for every family; its files; and that it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_models import PROMPTS, close_model, wrapped
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_models import tiny_diffusion, tiny_mar, tiny_masked_image
+from runs_by_hand import scripts
+from tiny_models import MASK, tiny
+
+import paradec
+from paradec import caches, samplers
+from paradec.caches.table import REFUSED, verdict
+from paradec.core.facts import ModelFacts
+from paradec.core.protocol import decode
+from paradec.core.trace import Trace, TraceStep, spans
+from paradec.models.adapter import Model
+from paradec.samplers.causal.trees import Tree
+
+ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
+MASKED = sorted(name for name in samplers.names() if samplers.get(name).family == "masked")
+
+
+def works(sampler: str, cache: str) -> bool:
+    facts = ModelFacts(vocab_size=2)
+    return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
+
+
+PAIRS = [(name, cache) for name in MASKED for cache in ("none", "dual") if works(name, cache)]
+PAIRS += [("threshold", "dkv_decode"), ("random", "dkv_greedy"), ("recap", "recap"), ("credit", "vicinity")]
+LEFT = [(name, ("dual", "none")[at % 2]) for at, name in enumerate(MASKED) if works(name, "dual")]
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(2)
+
+
+def of(row: list[tuple[int, int]]) -> list[int]:
+    return [position for start, stop in row for position in range(start, stop)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [  # where a sampler works without a cache and with one, it takes turns in which of them is left to -m full
+        pytest.param(*pair, marks=[pytest.mark.full] if pair in LEFT else []) for pair in PAIRS
+    ],
+)
+def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
+    """Positions evaluated are what `forwarded` counts, and hold all that is written; forwards are the output's; a step
+    writes to the block that it says is open."""
+    sampler = samplers.create(name)
+    request = {"sampler": sampler, "max_new_tokens": 8, "block_length": 4, "seed": 1, "cache": cache}
+    out = paradec.generate(llada64, ROWS, trace=True, **request)
+    trace = out.trace
+    assert trace.family == "masked" and trace.cache == cache and trace.row_nfe == out.row_nfe
+    assert [sum(counts) for counts in zip(*(step.nfe for step in trace.steps), strict=True)] == out.row_nfe
+    last = trace.replay()
+    for row, prompt in enumerate(ROWS):
+        assert trace.to_fill(row) == [(len(prompt), len(prompt) + 8)]
+        answer = last[row][len(prompt) : trace.ends[row]]
+        assert out.sequences[row].tolist()[-8:][: len(answer)] == answer
+    for step in trace.steps:
+        for row in range(len(ROWS)):
+            evaluated = of(step.evaluated[row])
+            assert evaluated == sorted(set(evaluated))
+            # shadows and drafts are evaluated beside the row, at positions that it has too
+            if not (sampler.shadows or sampler.drafts):
+                assert len(evaluated) == step.forwarded[row]
+            written = [position for at, position, *_ in step.commits if at == row]
+            assert set(written) <= set(evaluated)
+            assert (step.blocks[row] is None) == (step.forwarded[row] == 0)
+            if written:
+                assert step.blocks[row][0] <= min(written) and max(written) < step.blocks[row][1]
+        assert step.rules is None or len(step.rules) == len(step.commits)
+        assert step.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rng"),
+    [
+        *((name, "counter") for name in ("credit+localleap", "threshold&klass", "freedave", "wino")),
+        *((name, "reference") for name in ("random+low_confidence", "threshold&klass", "saber")),
+    ],
+)
+def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
+    request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.7, "rng": rng, "seed": 3}
+    plain, traced = (paradec.generate(llada64, [[1, 2], [3, 4]], trace=trace, **request) for trace in (False, True))
+    assert torch.equal(plain.sequences, traced.sequences) and plain.row_nfe == traced.row_nfe
+    assert plain.trace is None and len(traced.trace.steps) >= traced.nfe
+    assert all(traced.trace.rules)  # every token of a combination has a rule, drawn ones too
+
+
+def test_nothing_is_noted_where_no_trace_is_asked_for(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe(*_: Any) -> None:
+        raise AssertionError("observed")
+
+    for name in ("threshold", "sjd"):
+        monkeypatch.setattr(type(samplers.create(name)), "observe", observe)
+    paradec.generate(model, ROWS, max_new_tokens=4)
+    paradec.generate(wrapped(), PROMPTS, sampler="sjd", max_new_tokens=4, seed=0)
+    with pytest.raises(AssertionError, match="observed"):
+        paradec.generate(model, ROWS, max_new_tokens=4, trace=True)
+    # the trace that masked pictures have in any case is the short one
+    images = tiny_masked_image()
+    monkeypatch.undo()
+    short = paradec.generate_images(images, class_labels=1, output_type="latent", steps=2).trace
+    long = paradec.generate_images(images, class_labels=1, output_type="latent", steps=2, trace=True).trace
+    assert all(step.evaluated is None for step in short.steps) and all(step.evaluated for step in long.steps)
+
+
+def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
+    """Against the rules themselves, told by the confidence: `threshold` takes what reaches it, and one at least."""
+    low, high = (samplers.create("threshold", threshold=t) for t in (0.2, 0.6))
+    union = samplers.create("union", rules=(high, samplers.create("low_confidence")))
+    out = paradec.generate(llada64, ROWS, sampler=union, max_new_tokens=8, steps=4, eos_early_stop=False, trace=True)
+    seen = set()
+    for step in out.trace.steps:
+        for row in range(len(ROWS)):
+            own = [
+                (score, out.trace.rules[rule])
+                for (at, _, _, score), rule in zip(step.commits, step.rules, strict=True)
+                if at == row
+            ]
+            best = max((score for score, _ in own), default=0)
+            for score, rule in own:
+                seen.add(rule)
+                assert ("threshold" in rule) == (score >= 0.6 or score == best)
+            # the schedule's two of every step
+            assert sum("low_confidence" in rule for _, rule in own) == (2 if own else 0)
+    assert seen == {"threshold and low_confidence", "low_confidence", "threshold"}
+    both = samplers.create("intersection", rules=(low, high))
+    out = paradec.generate(llada64, ROWS, sampler=both, max_new_tokens=8, eos_early_stop=False, trace=True)
+    for step in out.trace.steps:
+        for (*_, score), rule in zip(step.commits, step.rules, strict=True):
+            assert out.trace.rules[rule] == "all rules" or score < 0.6
+
+
+@pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
+def test_rejected_drafts_are_those_that_were_drafted_and_not_written(name: str) -> None:
+    """Against the state's own drafts, step by step."""
+    settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}
+    if name == "tree":
+        settings = {"drafter": close_model(), "tree": (2, 2, 1)}
+    model, sampler = wrapped(), samplers.create("sjd" if name == "sjd" else "speculative", **settings)
+    out = paradec.generate(model, PROMPTS, sampler=sampler, max_new_tokens=9, seed=5, temperature=1.0, trace=True)
+    state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
+    seen = 0
+    for step in out.trace.steps:
+        drafted, drafts = set(), state.memory["drafts"].tolist()
+        for row in state.rows.tolist():
+            first, end = int(state.committed[row]), int(state.length[row])
+            if name == "tree":
+                depths = Tree.of(sampler.tree).depths
+                places = [(first - 1 + depths[node], drafts[row][node]) for node in range(1, len(depths))]
+                places = [place for place in places if place[0] < end]
+            else:  # the last slot's is not evaluated
+                places = [(first + i, drafts[row][i]) for i in range(min(5, 9, end - first) - 1)]
+            drafted |= {(row, *place) for place in places if place[1] >= 0}
+        commit = sampler.commit(state, sampler.step(model, state))
+        written = {entry[:3] for entry in commit.to_list()}
+        assert {entry[:3] for entry in step.commits} == written
+        assert set(step.rejected) == drafted - written
+        names = [out.trace.rules[rule] for rule in step.rules]
+        assert names == ["accepted draft" if entry[:3] in drafted else "own token" for entry in step.commits]
+        seen += len(step.rejected)
+    assert state.done and seen > 10 and "accepted draft" in out.trace.rules
+    if name == "sjd":
+        assert out.trace.steps[-1].draft_nfe is None
+    else:
+        assert out.trace.steps[-1].draft_nfe == state.draft_nfe.tolist()
+
+
+def test_freedave_says_which_drafts_were_taken(llada64: Model) -> None:
+    out = paradec.generate(llada64, ROWS, sampler="freedave", max_new_tokens=12, block_length=12, trace=True)
+    accepted = out.trace.rules.index("accepted draft")
+    several = [step for step in out.trace.steps if step.rules.count(accepted) > 0]
+    assert several and any(step.rejected for step in out.trace.steps)
+    for step in out.trace.steps:
+        written = {entry[:3] for entry in step.commits}
+        assert not written & set(step.rejected)
+        assert {entry[1] for entry in step.rejected} <= set(range(40)) and all(t != MASK for *_, t in step.rejected)
+
+
+def test_forecasts_and_continuous_tokens() -> None:
+    model = tiny_diffusion()
+    noise = torch.randn(2, model.channels, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    from diffusers import DDIMScheduler
+
+    sampler = paradec.TaylorSeer(interval=3, order=1, target="output")
+    request = {"scheduler": DDIMScheduler(), "num_inference_steps": 7, "class_labels": [1, 0], "trace": True}
+    state = sampler.start(model, noise, **request)
+    decode(sampler, model, state)
+    trace = state.trace
+    assert trace.batch == 2 and trace.family == "forecast" and trace.row_nfe == state.nfe.tolist()
+    assert {step.kind for step in trace.steps} == {"full", "forecast"}
+    assert all(len(step.pictures) == 2 and step.pictures[0].startswith("data:image/png") for step in trace.steps)
+    assert trace.steps[0].pictures != trace.steps[-1].pictures
+    mar = tiny_mar()
+    trace = paradec.generate_images(mar, class_labels=[0, 1], steps=3, output_type="latent", trace=True).trace
+    assert trace.family == "continuous" and trace.grid == (4, 4) and len(trace.cells[0]) == 16
+    assert of(trace.to_fill(0)) == list(range(16)) and all(step.evaluated for step in trace.steps)
+    assert sorted(entry[1] for step in trace.steps for entry in step.commits if entry[0] == 0) == list(range(16))
+
+
+def test_files_come_back_whole(tmp_path: Path, llada64: Model) -> None:
+    file = tmp_path / "run.json"
+    sampler = "threshold+entropy_threshold"
+    out = paradec.generate(llada64, ROWS, sampler=sampler, max_new_tokens=8, block_length=4, cache="dual", trace=True)
+    out.trace.save(file)
+    back = Trace.load(file)
+    assert [vars(step) for step in back.steps] == [vars(step) for step in out.trace.steps]
+    out.trace.settings = back.settings = {}  # JSON makes lists of tuples
+    assert vars(back) == vars(out.trace) and Trace.from_json(out.trace.to_json()) == back
+    later = json.loads(out.trace.to_json()) | {"of_a_later_version": 1}
+    later["steps"][0]["of_a_later_version"] = [0.5]
+    assert Trace.from_dict(later) == back
+    for copied in (copy.deepcopy(back), pickle.loads(pickle.dumps(back))):
+        assert vars(copied) == vars(back)
+
+
+def test_files_of_before_are_read_and_drawn(tmp_path: Path) -> None:
+    """The format of 0.1.0 had three entries a step and no texts."""
+    old = {
+        "canvas": [[7, 0, 0], [5, 6, 0, 0]],
+        "settings": {"sampler": "threshold"},
+        "steps": [
+            {"commits": [[0, 1, 4, 0.5], [1, 3, 2, 0.25]], "forwarded": [3, 4], "kind": "full"},
+            {"commits": [[0, 2, 4, 0.75], [1, 2, 9, 0.5], [1, 3, 0, 0.1]], "forwarded": [3, 0], "kind": "full"},
+        ],
+    }
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(old))
+    trace = Trace.load(file)
+    assert trace.to_fill(0) == [(1, 3)] and trace.to_fill(1) == [(2, 4)] and trace.row_nfe == [2, 1]
+    assert trace.replay() == [[7, 4, 4], [5, 6, 9, 0]]
+    written = json.loads(trace.to_json())
+    assert all(written[name] == old[name] for name in old)
+    for suffix in ("html", "gif"):
+        trace.save(tmp_path / f"old.{suffix}")
+    # a pickle of then has less
+    pickled = Trace.__new__(Trace)
+    pickled.__setstate__({"canvas": [[1]], "settings": {}, "steps": [TraceStep([], [1], "full")]})
+    assert pickled == Trace([[1]], {}, [TraceStep([], [1], "full")]) and pickled.to_html()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "{nonsense",
+        '{"canvas": [[1]], "settings": {}, "steps": [{"forwarded": [1], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [[0, 5, 1, 1.0]], "forwarded": [1], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [[3, 0, 1, 1.0]], "forwarded": [1], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [], "forwarded": [1, 2], "kind": "full"}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [{"commits": [], "forwarded": [1], "kind": "full", "nfe": ["a"]}]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [], "ends": [1, 2]}',
+        '{"canvas": [[1]], "settings": {}, "steps": [], "images": [5]}',
+    ],
+)
+def test_what_is_no_trace_says_so(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no trace that paradec wrote"):
+        Trace.from_json(text)
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="x.json"):
+        Trace.load(file)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, Any]]:
+    """What files hold of runs of several kinds: every field is in one of them."""
+    request = {"blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8, "logprobs": 1, "trace": True}
+    text = paradec.generate(tiny(1), ROWS[:2], cache="dual", **request | {"blocks": None, "block_length": 4}).trace
+    open_ = paradec.generate(tiny(1), ROWS[:1], **request).trace
+    sampler = samplers.create("speculative", drafter=close_model())
+    drafts = paradec.generate(wrapped(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
+    picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
+    latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
+    found = [text, open_, drafts, picture, scripts(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""])]
+    data = [json.loads(trace.to_json()) for trace in found]
+    there = {name for run in data for each in (run, *run["steps"]) for name in each}
+    assert there == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}
+    return data
+
+
+NUMBERS = [-2, -1, 0, 1, 3, 10**400, -(2**70), 2**63 - 1, 0.5, math.nan, math.inf]
+JUNK = [None, True, *NUMBERS, "", "\ud800", [0], [-1, 1], [[]], [[0, 1]], [[[0, 9]], [[2, 1]]], {}, {"sampler": {}}]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.DataObject) -> None:
+    """A value somewhere in a file is another one, or gone, or there twice."""
+    trace = copy.deepcopy(data.draw(st.sampled_from(recorded)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at: Any = trace
+        while True:
+            places = list(at) if isinstance(at, dict) else range(len(at))
+            place = data.draw(st.sampled_from(places))
+            if not at[place] or not isinstance(at[place], (dict, list)) or data.draw(st.integers(0, 3)) == 0:
+                break
+            at = at[place]
+        change = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
+        if change == "other":
+            at[place] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
+        elif change == "gone":
+            del at[place]
+        elif isinstance(at, list):
+            at.insert(place, at[place])
+        if not at:
+            break
+    try:
+        found = Trace.from_json(json.dumps(trace))
+    except ValueError as error:
+        named = re.match(r"the text is no trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
+        assert named is not None and (named[1] or named[2] in vars(Trace([]))), str(error)
+        return
+    assert "<html" in found.to_html() and Trace.from_json(found.to_json()).to_json() == found.to_json()
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    trace = Trace([[1]])
+    with pytest.raises(ValueError, match=r"must end in .json .*, .html"):
+        trace.save(tmp_path / "run.hmtl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spans() -> None:
+    assert spans([]) == [] and spans([4]) == [(4, 5)] and spans([3, 1, 2, 7, 9, 8]) == [(1, 4), (7, 10)]
+
+
+def test_one_token_and_mask_id_zero() -> None:
+    module = tiny(1).unwrap()
+    model = paradec.wrap(module, mask_token_id=0, eos_token_id=39, prediction="same", topology="bidirectional")
+    out = paradec.generate(model, [[5, 6], [7]], max_new_tokens=1, trace=True)
+    trace = out.trace
+    assert trace.mask_id == 0 and trace.to_fill(0) == [(2, 3)] and trace.to_fill(1) == [(1, 2)]
+    assert trace.replay() == [row[-len(start) :] for row, start in zip(out.sequences.tolist(), trace.canvas)]
+    assert Trace.from_json(trace.to_json()).mask_id == 0 and '"mask":0' in trace.to_html()

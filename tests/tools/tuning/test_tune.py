@@ -1,0 +1,562 @@
+"""`paradec.tune` as a whole: what is measured, the halves, the preset, resumption, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from places import ROOT, SUPPORT
+from tiny_models import END, MASK, tiny
+from waiting import finished, wait_for
+
+import paradec
+from paradec.models.adapter import Model
+from paradec.samplers.masked.rules.low_confidence import LowConfidence
+from paradec.tools.evaluation import configurations
+from paradec.tools.tuning import Tuning
+from paradec.tools.tuning.halving import goes_on, rungs
+from paradec.tools.tuning.measuring import Half
+from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.study import Study
+
+PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
+"""Of one to three tokens."""
+SMALL: dict[str, Any] = {
+    "samplers": ["threshold", "factor", "low_confidence"],
+    "blocks": [None],
+    "max_new_tokens": 6,
+    "trials": 5,
+    "batch": 4,
+    "seed": 1,
+    "loss": 100,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny(1)
+
+
+@pytest.fixture(scope="module")
+def answers(model: Model) -> list[list[int]]:
+    """Ids that are right: those of one token per step, every other one exchanged in a third of the prompts."""
+    found = []
+    for k, prompt in enumerate(PROMPTS):
+        out = paradec.generate(model, prompt, sampler="low_confidence", max_new_tokens=6)
+        ids = out.new_tokens[0, : out.tokens[0]].tolist()
+        found.append([(i + j % 2) % 39 if k % 3 == 0 else i for j, i in enumerate(ids)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def tuned(model: Model, answers: list[list[int]]) -> Tuning:
+    return paradec.tune(model, PROMPTS, answers=answers, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def by_hand(model: Model, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tuning]:
+    """A study of nothing but what is set by hand, and what it found."""
+    file = tmp_path_factory.mktemp("study") / "study.db"
+    return file, paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
+
+
+def plainly(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
+    """Score and forwards of one prompt, by itself."""
+    out = paradec.generate(model, prompt, preset=preset, seed=SMALL["seed"])
+    ids = out.new_tokens[0, : out.tokens[0]].tolist()
+    return sum(a == b for a, b in zip(ids, answer)) / max(len(ids), len(answer)), out.row_nfe[0]
+
+
+def timeless(found: Tuning) -> dict[str, Any]:
+    """All but the seconds."""
+
+    def without(data: Any) -> Any:
+        if isinstance(data, dict):
+            return {name: without(value) for name, value in data.items() if name != "seconds"}
+        return [without(value) for value in data] if isinstance(data, list) else data
+
+    return without(found.to_dict())
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_reported_is_what_the_preset_gives(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
+    right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
+    first, second = halves(prompts_of(PROMPTS, answers), SMALL["seed"])
+    assert tuned.complete and tuned.setup["score"] == "answers" and len(tuned.points) > 1
+    for point in tuned.points:
+        for half, measured in ((first, point.choosing), (second, point.reported)):
+            assert measured is not None
+            expected = [plainly(model, point.request, entry.prompt, right[tuple(entry.prompt)]) for entry in half]
+            assert list(zip(measured.score, measured.forwards)) == expected
+            assert measured.truth == measured.score
+    assert tuned.reference is not None
+    one = paradec.Request(sampler="low_confidence", max_new_tokens=6)
+    expected = [plainly(model, one, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
+    assert list(zip(tuned.reference.score, tuned.reference.forwards)) == expected
+
+
+def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_what_was_set_by_hand(
+    model: Model, answers: list[list[int]], tuned: Tuning
+) -> None:
+    first, _ = halves(prompts_of(PROMPTS, answers), SMALL["seed"])
+    right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
+    rows = {}
+    for configuration in configurations(SMALL["samplers"]):
+        if configuration.name == "low_confidence":
+            continue  # one token per step
+        request = paradec.Request(sampler=configuration.make(), max_new_tokens=6, **configuration.request(6))
+        found = [plainly(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
+        rows[configuration.name] = tuple(sum(values) / len(values) for values in zip(*found))
+    best = max(score for score, _ in rows.values())
+    forwards, score = min((forwards, -score) for score, forwards in rows.values() if score >= best - 0.01)
+    assert tuned.hand is not None and tuned.hand.name in rows and tuned.hand.by_hand
+    assert tuned.hand.choosing.point(("forwards",)) == pytest.approx((-score, forwards))
+    chosen = tuned.points[tuned.chosen or 0]
+    assert chosen.choosing.mean("forwards") <= forwards and chosen.choosing.mean("score") >= -score - 1e-9
+    assert tuned.preset == chosen.request
+    places = [point.choosing.point(("forwards",)) for point in tuned.points]
+    assert places == sorted(places, key=lambda place: place[1])
+    for point, a in zip(tuned.points, places):
+        beaten = any(b[0] >= a[0] and b[1] <= a[1] and b != a for b in places)
+        assert not beaten or point is chosen
+    assert f"{tuned.hand.name} (the best set by hand)" in str(tuned)
+
+
+def test_all_that_was_set_by_hand_is_tried_however_few_trials_there_are(by_hand: tuple[Path, Tuning]) -> None:
+    _, found = by_hand
+    assert found.complete and found.trials["measured"] == 8 and found.trials["refused"] == 0
+    assert all(point.by_hand for point in found.points) and found.hand is found.points[found.chosen or 0]
+
+
+def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
+    """With rungs of 8 and 24 prompts. None is ever right: those of two forwards lie behind all of those of one."""
+    prompts = [[a, b] for a in range(4) for b in range(12)]
+    schedules = ["low_confidence", "entropy", "margin", "topk_margin", "random", "origin"]
+    arguments = {**SMALL, "samplers": schedules, "trials": 0}
+    found = paradec.tune(model, prompts, answers=[[a] * 3 for a, _ in prompts], **arguments)
+    assert rungs(24, 3) == [8, 24] and found.trials["measured"] == 12 and found.trials["stopped early"] == 0
+    places = [(0.0, 1.0)] * 6 + [(0.0, 2.0)] * 5
+    assert not goes_on((0.0, 2.0), places, 3, 1.0), "as proposals some would have been stopped"
+
+
+def test_a_study_whose_last_start_is_interrupted_goes_on_with_it(
+    model: Model, answers: list[list[int]], tmp_path: Path
+) -> None:
+    file, calls = tmp_path / "study.db", 0
+    few = {**SMALL, "samplers": ["threshold"], "trials": 0, "study": file}
+
+    def stop(what: str, share: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted):
+        paradec.tune(model, PROMPTS, answers=answers, progress=stop, **few)
+    found = paradec.tune(model, PROMPTS, answers=answers, **few)
+    assert found.complete and found.trials["measured"] == 3 and found.trials["under way"] == 0
+
+
+def test_one_token_per_step_is_no_candidate(model: Model) -> None:
+    two = {**SMALL, "samplers": ["low_confidence", "threshold"]}
+    found = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
+    assert found.trials["refused"] >= 2 and {point.candidate.sampler for point in found.points} == {"threshold"}
+    assert found.trials["measured"] == 3 + 5  # set by hand, and proposed: what is refused uses up no trial
+    found = paradec.tune(model, PROMPTS, **two)
+    assert found.setup["score"] == "agreement"
+    for point in found.points:
+        own = point.request
+        assert not isinstance(own.sampler, LowConfidence) or own.steps is not None and own.steps < 6
+    assert found.reference is not None and set(found.reference.score) == {1.0}
+    assert "agreement too" in str(found) and "(itself)" in str(found)
+
+
+@pytest.mark.full
+def test_trials_climb_as_the_rule_says(model: Model, answers: list[list[int]], tmp_path: Path) -> None:
+    """With rungs of 8 and 24 prompts: whoever was stopped lost to those before it, whoever was not did not."""
+    prompts = [[a, b] for a in range(4) for b in range(12)]
+    truths = [[(a * b) % 39] * 3 for a, b in prompts]
+    file = tmp_path / "study.db"
+    paradec.tune(model, prompts, answers=truths, study=file, **{**SMALL, "loss": 50, "trials": 10})
+    assert rungs(24, 3) == [8, 24]
+    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
+    places, states, hand = [], [], []
+    for trial in study.trials:
+        if "rung 0" in trial.user_attrs:
+            data = trial.user_attrs["rung 0"]
+            assert len(data["score"]) == 8
+            places.append((sum(data["score"]) / 8, sum(data["forwards"]) / 8))
+            states.append(trial.state.name)
+            hand.append("start" in trial.user_attrs)
+            assert ("rung 1" in trial.user_attrs) == (trial.state.name == "COMPLETE")
+    assert {"COMPLETE", "PRUNED"} <= set(states)
+    assert sum(hand) == 8 and len(hand) == 18
+    for k, (place, state, by_hand) in enumerate(zip(places, states, hand)):
+        if not by_hand or place[1] > 3:  # more than half of the six positions
+            assert goes_on(place, places[:k], 3, 0.5) == (state == "COMPLETE")
+        else:  # none is surely fifty points below another
+            assert state == "COMPLETE"
+
+
+def test_batches_change_nothing(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
+    other = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "batch": 7})
+    assert [(p.name, p.choosing.score, p.choosing.forwards) for p in other.points] == [
+        (p.name, p.choosing.score, p.choosing.forwards) for p in tuned.points
+    ]
+
+
+def test_presets_are_requests_for_every_door(model: Model, tuned: Tuning, tmp_path: Path) -> None:
+    for number, point in enumerate(tuned.points, 1):
+        tuned.save(tmp_path / "p.json", number)
+        loaded = paradec.Request.load(tmp_path / "p.json")
+        assert loaded.sampler == point.request.sampler and loaded.max_new_tokens == 6 and loaded.seed is None
+        a, b = (paradec.generate(model, [1, 2], preset=preset) for preset in (tmp_path / "p.json", point.request))
+        assert a.new_tokens.tolist() == b.new_tokens.tolist() and a.row_nfe == b.row_nfe
+    with pytest.raises(ValueError, match="point=99"):
+        tuned.save(tmp_path / "p.json", 99)
+
+
+def test_holes_are_filled_and_judged(model: Model) -> None:
+    prompts = [[1, MASK, k, MASK, 2, MASK] for k in range(12)]
+    truths = []
+    for row in prompts:
+        out = paradec.generate(model, row, sampler="low_confidence")
+        truths.append(out.sequences[0][out.filled[0]].tolist())
+    found = paradec.tune(model, prompts, answers=truths, suppress_tokens=[END], **{**SMALL, "max_new_tokens": 0})
+    assert found.reference is not None and found.by_truth
+    assert found.reference.forwards == [3] * 6 and all(len(t) == 3 for t in truths)
+    assert max(found.reference.score) > 0.6, "one token per step is what they were made with"
+    assert found.preset.suppress_tokens == (END,)
+
+
+def test_seconds_caches_and_two_prompts(model: Model) -> None:
+    found = paradec.tune(model, [[1], [2]], **{**SMALL, "samplers": ["threshold"], "trials": 2}, objective="both")
+    assert found.costs == ("forwards", "seconds") and found.setup["prompts"]["choose"] == 1
+    assert "none" in found.setup["space"]["caches"]["threshold"]
+    assert len(found.setup["space"]["caches"]["threshold"]) > 3
+    assert found.default is not None and found.default.choosing.seconds[0] > 0
+
+
+def test_a_checker_judges(model: Model) -> None:
+    seen = []
+
+    def short(prompt: list[int], ids: list[int]) -> float:
+        seen.append(prompt)
+        return 1 / (1 + len(ids))
+
+    found = paradec.tune(model, PROMPTS[:6], checker=short, **{**SMALL, "trials": 1})
+    assert found.setup["score"] == "checker" and found.setup["checker"].endswith("short")
+    assert all(prompt in PROMPTS for prompt in seen) and not found.by_truth
+
+
+def test_the_report_fits_80_columns(tuned: Tuning) -> None:
+    for text in (
+        str(tuned),
+        str(paradec.tools.tuning.Tuning(**{**vars(tuned), "points": [], "chosen": None, "hand": None})),
+    ):
+        assert all(len(line) <= 80 for line in text.splitlines())
+    text = str(tuned)
+    assert "one token per step" in text and "chosen" in text and "alike" in text
+    assert json.loads(json.dumps(tuned.to_dict()))["points"][tuned.chosen or 0]["chosen"] is True
+
+
+def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
+    first, second = (
+        paradec.tune(model, PROMPTS[:8], temperature=0.7, top_k=5, **{**SMALL, "trials": 2}) for _ in range(2)
+    )
+    assert timeless(first) == timeless(second)
+    assert first.preset.temperature == 0.7 and first.preset.top_k == 5 and first.preset.seed is None
+
+
+# ---- studies --------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """How often prompts were decoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.prompts, self.choosing, own = 0, 0, Half.decode
+
+        def decode(half: Half, request: Any, first: int, stop: int) -> Any:
+            self.prompts += stop - first
+            self.choosing += (stop - first) * (half.name == "choosing")
+            return own(half, request, first, stop)
+
+        monkeypatch.setattr(Half, "decode", decode)
+
+
+def test_equal_points_are_measured_once(
+    model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler whose one setting has five values, and more trials than that, on ten prompts."""
+    counted = Counted(monkeypatch)
+    found = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "samplers": ["saber"]})
+    assert found.complete and found.trials["measured"] > 5 and counted.choosing <= 5 * 10
+
+
+@pytest.mark.parametrize(
+    "after", [9, pytest.param(3, marks=pytest.mark.full), pytest.param(17, marks=pytest.mark.full)]
+)
+def test_ctrl_c_loses_nothing(
+    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    counted, file = Counted(monkeypatch), tmp_path / "study.db"
+    paradec.tune(model, PROMPTS, answers=answers, **SMALL)
+    whole, counted.prompts, calls = counted.prompts, 0, 0
+
+    def stop(what: str, share: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted) as caught:
+        paradec.tune(model, PROMPTS, answers=answers, study=file, progress=stop, **SMALL)
+    part = caught.value.output
+    assert not part.complete and all(point.reported is None for point in part.points)
+    assert "Incomplete" in str(part) and all(len(line) <= 80 for line in str(part).splitlines())
+    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
+    assert timeless(again) == timeless(tuned), "as if nothing had happened"
+    assert counted.prompts == whole, "a rung or a batch that had its end is not decoded again"
+    before = counted.prompts
+    assert timeless(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)) == timeless(tuned)
+    assert counted.prompts == before, "a study that is done is read"
+
+
+def test_what_was_set_by_hand_stays_so_where_a_proposal_came_first(
+    model: Model,
+    answers: list[list[int]],
+    by_hand: tuple[Path, Tuning],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a study that several processes share. What was measured is not decoded again."""
+    (other, expected), file = by_hand, tmp_path / "study.db"
+    before = optuna.load_study(study_name="paradec", storage=f"sqlite:///{other}")
+    after = optuna.create_study(study_name="paradec", storage=f"sqlite:///{file}", directions=before.directions)
+    for name, value in before.user_attrs.items():
+        after.set_user_attr(name, value)
+    best = expected.hand.candidate.to_data()
+    for trial in sorted(before.trials, key=lambda trial: trial.user_attrs["candidate"] != best):
+        if trial.user_attrs["candidate"] == best:
+            del trial.user_attrs["start"], trial.system_attrs["fixed_params"]
+        after.add_trial(trial)
+    counted = Counted(monkeypatch)
+    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
+    assert again.trials["measured"] == expected.trials["measured"] + 1 and counted.prompts == 0
+    assert timeless(again) | {"trials": {}} == timeless(expected) | {"trials": {}} and again.hand.by_hand
+
+
+@pytest.mark.full
+def test_what_a_dead_process_left_is_gone_on_with(
+    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path
+) -> None:
+    file, calls = tmp_path / "study.db", 0
+
+    def stop(what: str, share: float) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(paradec.Interrupted):
+        paradec.tune(model, PROMPTS, answers=answers, study=file, progress=stop, **SMALL)
+    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
+    running = [trial for trial in study.trials if trial.state.name == "RUNNING"]
+    assert len(running) == 1
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    attributes = optuna.trial.Trial(study, running[0]._trial_id)
+    host = os.uname().nodename
+    attributes.set_user_attr("owner", f"{host} {dead.pid} 0")
+    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
+    assert timeless(again) == timeless(tuned)
+
+
+def test_a_run_that_ended_in_this_process_is_at_work_no_more() -> None:
+    """Its trial was not released, as where the study's file could not be written."""
+    with Study(None, {"schema": 1}, ["maximize", "minimize"], 0) as study:
+        trial, _ = study.next_trial([{}])
+        assert not study.left_behind(study.trials()[0])
+    assert study.left_behind(study.trials()[0]) and study.next_trial([{}])[0].number == trial.number
+
+
+@pytest.mark.full
+def test_another_s_trial_is_left_to_it(model: Model, answers: list[list[int]], tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    few = {**SMALL, "samplers": ["threshold"], "trials": 0}
+    paradec.tune(model, PROMPTS, answers=answers, study=file, **few)
+    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
+    theirs = study.ask()
+    theirs.set_user_attr("owner", "elsewhere 1 0")
+    found = paradec.tune(model, PROMPTS, answers=answers, study=file, **{**few, "trials": 2})
+    assert found.trials["under way"] == 1
+    assert found.trials["measured"] + found.trials["stopped early"] == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"seed": 2}, "seed: 1 there, 2 here"),
+        ({"max_new_tokens": 7}, "request of 'max_new_tokens': 6 there, 7 here"),
+        ({"samplers": ["threshold"]}, "space of 'samplers' of 'factor'"),
+        ({"objective": "both"}, "objective: 'forwards' there, 'both' here|directions"),
+        ({"score": "agreement"}, "score"),
+        ({"prompts": PROMPTS[:-1]}, "prompts of 'choose'|prompts of 'report'"),
+        ({"answers": [[1]] * 20}, "prompts of 'text'"),
+        ({"model": tiny(1, seed=9)}, "weights"),
+    ],
+)
+def test_another_study_is_refused_by_name(
+    model: Model, answers: list[list[int]], by_hand: tuple[Path, Tuning], change: dict[str, Any], word: str
+) -> None:
+    prompts = change.pop("prompts", PROMPTS)
+    given = change.pop("answers", answers[: len(prompts)])
+    few = {**SMALL, "trials": 0, "study": by_hand[0]}
+    with pytest.raises(ValueError, match=word):
+        paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
+
+
+@pytest.mark.full
+def test_two_threads_with_a_study_each_and_with_one(
+    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path
+) -> None:
+    found: list[Any] = []
+
+    def work(file: Path | None) -> None:
+        try:
+            found.append(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL))
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=work, args=(None,)) for _ in range(2)]
+    threads += [threading.Thread(target=work, args=(tmp_path / "one.db",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(isinstance(entry, Tuning) for entry in found), found
+    alone = [entry for entry in found if timeless(entry) == timeless(tuned)]
+    assert len(alone) >= 2, "those with a study of their own found what one thread finds"
+    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{tmp_path / 'one.db'}")
+    assert not [trial for trial in study.trials if trial.state.name == "RUNNING"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"objective": "speed"}, "unknown objective: 'speed'"),
+        ({"trials": -1}, "trials=-1"),
+        ({"minutes": 0}, "minutes=0"),
+        ({"eta": 1}, "eta=1"),
+        ({"batch": 0}, "batch=0"),
+        ({"tolerance": 101}, "tolerance=101"),
+        ({"seed": -1}, "seed=-1"),
+        ({"samplers": ["thresold"]}, "did you mean 'threshold'"),
+        ({"samplers": ["sjd"]}, "family 'draft_verify'"),
+        ({"caches": ["duel"]}, "did you mean 'dual'"),
+        ({"caches": []}, "caches is empty"),
+        ({"blocks": 32}, "blocks=32"),
+        ({"blocks": [0]}, "blocks=0"),
+        ({"sampler": "threshold"}, "sampler"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"study": "/nowhere/x.db"}, "study='/nowhere/x.db'"),
+        ({"study": __file__}, "no SQLite file"),
+        ({"score": "checker"}, "needs checker="),
+    ],
+)
+def test_bad_input_is_named(model: Model, arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises((ValueError, TypeError, OSError), match=word):
+        paradec.tune(model, PROMPTS, **{**SMALL, **arguments})
+
+
+def test_models_that_cannot_be_tuned(model: Model) -> None:
+    with pytest.raises(ValueError, match="autoregressive"):
+        paradec.tune(tiny(1, "causal"), PROMPTS, **SMALL)
+    with pytest.raises(TypeError, match="tune takes"):
+        paradec.tune("model", PROMPTS, **SMALL)
+    with pytest.raises(ValueError, match="tokenizer"):
+        paradec.tune(model, ["a text", "another"], **SMALL)
+
+
+def test_without_optuna(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else own(name))
+    with pytest.raises(ImportError, match=r"extra 'tune'"):
+        paradec.tune(model, PROMPTS, **SMALL)
+
+
+def test_a_setting_that_fails_is_said_and_the_rest_goes_on(
+    model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = paradec.samplers.get("factor").select
+
+    def broken(self: Any, view: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(paradec.samplers.get("factor"), "select", broken)
+    found = paradec.tune(model, PROMPTS, answers=answers, **SMALL)
+    monkeypatch.setattr(paradec.samplers.get("factor"), "select", own)
+    assert found.trials["failed"] >= 3 and any("factor: out of memory" in reason for reason in found.failures)
+    assert "Failed: factor" in str(found) and {p.candidate.sampler for p in found.points} <= {
+        "threshold",
+        "low_confidence",
+    }
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from tiny_models import tiny
+import paradec
+prompts = [[k % 39, (7 * k + k // 39) % 39] for k in range(60)]
+print("ready", flush=True)
+paradec.tune(tiny(3), prompts, answers=[[k % 5] * 8 for k in range(60)], samplers=["threshold", "factor", "klass"],
+             max_new_tokens=24, trials=int(sys.argv[2]), study=sys.argv[1], batch=2)
+print("done", flush=True)
+"""
+
+
+def start(file: Path, trials: int) -> subprocess.Popen[str]:
+    code = SCRIPT.format(tests=str(SUPPORT))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(file), str(trials)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.full
+def test_a_process_that_is_killed_and_two_that_share_a_study(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    killed = start(file, 6)
+    wait_for(file, 4, killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    before = {trial.number: trial.user_attrs for trial in finished(file)}
+    assert 4 <= len(before) < 15
+    two = [start(file, 6) for _ in range(2)]
+    for process in two:
+        out, _ = process.communicate(timeout=600)
+        assert process.returncode == 0 and "done" in out
+    after = {trial.number: trial for trial in finished(file)}
+    assert all(after[number].user_attrs == attributes for number, attributes in before.items())
+    counted = [trial for trial in after.values() if "refused" not in trial.user_attrs]
+    starts = [trial for trial in counted if "start" in trial.user_attrs]
+    assert {trial.user_attrs["start"] for trial in starts} == set(range(9))
+    assert len(starts) <= 10, "both may begin with the same one, when they come to the study at once"
+    assert 6 <= len(counted) - len(starts) <= 7, "the last one may be begun by both"
+    study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
+    assert not [trial for trial in study.trials if trial.state.name == "RUNNING"]

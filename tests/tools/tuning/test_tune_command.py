@@ -1,0 +1,112 @@
+"""`paradec tune`: what it prints and writes, and what it says of options that are wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from typer.testing import CliRunner
+from waiting import finished, wait_for
+
+import paradec
+from paradec.cli import app
+
+SHORT = ["--samplers", "threshold,factor", "--trials", "1", "--blocks", "own", "--max-new-tokens", "16"]
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["tune", *map(str, arguments)])
+
+
+def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
+    prompts, preset, report = (tmp_path / name for name in ("own.jsonl", "preset.json", "report.json"))
+    words = ("pear", "fig", "apple", "kiwi")
+    lines = [{"prompt": f"Reverse: {a} {b}", "answer": f"{b} {a}"} for a in words for b in words if a != b]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    done = run("--prompts", prompts, "--out", preset, "--report", report, *SHORT)
+    assert done.exit_code == 0, done.output
+    assert "6 prompts chose, by answers; 6 others are reported" in done.stdout
+    assert "Only 6 prompts chose" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    found = json.loads(report.read_text())
+    assert found["complete"] and found["trials"]["failed"] == 0
+    chosen = next(point for point in found["points"] if point["chosen"])
+    assert json.loads(preset.read_text()) == chosen["preset"] and f"preset {str(preset)!r}" in done.stderr
+    again = CliRunner().invoke(app, ["generate", "Reverse: pear fig", "--preset", str(preset), "--json"])
+    told = json.loads(again.stdout)
+    out = paradec.generate(paradec.load(), "Reverse: pear fig", preset=preset)
+    assert told["text"] == out.text and told["nfe"] == out.nfe
+
+
+def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def short(prompt, answer):\n    return 1 / (1 + len(answer))\n")
+    done = run("--limit", "1", "--checker", f"{tmp_path / 'mine.py'}:short", "--json", *SHORT)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["setup"]["checker"] == "short"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--trials", "-1"], "trials=-1"),
+        (["--minutes", "-1"], "minutes=-1"),
+        (["--blocks", "x"], "--blocks 'x'"),
+        (["--samplers", "thresold"], "did you mean 'threshold'"),
+        (["--caches", "duel"], "did you mean 'dual'"),
+        (["--checker", "nothing"], "must be FILE.py:NAME"),
+        (["--checker", "nothing.py:f"], "is no file"),
+        (["--checker", "json:nothing"], "has no function 'nothing'"),
+        (["--study", "/nowhere/x.db"], "cannot write --study"),
+        (["--out", "/nowhere/x.json"], "cannot write --out"),
+        (["--point", "0"], "point=0"),
+        (["--objective", "speed"], "objective: 'speed'"),
+        (["--score", "truth"], "score: 'truth'"),
+        (["--tolerance", "-1"], "tolerance=-1"),
+        (["--temperature", "-1"], "temperature=-1"),
+    ],
+)
+def test_wrong_options_give_one_line(arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr(paradec, "load", load)
+    done = run(*arguments)
+    assert done.exit_code == 2 and word in done.stderr and done.stderr.count("\n") == 1, done.output
+
+
+def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else own(name))
+    assert run("--help").exit_code == 0 and "--study" in run("--help").stdout
+    done = run("--limit", "1")
+    assert done.exit_code == 2 and "install paradec's extra 'tune'" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_stopped_goes_on(tmp_path: Path, end: signal.Signals) -> None:
+    study, preset = tmp_path / "study.db", tmp_path / "preset.json"
+    command = [sys.executable, "-m", "paradec", "tune", "--limit", "2", "--study", str(study), "--out", str(preset)]
+    command += ["--samplers", "threshold,factor,klass", "--trials", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(study, 3, process)
+    process.send_signal(end)
+    out, err = process.communicate(timeout=300)
+    if end == signal.SIGINT:
+        assert process.returncode == 130 and "the same command goes on" in err and "Incomplete" in out
+    before = {trial.number: trial.user_attrs for trial in finished(study)}
+    assert 3 <= len(before) < 13
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "chosen" in done.stdout and "Incomplete" not in done.stdout
+    assert paradec.Request.load(preset).changes()
+    after = {trial.number: trial.user_attrs for trial in finished(study)}
+    assert all(after[number] == attributes for number, attributes in before.items())
