@@ -5,7 +5,7 @@
 The model is AntiBERTy (`pip install -e ".[bench]"`), a real masked language model that runs on a CPU: 26M weights,
 one word per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. Of each, 90 % of the
 residues are masked at random, once per seed, and filled at temperature 0 by every masked sampler with its defaults and
-with its `frontier` settings; what counts is the share of masked residues that come back, beside the forwards (NFE).
+with its `sweep` settings; what counts is the share of masked residues that come back, beside the forwards (NFE).
 
 The baseline is the threshold rule at 0.9. An encoder has no end token and every sequence keeps its length, so that no
 method wins or loses by stopping early. `adablock` is left out, since its blocks end at delimiters and proteins have

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import paradec
 from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import DraftDistributions, Window, draw, verify
+from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, draw, verify
 
 WINDOW, VOCAB = 16, 16384
 MOST_TOKENS = 400
@@ -134,7 +134,7 @@ def vectorised(p: Tensor, drafts: DraftDistributions, drafted: Tensor) -> list[i
     """Verification of all slots and rows; how many tokens each row commits."""
     noise = torch.rand(len(p), WINDOW, 3, dtype=torch.float64)
     fresh = draw(p, noise[..., 0])
-    window = Window(p, drafts, fresh)
+    window = DraftWindow(p, drafts, fresh)
     return (verify(window, drafted, SJD().accept(window), noise[..., 1:]).accepted + 1).flatten().tolist()
 
 

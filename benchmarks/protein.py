@@ -12,7 +12,7 @@ residue, as the model scores it whole in `ORDERS` random orders, the same for ev
 beside it what the steps themselves said when they wrote (which is flattered where many are written at once); forwards.
 
 The baseline is `random`: one residue a step in a random order, which is how the public code decodes. Every sampler is
-run with its defaults and the settings of its `frontier` on five chains at temperature 0. Of each the setting that makes
+run with its defaults and the settings of its `sweep` on five chains at temperature 0. Of each the setting that makes
 the most residues per forward is chosen, among those that lose at most `LOSS` points of recovery to the baseline there.
 These are measured on the five other chains, at temperature 0 and at 0.1, the public code's default. A setting that
 makes fewer than `SLOW` residues per forward on the first chain is measured there alone: it costs as much as one residue

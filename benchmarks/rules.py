@@ -60,9 +60,9 @@ def measured() -> list[str]:
         cls = samplers.get(name)
         if (
             cls.family != "masked"
-            or cls.drafts
+            or cls.multi_step
             or cls.revises
-            or cls.rereads
+            or cls.needs_decided_logits
             or cls.propose is not MaskedSampler.propose
         ):
             continue

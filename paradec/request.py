@@ -423,7 +423,7 @@ def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str,
 
     Raises:
         TypeError: both, or an unknown name. ValueError: an argument out of its range, or one that the family does not
-            serve (`Sampler.unserved`) and that is not at its default.
+            serve (`Sampler.unsupported`) and that is not at its default.
     """
     if given is None:
         given = Request.of(arguments, **sampler.request_defaults)
@@ -431,7 +431,7 @@ def request_for(sampler: Sampler, given: Request | None, arguments: Mapping[str,
         raise TypeError(f"request={shown(given)} must be a paradec.Request; other arguments go by name")
     elif arguments:
         raise TypeError(f"give a request or arguments, not both: {', '.join(arguments)}")
-    for name in sampler.unserved:
+    for name in sampler.unsupported:
         value = getattr(given, name)
         if not _same(value, DEFAULTS[name]) and not (name == "attention" and value == "dense"):
             raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}: leave it out")

@@ -175,13 +175,13 @@ def test_a_request_starts_a_sampler(llada: Model) -> None:
 def test_families_refuse_what_they_do_not_serve(name: str) -> None:
     """Every field that a family declares: at its default it is let through, at another value it is named."""
     cls = samplers.get(name)
-    if not cls.unserved:
+    if not cls.unsupported:
         return
     from paradec.request import request_for
 
     method = cls(drafter=tiny(1, topology="causal", prediction="shifted")) if cls.__name__ == "Speculative" else cls()
     request_for(method, Request(), {})
-    for field in cls.unserved:
+    for field in cls.unsupported:
         value = paradec.Prophet() if field == "stop" else object() if field in LIVE else OTHER_VALUES[field]
         with pytest.raises(
             ValueError, match=f"{field}=.* has no meaning for sampler '{method.name}'".replace("+", r"\+")

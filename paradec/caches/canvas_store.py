@@ -60,7 +60,7 @@ class CanvasStore(KeyValueStore):
     def read(self, layer: int, kept: dict[int, Tensor]) -> Tensor:
         """[R, kv_heads, K, head_dim]: what the bound rows hold from `first` to the reach, of keys or values."""
         call, store = self._bound(), kept[layer]
-        part = slice(self.first(self.windows[layer]), call.reach)
+        part = slice(self.first(self.windows[layer]), call.visible_length)
         if call.selection is not None:
             return store[call.selection, part].transpose(1, 2)
         return store[:, part].index_select(0, call.rows.to(store.device)).transpose(1, 2)

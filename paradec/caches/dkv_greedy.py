@@ -52,7 +52,7 @@ class DkvGreedy(SubsetCache):
         return state.block_step[rows] % self.refresh_interval == 0
 
     def needed(self, state: CanvasState, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        assert picks is not None, "the sampler announces them"
+        assert picks is not None, "the sampler previews them"
         log = state.cache_state
         column = np.arange(state.canvas.shape[1])
         undecided = log.undecided(rows) & (column < state.length[rows, None])

@@ -23,8 +23,8 @@ class KeyValueStore(Cache):
     """Keys and values of `rows` rows of up to `length` positions, allocated in full at the first forward, each layer
     where it computes.
 
-    One slot more takes the padding, which is never seen. A call reads the slots below the query's `reach`, its own
-    writes included. Three kinds of call:
+    One slot more takes the padding, which is never seen. A call reads the slots below the query's `visible_length`, its
+    own writes included. Three kinds of call:
 
     - plain (`slots` given, `visible` None): keys and values are written, and the query sees all filled slots;
     - `slots` None: nothing is written. The call's own keys and values stand beside the store's, which are hidden at the
@@ -82,7 +82,7 @@ class KeyValueStore(Cache):
     def bind(self, query: Query) -> KeyValueStore:
         """Say what the next forward writes and reads; returns itself as `past_key_values`."""
         joined = query.visible is not None or query.slots is None
-        reach = (self.length if query.reach is None else min(query.reach, self.length)) - self.start
+        reach = (self.length if query.visible_length is None else min(query.visible_length, self.length)) - self.start
         if query.store_rows is None:
             raise ValueError("a query over a store names its store_rows")
         self._call = call = _Call(query.store_rows, self._selection(query), reach, joined)
@@ -98,7 +98,7 @@ class KeyValueStore(Cache):
             below the reach, then the call's own columns where these stand beside them.
         """
         call = self._bound()
-        reach = call.reach
+        reach = call.visible_length
         keys = torch.arange(self.start, self.start + reach, device=query.positions.device).unsqueeze(0)
         if call.joined:
             keys = torch.cat((keys.expand(len(query.positions), reach), query.positions), 1)
@@ -137,12 +137,13 @@ class KeyValueStore(Cache):
             self._filled_to[query.store_index] = self._loaded[query.store_index] + filled
 
     def _known_full(self, query: Query, reach: int) -> bool:
-        """Whether the host knows, without asking the device, that the rows' slots below `reach` are all filled."""
+        """Whether the host knows, without asking the device, that the rows' slots below `visible_length` are all
+        filled."""
         return query.store_index is not None and bool((self._filled_to[query.store_index] >= reach).all())
 
     def _joined_mask(self, query: Query, call: _Call) -> Tensor:
         """[R, 1, Q, reach + Q] bool: the store's slots, then the call's own columns."""
-        (count, width), reach = query.tokens.shape, call.reach
+        (count, width), reach = query.tokens.shape, call.visible_length
         real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         seen = self.valid[:, :reach].index_select(0, call.rows)
         # what the call evaluates itself is not read from the store; padding hides nothing
@@ -173,9 +174,9 @@ class KeyValueStore(Cache):
     def _read(self, store: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
         """[R, K, kv_heads, head_dim]: the rows' slots below the reach, and the call's own columns where they join."""
         if call.selection is not None:
-            kept = store[call.selection, : call.reach]
+            kept = store[call.selection, : call.visible_length]
         else:
-            kept = store[:, : call.reach].index_select(0, call.rows.to(store.device))
+            kept = store[:, : call.visible_length].index_select(0, call.rows.to(store.device))
         kept = kept.to(dtype)
         return torch.cat((kept, fresh.to(dtype)), 1) if call.joined else kept
 
@@ -301,7 +302,7 @@ class _Call:
     """What one bound forward writes and reads."""
 
     def __init__(self, rows: Tensor, selection: slice | None, reach: int, joined: bool):
-        self.rows, self.selection, self.reach, self.joined = rows, selection, reach, joined
+        self.rows, self.selection, self.visible_length, self.joined = rows, selection, reach, joined
         self.flat: Tensor | None = None
 
 

@@ -133,7 +133,7 @@ class Suffix:
             return f"{facts.name} makes pictures or codes, all of whose positions are near each other"
         if not cache.suffixes:
             return f"cache={cache.name!r} counts on all of a row; use 'none', 'prefix', 'dual', 'vicinity' or 'd2'"
-        if sampler.shadows:
+        if sampler.mask_probes:
             return f"sampler {sampler.name!r} evaluates masks of its own beside the row"
         if (self.density != "cut" or gaps) and not model.supports_store:
             return f"it leaves gaps, and {facts.name} takes no position ids; use density='cut' and no holes"

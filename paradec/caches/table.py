@@ -1,8 +1,8 @@
 """Which sampler works with which cache on which model, and whether the result is that of no cache.
 
-Nothing here lists pairs: a verdict follows from what samplers (`announces`, `rereads`, `drafts`, `shadows`), caches
-(see `paradec.caches.base.Cache`) and models (`paradec.core.facts.ModelFacts`) declare, so it covers those that are
-registered later.
+Nothing here lists pairs: a verdict follows from what samplers (`previews`, `needs_decided_logits`, `multi_step`,
+`mask_probes`), caches (see `paradec.caches.base.Cache`) and models (`paradec.core.facts.ModelFacts`) declare, so it
+covers those that are registered later.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     """
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
-    if sampler.shadows and facts.prediction != "same":
+    if sampler.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if not cache.uses_store:
         return Verdict(EXACT)
@@ -56,17 +56,17 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(REFUSED, f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}")
     if facts.prediction not in cache.predictions:
         return Verdict(REFUSED, f"it needs a model that predicts in place ('same'); {facts.name} predicts shifted")
-    if cache.evaluates == "picks" and not sampler.announces:
+    if cache.evaluates == "picks" and not sampler.previews:
         return Verdict(
             REFUSED, "the cache must know what a step will commit before the forward; this sampler decides after"
         )
     if cache.evaluates == "targets" and not hasattr(sampler, "targets"):
         return Verdict(REFUSED, "the cache evaluates what the sampler chose before; only 'recap' does so")
-    if sampler.rereads and cache.evaluates != "block":
+    if sampler.needs_decided_logits and cache.evaluates != "block":
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
-    if sampler.drafts and not cache.steady and not cache.exact_for(facts.topology):
+    if sampler.multi_step and not cache.steady and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
             "the sampler promises the result of single steps, and the cache's steps depend on how many there were; "

@@ -261,7 +261,7 @@ def check_options(request: dict[str, Any]) -> None:
 
 def check_options_of(sampler: Any, source: str, request: dict[str, Any]) -> None:
     """Raise ValueError for an option that models with samplers of this family do not have."""
-    others = [name for name in ("steps", "cache", "top_k", "top_p", "top_n_sigma") if name in sampler.unserved]
+    others = [name for name in ("steps", "cache", "top_k", "top_p", "top_n_sigma") if name in sampler.unsupported]
     for name in others:
         if request[name] is not None:
             option = "--" + name.replace("_", "-")

@@ -41,7 +41,7 @@ Sizes = int | Sequence[int] | None
 # ---- draws ----------------------------------------------------------------------------------------------------------
 
 
-class Draws(Protocol):
+class OrderDraws(Protocol):
     """Where an order takes a row's random choices from. Asked again, it answers the same."""
 
     def shuffled(self, step: int, cells: np.ndarray) -> np.ndarray:
@@ -71,12 +71,12 @@ class KeyedDraws:
         return rng.uniform(key, torch.tensor([step]), at, 2, rng.POSITION_STREAM)[0].numpy()
 
 
-def keyed(keys: Any) -> list[Draws]:
+def keyed(keys: Any) -> list[OrderDraws]:
     """Draws of every row, from its key: [B, 2] int64."""
     return [KeyedDraws((int(first), int(second))) for first, second in keys.tolist()]
 
 
-ONE: Sequence[Draws] = (KeyedDraws((0, 0)),)
+ONE: Sequence[OrderDraws] = (KeyedDraws((0, 0)),)
 """Of a single row."""
 
 
@@ -239,7 +239,7 @@ class Order:
     random: ClassVar[bool] = False
     """Whether rows differ by what they draw."""
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         """The groups of a raster of `height` x `width` cells, counted row by row.
 
         Args:
@@ -303,15 +303,15 @@ class Sized(Order):
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
 
-    def sequence(self, height: int, width: int, draws: Draws) -> np.ndarray:
+    def sequence(self, height: int, width: int, draws: OrderDraws) -> np.ndarray:
         """[S] int64: one row's cells, from the first to the last."""
         raise NotImplementedError
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         sizes = sizes_for(self.sizes, height * width, (1,) * (height * width))
         return Groups(_rows([self.sequence(height, width, row) for row in self._distinct(draws)], len(draws)), sizes)
 
-    def _distinct(self, draws: Sequence[Draws]) -> Sequence[Draws]:
+    def _distinct(self, draws: Sequence[OrderDraws]) -> Sequence[OrderDraws]:
         return draws if self.random else draws[:1]
 
 
@@ -322,7 +322,7 @@ class Raster(Sized):
     name = "raster"
     summary = "row by row"
 
-    def sequence(self, height: int, width: int, draws: Draws) -> np.ndarray:
+    def sequence(self, height: int, width: int, draws: OrderDraws) -> np.ndarray:
         return np.arange(height * width)
 
 
@@ -334,7 +334,7 @@ class Random(Sized):
     summary = "at random"
     random = True
 
-    def sequence(self, height: int, width: int, draws: Draws) -> np.ndarray:
+    def sequence(self, height: int, width: int, draws: OrderDraws) -> np.ndarray:
         return draws.shuffled(0, np.arange(height * width))
 
 
@@ -355,7 +355,7 @@ class Cosine(Order):
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1, none=True)
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         cells = height * width
         check_int("steps", self.steps, low=1, high=cells, none=True)
         left = left_after(cells, min(64, cells) if self.steps is None else self.steps)
@@ -370,7 +370,7 @@ class Halton(Sized):
     name = "halton"
     summary = "along a low-discrepancy sequence"
 
-    def sequence(self, height: int, width: int, draws: Draws) -> np.ndarray:
+    def sequence(self, height: int, width: int, draws: OrderDraws) -> np.ndarray:
         return halton_order(height, width).argsort()
 
 
@@ -381,7 +381,7 @@ class Diagonal(Order):
     name = "diagonal"
     summary = "one anti-diagonal after the other"
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         row, column = np.divmod(np.arange(height * width), width)
         diagonal = row + column
         order = diagonal.argsort(kind="stable")
@@ -405,7 +405,7 @@ class ZipAR(Order):
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         row, column = np.divmod(np.arange(height * width), width)
         step = row * min(self.window, width) + column
         order = step.argsort(kind="stable")
@@ -438,7 +438,7 @@ class Given(Order):
         object.__setattr__(self, "cells", tuple(listed if cells.ndim == 1 else map(tuple, listed)))
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         size, order = height * width, np.atleast_2d(np.array(self.cells, np.int64))
         if order.shape[1] != size or (np.sort(order, 1) != np.arange(size)).any():
             raise ValueError(f"cells={shown(self.cells)} must list each of {size} cells once")
@@ -469,7 +469,7 @@ class LPD(Sized):
         check_number("repulsion", self.repulsion, low=0, none=True)
         check_number("proximity", self.proximity, low=0)
 
-    def groups(self, height: int, width: int, draws: Sequence[Draws] = ONE) -> Groups:
+    def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = ONE) -> Groups:
         size = height * width
         sizes = group_sizes(size) if self.sizes is None else sizes_for(self.sizes, size, ())
         apart = lpd_repulsion(size) if self.repulsion is None else self.repulsion
@@ -554,7 +554,7 @@ def lpd_order(
     height: int,
     width: int,
     sizes: Sequence[int],
-    draws: Draws,
+    draws: OrderDraws,
     repulsion: float = 2.0,
     proximity: float = 1.0,
     decided: np.ndarray | None = None,
@@ -617,7 +617,9 @@ def _nearness(known: np.ndarray) -> np.ndarray:
     return beside + across / math.sqrt(2)
 
 
-def _farthest(place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: Draws) -> list[int]:
+def _farthest(
+    place: np.ndarray, pool: np.ndarray, taken: list[int], count: int, step: int, draws: OrderDraws
+) -> list[int]:
     """`count` cells of a pool [N], each the farthest from what is taken so far; the first of several."""
     if len(pool) <= count:
         return pool.tolist()

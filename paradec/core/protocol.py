@@ -65,7 +65,7 @@ class Query:
     """[R] int64, on the host: `store_rows` again, where the host knows it: then neighbours are read without a copy."""
     begin: int = 0
     """On models with canvases: the lowest position that the call evaluates."""
-    reach: int | None = None
+    visible_length: int | None = None
     """Slots from here on are seen by no row of the call; None if any may be."""
     step: int = 0
     """How many commits the state had seen, for the store's records."""
@@ -74,7 +74,7 @@ class Query:
     """[N] int64, on the host: how many drafts of each row the call evaluates beside each other; None is one of each."""
     forwarded: np.ndarray | None = None
     """[N] int64, on the host: real (unpadded) positions evaluated for each row in one branch, all drafts together.
-    Everywhere else "forwarded" means all branches (`Call.add_to` multiplies)."""
+    Everywhere else "forwarded" means all branches (`CallCost.add_to` multiplies)."""
     index: np.ndarray | None = None
     """[N] int64, on the host: where `rows` stand among the running rows."""
     available: Tensor | None = None
@@ -155,16 +155,16 @@ class Cost:
         return counts
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CallCost]:
         """The model calls, without their tensors."""
         found = []
         for query in self.queries:
             copies = getattr(query, "copies", None)
-            found.append(Call(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
+            found.append(CallCost(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
         return found
 
 
-class Call(NamedTuple):
+class CallCost(NamedTuple):
     """What one model call costs; see `Query` for the fields."""
 
     rows: np.ndarray
@@ -427,7 +427,7 @@ class State:
 
     def __post_init__(self) -> None:
         self._counts = np.zeros((4, self.batch), np.int64)
-        self._calls: list[Call] = []
+        self._calls: list[CallCost] = []
         self.commits = 0
 
     nfe = property(lambda self: self.counts[0])
@@ -526,7 +526,7 @@ class Sampler:
     """Whether all rows take the same steps and end together, so that no row can take the place of another."""
     models: ClassVar[tuple[str, ...]] = ()
     """Which kinds of model the method decodes with: names of `paradec.core.checks.MODELS`."""
-    unserved: ClassVar[tuple[str, ...]] = ()
+    unsupported: ClassVar[tuple[str, ...]] = ()
     """Fields of `paradec.Request` that mean nothing to the family: another value than the default is an error that
     names the field."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}

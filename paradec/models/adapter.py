@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Query
-from paradec.models.calls import Call, Calling, Wrap, take_columns
+from paradec.models.calls import Calling, ModuleCall, Wrap, take_columns
 from paradec.models.layers import answer_with_layers
 from paradec.models.saving import Published, save
 from paradec.models.tensor_parallel import Ranks, of_module, whole
@@ -263,7 +263,7 @@ class Model(Adapter):
                 return self(query, store)
         if query.keep_layers is not None:
             return answer_with_layers(self, query, store)
-        call = Call(self._wrap, query.wanted, query if query.keep_hidden else None)
+        call = ModuleCall(self._wrap, query.wanted, query if query.keep_hidden else None)
         with Calling(self.module, call):
             if self.ranks is None:
                 logits = self._logits(query, store, call)
@@ -272,7 +272,7 @@ class Model(Adapter):
             # nothing has gathered them where there is no hook, or a module calls a part of its base model
             return logits if call.columns is None else take_columns(logits, call.columns)
 
-    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         """Call the module: logits of the wanted columns where a hook gathers these, else of all."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
 
@@ -345,7 +345,7 @@ class Decoder(Model):
             raise refused
         return KeyValueStore(rows, length, self.device, dtype, start)
 
-    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         extra = {} if store is None else {"past_key_values": store.bind(query)}
         shared = None if store is None else store.shared
         if shared is not None:
@@ -432,7 +432,7 @@ class Encoder(Model):
     def pads(self) -> bool:
         return self.module.config.model_type in PADDED_ENCODERS
 
-    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         mask = None if query.valid is None else query.valid.long()
         return self.module(input_ids=query.tokens, attention_mask=mask).logits
 
@@ -449,7 +449,7 @@ class Opaque(Model):
         super().__init__(module, facts, *others, **named)
         self._accepts = frozenset(inspect.signature(module.forward).parameters)
 
-    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if query.valid is not None:
             raise ValueError("an opaque module is called without padding; its rows must come in buckets of one length")
         kwargs = {"use_cache": False} if "use_cache" in self._accepts else {}

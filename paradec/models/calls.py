@@ -24,7 +24,7 @@ from paradec.core.protocol import Query
 
 class _Thread(threading.local):
     def __init__(self) -> None:  # once per thread; torch.compile guards no default of the class
-        self.call: Call | None = None
+        self.call: ModuleCall | None = None
 
 
 _thread = _Thread()
@@ -75,7 +75,7 @@ class Evaluation:
         self._held = []
 
 
-class Call:
+class ModuleCall:
     """What one of our calls asks of what was put on the module, and what that answers.
 
     (No context itself: torch.compile loses what compiled code writes to a context.)
@@ -97,11 +97,11 @@ class Call:
 class Calling(Evaluation):
     """The context that a call of a module runs in."""
 
-    def __init__(self, module: nn.Module, call: Call):
+    def __init__(self, module: nn.Module, call: ModuleCall):
         # without the base's own, since this runs at every call
         self.module, self.call = module, call
         self._held = []
-        self._before: Call | None = None
+        self._before: ModuleCall | None = None
 
     def __enter__(self) -> Calling:
         super().__enter__()

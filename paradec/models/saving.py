@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paradec.core.checks import LARGEST_INT64, check_int, shown
 from paradec.models.checkpoint import INDEX, Stored, check_weights
 from paradec.models.family import Family
-from paradec.models.stacked import Fetched, Part, parts_of
+from paradec.models.stacked import Fetched, StackedWeight, parts_of
 from paradec.models.text import d2f
 from paradec.models.vocabulary import stated_ends
 
@@ -169,7 +169,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-def _state(module: nn.Module, published: Published) -> dict[str, Part]:
+def _state(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
     """The file's names of the weights -> what the module has of them. A tensor that the file does not hold, being
     another one's under a second name, is left out; others that it does not know keep their names.
 
@@ -196,7 +196,7 @@ def _state(module: nn.Module, published: Published) -> dict[str, Part]:
     return found
 
 
-def _sizes(module: nn.Module, state: Mapping[str, Part]) -> dict[str, Tensor]:
+def _sizes(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
     """The weights' shapes and dtypes, as tensors without numbers, each alone in its memory."""
     state_dict = module.state_dict()
     empty = {own: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for own, tensor in state_dict.items()}
@@ -208,7 +208,7 @@ def _place(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _on_cpu(module: nn.Module, state: Mapping[str, Part]) -> dict[str, Tensor]:
+def _on_cpu(module: nn.Module, state: Mapping[str, StackedWeight]) -> dict[str, Tensor]:
     """Weights as they can be written: here, contiguous, and each alone in its memory."""
     own = module.state_dict()
 

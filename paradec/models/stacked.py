@@ -15,7 +15,7 @@ DOWN = ".mlp.experts.down_proj"
 
 
 @dataclass(frozen=True)
-class Part:
+class StackedWeight:
     """One weight of a file, by what the module holds.
 
     Args:
@@ -32,29 +32,29 @@ class Part:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def parts_of(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, Part]:
+def parts_of(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
     """What a file holds of a module, under the module's names (but for what they do not name).
 
     Args:
         state: the module's `state_dict`; sizes are all that is looked at.
         fused: as in `paradec.models.family.Family`.
     """
-    found: dict[str, Part] = {}
+    found: dict[str, StackedWeight] = {}
     for own, tensor in state.items():
         if own.endswith(GATE_UP):
             experts, inner = tensor.shape[0], tensor.shape[1] // 2
             place = own.removesuffix("gate_up_proj")
             for index in range(experts):
-                found[f"{place}{index}.gate_proj.weight"] = Part((own,), (index, slice(0, inner)))
-                found[f"{place}{index}.up_proj.weight"] = Part((own,), (index, slice(inner, None)))
+                found[f"{place}{index}.gate_proj.weight"] = StackedWeight((own,), (index, slice(0, inner)))
+                found[f"{place}{index}.up_proj.weight"] = StackedWeight((own,), (index, slice(inner, None)))
         elif own.endswith(DOWN):
             place = own.removesuffix("down_proj")
             for index in range(tensor.shape[0]):
-                found[f"{place}{index}.down_proj.weight"] = Part((own,), (index,))
+                found[f"{place}{index}.down_proj.weight"] = StackedWeight((own,), (index,))
         elif (whole := _whole(own, fused)) is not None:
-            found[whole[0]] = Part(whole[1])
+            found[whole[0]] = StackedWeight(whole[1])
         else:
-            found[own] = Part((own,))
+            found[own] = StackedWeight((own,))
     return found
 
 

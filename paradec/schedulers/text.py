@@ -374,7 +374,7 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
 
     def make_sampler(self) -> MaskedSampler:
         found = samplers.create(self.config.combination)
-        if found.family != "masked" or found.drafts or found.shadows:
+        if found.family != "masked" or found.multi_step or found.mask_probes:
             raise ValueError(
                 f"combination={shown(self.config.combination)} cannot be a scheduler: use paradec.generate"
             )

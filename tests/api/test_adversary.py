@@ -26,7 +26,7 @@ from paradec.samplers.causal.lantern import NodeRule
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.trees import Tree, normalized, walk
-from paradec.samplers.causal.verification import DraftDistributions, Window, draw, verify
+from paradec.samplers.causal.verification import DraftDistributions, DraftWindow, draw, verify
 
 Calls = list[tuple[int, list[int]]]
 """Per model call: positions evaluated, and what was committed after it."""
@@ -431,7 +431,7 @@ def test_windows_of_drafts(kind: str) -> None:
         laws = DraftDistributions(tokens, torch.tensor(q).unsqueeze(0), torch.arange(width).unsqueeze(0), support)
         drafted = (torch.arange(width) < width - 1).unsqueeze(0)
         drawn = draw(law, torch.tensor(fresh).unsqueeze(0))
-        window = Window(law, laws, drawn, torch.tensor(embed))
+        window = DraftWindow(law, laws, drawn, torch.tensor(embed))
         numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
         found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
         assert found.tokens[0].tolist() == expected and int(found.accepted) == first

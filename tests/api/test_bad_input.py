@@ -508,7 +508,7 @@ def to_be_broken() -> dict[str, Model]:
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_broken_weights_end_the_decoding(to_be_broken: dict, name: str, broken: float) -> None:
     sampler = paradec.samplers.create(name)
-    model = to_be_broken["llada-tiny" if sampler.shadows else "dream-tiny"]  # shadows need logits in place
+    model = to_be_broken["llada-tiny" if sampler.mask_probes else "dream-tiny"]  # shadows need logits in place
     model.module.lm_head.weight.data.fill_(broken)
     state = sampler.start(model, [[1, 2], [3, 4, 5]], max_new_tokens=4, seed=0)
     before, undecided = state.canvas.clone(), state.undecided.clone()

@@ -385,7 +385,7 @@ def test_table(entry: Any, models: dict) -> None:
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
     if found.status == REFUSED:
         message = f"cache='{cache}' does not work with sampler '{sampler}'"
-        if samplers.get(sampler).shadows and prediction == "shifted":
+        if samplers.get(sampler).mask_probes and prediction == "shifted":
             message = f"sampler '{sampler}' evaluates masks"  # whatever the cache
         with pytest.raises(ValueError, match=message):
             paradec.generate(model, ROWS, **request)
@@ -427,7 +427,7 @@ def test_table_follows_from_declarations() -> None:
     @dataclass(frozen=True)
     class Rereading(type(samplers.create("threshold"))):
         name = "rereading"
-        rereads = True
+        needs_decided_logits = True
 
     allowed = [name for name in caches.names() if verdict(Drafting(), caches.create(name), Facts).status != REFUSED]
     assert allowed == ["none", "prefix", "dual", "dkv_prefill"]
@@ -464,7 +464,7 @@ def test_announced_picks_are_what_is_committed() -> None:
         state = sampler.start(model, ROWS, max_new_tokens=NEW, block_length=8, steps=8, seed=4, eos_early_stop=False)
         with torch.inference_mode():
             while not state.done:
-                picks, running = sampler.announce(state), state.window.rows
+                picks, running = sampler.preview(state), state.window.rows
                 entries = sampler.commit(state, sampler.step(model, state)).to_list()
                 for row, picked in zip(running.tolist(), picks.tolist(), strict=True):
                     assert sorted(p for p in picked if p >= 0) == [p for r, p, *_ in entries if r == row]

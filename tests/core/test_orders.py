@@ -267,7 +267,7 @@ def test_caches_are_told_what_is_committed() -> None:
     model = tiny_masked_image()
     state = sampler.start(model, [[model.class_token(1)]], max_new_tokens=16, temperature=1.0)
     while not state.done:
-        said = sampler.announce(state)
+        said = sampler.preview(state)
         commit = sampler.commit(state, sampler.step(model, state))
         assert sorted(said[0].tolist()) == [position for _, position, _, _ in commit.to_list()]
 

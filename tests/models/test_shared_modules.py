@@ -24,7 +24,7 @@ from wrapped_models import IDS, ROWS, decoder, encoder, random_ids
 import paradec
 from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.models.calls import Call, Calling, Evaluation
+from paradec.models.calls import Calling, Evaluation, ModuleCall
 
 IDS9 = random_ids(2, 9)
 
@@ -313,7 +313,7 @@ def test_calls_that_overlap_share_the_evaluation() -> None:
     """The modes come back with the last call that needs them away, whichever that is."""
     module = Dropping()
     for order in ((0, 1), (1, 0)):
-        contexts = [Evaluation(module), Calling(module, Call())]
+        contexts = [Evaluation(module), Calling(module, ModuleCall())]
         for context in contexts:
             context.__enter__()
         assert not module.drop.training

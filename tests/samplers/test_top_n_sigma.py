@@ -20,7 +20,7 @@ from paradec.request import Request, request_for
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.causal.verification import (
     DraftDistributions,
-    Window,
+    DraftWindow,
     draw,
     residual,
     token_distribution,
@@ -350,7 +350,7 @@ def test_the_public_code_s_redraw_changes_the_distribution_and_ours_keeps_it(nam
     target, source = p[worst] / p[worst].sum(), q[worst + 1] / q[worst + 1].sum()
     drafted = draw(source.expand(rows, -1), uniform[:, 0, 2]).unsqueeze(1).expand(-1, 2)
     laws = source.expand(rows, 2, -1)
-    window = Window(
+    window = DraftWindow(
         target.expand(rows, 2, -1),
         DraftDistributions(drafted, laws, torch.zeros(rows, 2, dtype=torch.int64), torch.full((size,), 1 / size)),
         draw(target.expand(rows, 2, -1), uniform[..., 2]),

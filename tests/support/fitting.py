@@ -13,6 +13,6 @@ MASKED = [
 
 
 def fits(name: str, model: Model) -> bool:
-    """Whether the model can give what the sampler asks for: some evaluate masks beside the row (`shadows`)."""
-    shadows = getattr(paradec.samplers.get(name), "shadows", False)
-    return not shadows or (model.supports_visibility and model.facts.prediction == "same")
+    """Whether the model can give what the sampler asks for: some evaluate masks beside the row (`mask_probes`)."""
+    mask_probes = getattr(paradec.samplers.get(name), "mask_probes", False)
+    return not mask_probes or (model.supports_visibility and model.facts.prediction == "same")

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from paradec.integrations.server.engine import Engine
-from paradec.integrations.server.hosts import CALL, Call
+from paradec.integrations.server.hosts import CALL, HttpCall
 from paradec.integrations.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Gate:
         if body is None:
             await _answer(send, 413, f"the body is longer than {self.max_body} bytes", {"connection": "close"})
             return
-        call, gone, sent = Call(self.engine), asyncio.Event(), False
+        call, gone, sent = HttpCall(self.engine), asyncio.Event(), False
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":

@@ -29,7 +29,7 @@ from paradec.integrations.server.metrics import Metrics
 from paradec.integrations.server.streams import TextStream, cut_off
 
 
-class Call:
+class HttpCall:
     """One HTTP request: what it has in the batch. The gate makes one, and ends it when the client has gone."""
 
     def __init__(self, engine: Engine):
@@ -52,7 +52,7 @@ class Call:
             self.engine.cancel(ticket)
 
 
-CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("paradec_call")
+CALL: contextvars.ContextVar[HttpCall] = contextvars.ContextVar("paradec_call")
 """The request that is being handled in this context."""
 
 

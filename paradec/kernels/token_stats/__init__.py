@@ -30,7 +30,7 @@ from paradec.kernels.token_stats.api import (
     read_stats,
     token_stats,
 )
-from paradec.kernels.token_stats.reference import EPSILON, FIELDS, Draws, TokenStats, reference_stats
+from paradec.kernels.token_stats.reference import EPSILON, FIELDS, GumbelDraws, TokenStats, reference_stats
 
 __all__ = [
     "EPSILON",
@@ -38,7 +38,7 @@ __all__ = [
     "IN_ONE_READ",
     "PATHS",
     "SMALL_VOCABULARY",
-    "Draws",
+    "GumbelDraws",
     "TokenStats",
     "interpreting",
     "path_for",

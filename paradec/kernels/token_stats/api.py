@@ -10,7 +10,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_number, check_temperature, shown
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.token_stats.portable import portable_stats
-from paradec.kernels.token_stats.reference import FIELDS, Draws, TokenStats
+from paradec.kernels.token_stats.reference import FIELDS, GumbelDraws, TokenStats
 
 PATHS = ("float64", "chunked", "triton")
 SMALL_VOCABULARY = 2**13
@@ -25,7 +25,7 @@ def token_stats(
     fields: Sequence[str] | None = None,
     temperature: float = 1.0,
     ids: Tensor | None = None,
-    draws: Draws | None = None,
+    draws: GumbelDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
     """Statistics of each row's distribution softmax(logits / temperature).
@@ -67,7 +67,7 @@ def read_stats(
     wanted: frozenset[str],
     temperature: float = 1.0,
     ids: Tensor | None = None,
-    draws: Draws | None = None,
+    draws: GumbelDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
     """`token_stats` without its checks, for callers at every step."""
@@ -99,7 +99,7 @@ def _check_ids(ids: Tensor, logits: Tensor) -> None:
         raise ValueError(f"ids from {int(ids.min())} to {int(ids.max())} must be from 0 to {logits.shape[-1] - 1}")
 
 
-def _check_draws(draws: Draws, logits: Tensor) -> None:
+def _check_draws(draws: GumbelDraws, logits: Tensor) -> None:
     if logits.dim() not in (2, 3):
         raise ValueError(f"draws take logits [R, V] or [R, W, V], not {tuple(logits.shape)}")
     rows, lead = logits.shape[0], tuple(logits.shape[:-1])

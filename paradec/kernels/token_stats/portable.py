@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.kernels.token_stats.reference import EPSILON, Draws, TokenStats
+from paradec.kernels.token_stats.reference import EPSILON, GumbelDraws, TokenStats
 
 CPU_CHUNK = 2**17
 """Words that "chunked" holds at a time on the CPU, if a row is no longer: 0.5 MB, which pays for the calls and is still
@@ -35,7 +35,7 @@ at low temperatures and of excluded words."""
 
 
 def portable_stats(
-    path: str, logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: Draws | None
+    path: str, logits: Tensor, wanted: frozenset[str], temperature: float, ids: Tensor | None, draws: GumbelDraws | None
 ) -> TokenStats:
     """`token_stats`, unchecked. path: "float64" or "chunked"."""
     if draws is not None:
@@ -271,7 +271,7 @@ def _two_best(source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return at.add_(stretch, alpha=size), top, second.maximum(others)
 
 
-def _samples(logits: Tensor, draws: Draws) -> Tensor:
+def _samples(logits: Tensor, draws: GumbelDraws) -> Tensor:
     """Draw a word from each of the rows [..., V], in float64: [...]."""
     found, at, noise = [], 0, draws.by_row()
     for rows in _pieces(logits, CPU_CHUNK, NOISE_CHUNK):

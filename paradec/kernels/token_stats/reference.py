@@ -53,7 +53,7 @@ FIELDS = TokenStats._fields[:9]
 
 
 @dataclass(frozen=True)
-class Draws:
+class GumbelDraws:
     """Where Gumbel noise comes from: word v of a position takes the number v of `rng.uniform`, so that a draw depends
     neither on the batch nor on how the vocabulary is split.
 
@@ -80,7 +80,7 @@ class Draws:
 
 
 def reference_stats(
-    logits: Tensor, temperature: float = 1.0, ids: Tensor | None = None, draws: Draws | None = None
+    logits: Tensor, temperature: float = 1.0, ids: Tensor | None = None, draws: GumbelDraws | None = None
 ) -> TokenStats:
     """All fields of logits [..., V]. Arguments as in `token_stats`, unchecked.
 

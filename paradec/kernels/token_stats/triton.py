@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paradec.kernels.token_stats.reference import Draws, TokenStats
+from paradec.kernels.token_stats.reference import GumbelDraws, TokenStats
 
 BLOCK = 2048
 """Words that a Triton program works on at a time: eight a thread, which leaves registers for four programs."""
@@ -26,7 +26,7 @@ def triton_stats(
     wanted: frozenset[str],
     temperature: float,
     ids: Tensor | None,
-    draws: Draws | None,
+    draws: GumbelDraws | None,
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:

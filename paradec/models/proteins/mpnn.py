@@ -25,7 +25,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Query
 from paradec.core.registry import unknown
 from paradec.models.adapter import Opaque
-from paradec.models.calls import Call, Evaluation
+from paradec.models.calls import Evaluation, ModuleCall
 from paradec.models.checkpoint import CheckpointError, check_dtypes, listed
 from paradec.models.proteins.network import Encoding, ProteinMPNN
 from paradec.models.proteins.structure import LETTERS, Structure, read_pdb
@@ -193,7 +193,7 @@ class ProteinMPNNModel(Opaque):
             raise ValueError("a row names a second structure; a row has one, at its beginning")
         return found
 
-    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if query.branches > 1:
             raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
         tokens = query.tokens

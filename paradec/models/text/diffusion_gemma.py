@@ -18,7 +18,7 @@ from paradec.core.checks import check_int, check_number, shown
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Query
 from paradec.models.adapter import Model
-from paradec.models.calls import Call, SoftWrap
+from paradec.models.calls import ModuleCall, SoftWrap
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.pretrained import read_module, reason
 
@@ -147,7 +147,7 @@ class DiffusionGemmaModel(Model):
         law = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
         return law @ weight * embedding.embed_scale.to(weight.dtype)
 
-    def _logits(self, query: Query, store: Any, call: Call) -> Tensor:
+    def _logits(self, query: Query, store: Any, call: ModuleCall) -> Tensor:
         if store is None:
             raise ValueError(f"{self.facts.name} reads what is final from a store: make_store makes one")
         if call.wrap is None:
@@ -190,14 +190,14 @@ class DiffusionGemmaModel(Model):
         """What each kind of layer sees: [R, 1, Q or 1, K]; None sees all."""
         window = self.text_config.sliding_window
         widths = {"full_attention": None, "sliding_attention": window}
-        if query.kind == "canvas" and query.begin == query.reach:
+        if query.kind == "canvas" and query.begin == query.visible_length:
             return dict.fromkeys(widths)  # every row begins where its keys end
         return {kind: self._mask(query, store.first(width), width) for kind, width in widths.items()}
 
     def _mask(self, query: Query, first: int, window: int | None) -> Tensor:
         positions = query.positions
-        assert query.reach is not None  # models with canvases are always told
-        keys = torch.arange(first, query.reach, device=positions.device)
+        assert query.visible_length is not None  # models with canvases are always told
+        keys = torch.arange(first, query.visible_length, device=positions.device)
         if query.kind == "encode":
             at = positions.unsqueeze(-1)
             seen = keys <= at

@@ -43,7 +43,7 @@ class CausalSampler(Sampler):
 
     family: ClassVar[str] = "draft_verify"
     models: ClassVar[tuple[str, ...]] = ("text", "image")
-    unserved: ClassVar[tuple[str, ...]] = (
+    unsupported: ClassVar[tuple[str, ...]] = (
         *("blocks", "block_length", "steps", "stop", "confidence_eos_eot_inf", "rng"),
         *("cache", "attention", "prefix", "keep_prefix", "share_prefix", "suffix"),
     )

@@ -83,7 +83,7 @@ def block_query(
         store_rows=at,
         slots=torch.as_tensor(np.where(read, position, -1), device=device),
         store_index=store_rows,
-        reach=int(begin.max()),
+        visible_length=int(begin.max()),
         step=state.commits,
         branches=state.branches,
         forwarded=fresh[: len(rows)] + size,

@@ -24,8 +24,8 @@ from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.verification import (
     UNIFORM,
     DraftDistributions,
+    DraftWindow,
     Verified,
-    Window,
     draw,
     probability,
     verify,
@@ -55,7 +55,7 @@ class ChainSampler(CausalSampler):
         """What `accept` compares the model's tokens by: "token_embeddings", "codebook" or nothing."""
         return ""
 
-    def accept(self, window: Window) -> Tensor:
+    def accept(self, window: DraftWindow) -> Tensor:
         """The method's own decision: the probability [R, W] that each draft is accepted, given that those before it
         are."""
         raise NotImplementedError
@@ -170,12 +170,12 @@ class ChainSampler(CausalSampler):
         scores = probability(window.p, found.tokens)
         return Commit(rows, found.tokens, proposal.positions, selected, scores, proposal.kind, said)
 
-    def _window(self, state: CausalState, proposal: Proposal) -> Window:
+    def _window(self, state: CausalState, proposal: Proposal) -> DraftWindow:
         memory = state.memory.read(proposal.rows)
         q = DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
-        return Window(proposal.quantities["p"], q, proposal.values, state.embeddings)
+        return DraftWindow(proposal.quantities["p"], q, proposal.values, state.embeddings)
 
-    def _verify(self, window: Window, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
+    def _verify(self, window: DraftWindow, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
         return verify(window, drafted, chance, uniform)
 
     def _final(self, state: CausalState, proposal: Proposal, found: Verified) -> Tensor:
@@ -186,7 +186,9 @@ class ChainSampler(CausalSampler):
         """Fill the first window."""
         raise NotImplementedError
 
-    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+    def _draft(
+        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
+    ) -> None:
         """Fill the next window of the proposal's rows, after `count` [R, 1] tokens of this one became final."""
         raise NotImplementedError
 

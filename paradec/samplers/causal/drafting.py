@@ -26,8 +26,8 @@ from paradec.samplers.causal.block_drafts import draft_block
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.lookup import PromptLookup
 from paradec.samplers.causal.state import CausalState, Drafting
-from paradec.samplers.causal.trees import RULES, DynamicTree, Layout, Naive, Rule, Tree, tree_of, walk
-from paradec.samplers.causal.verification import Verified, Window, draw, probability
+from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, walk
+from paradec.samplers.causal.verification import DraftWindow, Verified, draw, probability
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -175,13 +175,13 @@ class DraftingSampler(ChainSampler):
             specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
         return specs if self.tree is None else {name: specs[name] for name in ("drafts", "draft_distribution")}
 
-    def _layout(self, state: CausalState) -> Layout:
+    def _layout(self, state: CausalState) -> TreeLayout:
         """Of the running rows' trees."""
         if isinstance(self.tree, DynamicTree):
             widest = min(self.tree.top_k, state.facts.vocab_size)
             parents = _drafting(state).parents
             assert parents is not None
-            return Layout(parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
+            return TreeLayout(parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
         return tree_of(self.tree).layout
 
     # ---- drafts ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,9 @@ class DraftingSampler(ChainSampler):
         if not self._reads_features:
             self._draft_next(state, state.rows, None)
 
-    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+    def _draft(
+        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
+    ) -> None:
         if self.drafter is None:
             super()._draft(state, proposal, window, found, count)
         else:
@@ -330,7 +332,7 @@ class DraftingSampler(ChainSampler):
         named: list[tuple[Tensor, Tensor, Tensor]] = []
         for level in range(min(tree.depth, room.max())):
             known = tokens.shape[1] - 1
-            layout = Layout(parents, level, top)
+            layout = TreeLayout(parents, level, top)
             query = tree_query(state, own.store, rows, layout, tokens, begin, known, wanted)
             logits, out = self._read_tree(state, query, known, last - begin, features, made)
             q = _checked(own, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted))))
@@ -552,7 +554,7 @@ def tree_query(
     state: CausalState,
     store: KeyValueStore | None,
     rows: np.ndarray,
-    tree: Layout,
+    tree: TreeLayout,
     drafts: Tensor,
     begin: np.ndarray,
     known: int,
@@ -597,7 +599,7 @@ def tree_query(
         store_rows=at,
         slots=torch.as_tensor(slots, device=device),
         store_index=at_rows,
-        reach=int(committed.max()),
+        visible_length=int(committed.max()),
         step=state.commits,
         branches=branches,
         forwarded=fresh[: len(rows)] + known,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.sjd import SJD
-from paradec.samplers.causal.verification import Window
+from paradec.samplers.causal.verification import DraftWindow
 from paradec.samplers.statistics import ascending
 
 EMBEDDED = 10_000
@@ -77,7 +77,7 @@ class GSD(SJD):
     def reads(self) -> str:
         return "" if self.d_threshold is None else "token_embeddings"
 
-    def accept(self, window: Window) -> Tensor:
+    def accept(self, window: DraftWindow) -> Tensor:
         """min(1, p(G) / q(G)); for an x with too few tokens below it min(1, p(x) / q(x))."""
         half, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
         rank, at, group = around(window.p, x, half)

@@ -17,7 +17,7 @@ from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
-from paradec.samplers.causal.verification import Window, probability
+from paradec.samplers.causal.verification import DraftWindow, probability
 from paradec.samplers.causal.window import JacobiSampler
 
 
@@ -106,7 +106,7 @@ class Lantern(DraftingSampler, JacobiSampler):
         """Whether the limit is additive, and its number."""
         return True, self.delta
 
-    def accept(self, window: Window) -> Tensor:
+    def accept(self, window: DraftWindow) -> Tensor:
         """min(1, m(x) / q(x))."""
         assert window.embeddings is not None  # `reads` has seen to it
         x = window.drafts.tokens

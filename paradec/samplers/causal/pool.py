@@ -30,8 +30,8 @@ from paradec.samplers.causal.base import proposed, read_logits
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.drafting import tree_query
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import Layout
-from paradec.samplers.causal.verification import Verified, Window, probability
+from paradec.samplers.causal.trees import TreeLayout
+from paradec.samplers.causal.verification import DraftWindow, Verified, probability
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class PooledChain(ChainSampler):
         pooled = {"pool": MemorySpec((self.pool_size, self.ngram), torch.int64, -1, reset="sequence")}
         return super()._memory(dtype) | (pooled if self.pool else {})
 
-    def _tree(self, state: CausalState) -> Layout | None:
+    def _tree(self, state: CausalState) -> TreeLayout | None:
         """The window's chain and the branches; None where there are none."""
         length = min(self.ngram, state.width) - 1
         return layout(state.width, self.pool, length) if self.pool and length else None
 
-    def _nodes(self, state: CausalState, tree: Layout) -> Tensor:
+    def _nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         """[R, N] int64: the running rows' drafts, -1 where a node has none and behind the row's end."""
         rows, memory = state.rows, state.memory.read(state.rows)
         index = torch.as_tensor(rows, device=state.context.device)
@@ -121,13 +121,15 @@ class PooledChain(ChainSampler):
             quantities["log_p"] = state.log_distribution(taken, logits.take_along_dim(node.unsqueeze(-1), 1), rows, own)
         return proposed(state, queries, drawn, own, probability(taken, drawn), slot < slots, quantities)
 
-    def _window(self, state: CausalState, proposal: Proposal) -> Window:
+    def _window(self, state: CausalState, proposal: Proposal) -> DraftWindow:
         window = super()._window(state, proposal)
         if "drafts" in proposal.quantities:
             window.drafts.tokens = proposal.quantities["drafts"]
         return window
 
-    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+    def _draft(
+        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
+    ) -> None:
         super()._draft(state, proposal, window, found, count)
         if "said" in proposal.quantities:
             held = state.memory.read(proposal.rows)["pool"]
@@ -135,13 +137,13 @@ class PooledChain(ChainSampler):
 
 
 @lru_cache(maxsize=64)
-def layout(width: int, branches: int, length: int) -> Layout:
+def layout(width: int, branches: int, length: int) -> TreeLayout:
     """A chain of `width - 1` nodes below the root, and `branches` of `length` nodes."""
     parents = list(range(-1, width - 1))
     for branch in range(branches):
         first = width + branch * length
         parents += [0, *range(first, first + length - 1)]
-    return Layout(torch.tensor([parents]), width - 1, branches + 1)
+    return TreeLayout(torch.tensor([parents]), width - 1, branches + 1)
 
 
 def beginning_with(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
@@ -187,7 +189,7 @@ def remembered(pool: Tensor, new: Tensor) -> Tensor:
     return every.masked_fill(gone.unsqueeze(-1), -1).take_along_dim(order.unsqueeze(-1), 1)[:, : pool.shape[1]]
 
 
-def longest(tree: Layout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def longest(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The deepest node all of whose path the model has drawn.
 
     Args:

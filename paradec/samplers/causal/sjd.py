@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradec.samplers.causal.verification import Window
+from paradec.samplers.causal.verification import DraftWindow
 from paradec.samplers.causal.window import JacobiSampler
 
 
@@ -34,6 +34,6 @@ class SJD(JacobiSampler):
     arxiv = "2410.01699"
     summary = "a causal model verifies a window of its own drafts in one forward; lossless"
 
-    def accept(self, window: Window) -> Tensor:
+    def accept(self, window: DraftWindow) -> Tensor:
         """min(1, p(x) / q(x))."""
         return window.ratio().clamp(max=1)

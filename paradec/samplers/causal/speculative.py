@@ -16,7 +16,7 @@ from paradec.core.checks import check_choice
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
-from paradec.samplers.causal.verification import Window
+from paradec.samplers.causal.verification import DraftWindow
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Speculative(DraftingSampler):
                     f"rule='greedy' needs as many children at every node of a depth; tree={self.tree} has not"
                 )
 
-    def accept(self, window: Window) -> Tensor:
+    def accept(self, window: DraftWindow) -> Tensor:
         """min(1, p(x) / q(x))."""
         return window.ratio().clamp(max=1)
 

@@ -327,7 +327,7 @@ class CausalState(State):
         if store is None:
             return query
         slots = torch.as_tensor(np.where(valid, column, -1), device=device)
-        return query.but(store_rows=at, store_index=store_rows, slots=slots, reach=int(stop.max()))
+        return query.but(store_rows=at, store_index=store_rows, slots=slots, visible_length=int(stop.max()))
 
     # ---- rows that come and go ------------------------------------------------------------------------------------
 

@@ -296,15 +296,15 @@ class Tree:
         return torch.tensor([[own[: len(other)] == other for other in path_of] for own in path_of])
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> TreeLayout:
         """The same for all rows."""
         index = {(): 0} | {path: i for i, path in enumerate(self.paths, start=1)}
         parents = torch.tensor([[-1, *(index[path[:-1]] for path in self.paths)]])
-        return Layout(parents, self.depth, self.children.shape[1])
+        return TreeLayout(parents, self.depth, self.children.shape[1])
 
 
 @dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """How the nodes of the rows' trees hang together. Parents come before their children, siblings in the order in
     which they are verified. `R` rows, or 1 where all have the same tree.
 
@@ -406,7 +406,7 @@ class Walk:
 
 
 def walk(
-    tree: Tree | Layout, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True
+    tree: Tree | TreeLayout, drafts: Tensor, p: Tensor, q: Tensor, rule: Rule, uniform: Tensor, hits: bool = True
 ) -> Walk:
     """Verify a tree of drafts from the root down.
 

@@ -78,7 +78,7 @@ class DraftDistributions:
 
 
 @dataclass
-class Window:
+class DraftWindow:
     """What one forward says of a window of drafts: all that a method's `accept` reads."""
 
     p: Tensor
@@ -107,7 +107,7 @@ class Verified(NamedTuple):
 
 
 def verify(
-    window: Window,
+    window: DraftWindow,
     drafted: Tensor,
     chance: Tensor,
     uniform: Tensor,
@@ -147,7 +147,7 @@ def verify(
     return Verified(torch.where(held, drafts.tokens, tokens), accepted, kept)
 
 
-def coupled(window: Window, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """SCD's maximal coupling (arXiv 2510.24211): each slot's draft becomes a token from p that differs as rarely as the
     two distributions allow. It keeps the draft with probability min(1, p / q), else it resamples from the residual.
 

@@ -23,7 +23,7 @@ from paradec.samplers.causal.base import DRAFT_STREAM, NOISE_STREAM
 from paradec.samplers.causal.chain import ChainSampler
 from paradec.samplers.causal.pool import PooledChain
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, Verified, Window, at_slots, verify
+from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftWindow, Verified, at_slots, verify
 from paradec.samplers.statistics import argmax, log_of
 
 __all__ = ["EARLY_EXITS", "INITS", "REFRESHES", "Jacobi", "JacobiSampler"]
@@ -94,10 +94,12 @@ class JacobiSampler(ChainSampler):
         noise = at_slots(state.memory.read(state.rows)["noise"], positions % state.width)
         return argmax(log_of(p) + noise)
 
-    def _verify(self, window: Window, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
+    def _verify(self, window: DraftWindow, drafted: Tensor, chance: Tensor, uniform: Tensor) -> Verified:
         return verify(window, drafted, chance, uniform, self.refresh, self.resamples)
 
-    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+    def _draft(
+        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
+    ) -> None:
         """What was not committed is drafted next, with this step's p as its q; slots new to the window are guessed."""
         rows, p, drafts = proposal.rows, window.p, window.drafts
         self._put_noise(state, rows, state.accepted[-1][rows])
@@ -255,7 +257,7 @@ class Jacobi(PooledChain, JacobiSampler):
         """Iterations of a block at most; 0 where there are no blocks."""
         return (self.group if self.max_iterations is None else self.max_iterations) or 0
 
-    def accept(self, window: Window) -> Tensor:
+    def accept(self, window: DraftWindow) -> Tensor:
         return (window.drafts.tokens == window.fresh).to(window.p.dtype)
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
@@ -294,7 +296,9 @@ class Jacobi(PooledChain, JacobiSampler):
         exits = right if self.early_exit == "prefix" else whole
         return torch.where(closes, right, torch.where(last, exits, 0))
 
-    def _draft(self, state: CausalState, proposal: Proposal, window: Window, found: Verified, count: Tensor) -> None:
+    def _draft(
+        self, state: CausalState, proposal: Proposal, window: DraftWindow, found: Verified, count: Tensor
+    ) -> None:
         super()._draft(state, proposal, window, found, count)
         if self.group is not None:
             before = state.memory.read(proposal.rows)["iteration"]

@@ -140,7 +140,7 @@ class ZipAR(CausalSampler):
                 store_rows=torch.as_tensor(store_rows, device=device),
                 store_index=store_rows,
                 slots=torch.as_tensor(np.where(valid, at, -1), device=device),
-                reach=int(at.max()) + 1,
+                visible_length=int(at.max()) + 1,
                 step=state.commits,
                 branches=state.branches,
                 forwarded=-(-valid.sum(1).reshape(state.branches, -1).sum(0) // state.branches),

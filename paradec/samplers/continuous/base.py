@@ -63,7 +63,7 @@ class ContinuousSampler(Sampler):
     family = "continuous"
     models = ("continuous image",)
     uses_steps = True
-    unserved = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = tuple(name for name in FIELDS if name not in SERVED)
 
     def _state(self, left: np.ndarray, fields: dict[str, Any]) -> Any:
         """The state of a request.

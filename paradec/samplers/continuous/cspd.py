@@ -108,7 +108,7 @@ def verified(
 # ---- random numbers -------------------------------------------------------------------------------------------------
 
 
-class Draws(Protocol):
+class ContinuousDraws(Protocol):
     """Where the random numbers of one request come from. Who asks again is given the same numbers."""
 
     def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
@@ -161,7 +161,7 @@ class CSpDState(ContinuousState):
     """Per commit, the steps that it decides."""
     targets: int = 0
     """How many of the first commits are steps of the target alone."""
-    draws: Draws | None = None
+    draws: ContinuousDraws | None = None
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[B] int64 on the host: forward calls of the draft model."""
 
@@ -281,7 +281,7 @@ class CSpD(ContinuousSampler):
         request: Request | None = None,
         *,
         order: Tensor | None = None,
-        draws: Draws | None = None,
+        draws: ContinuousDraws | None = None,
         **arguments: Any,
     ) -> CSpDState:
         """As `ContinuousSampler.start`.

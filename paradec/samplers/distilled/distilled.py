@@ -146,7 +146,7 @@ class Distilled(Sampler):
     arxiv = "2412.17153"
     summary = "a student makes all tokens from noise in one call or two, with its teacher in between if wanted"
     uses_steps = True
-    unserved = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = tuple(name for name in FIELDS if name not in SERVED)
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "llamagen_b": {"t_list": (0, 80), "split": 80},

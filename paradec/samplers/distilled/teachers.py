@@ -73,7 +73,7 @@ class CellTeaching:
             store_rows=torch.as_tensor(index, device=context.device),
             store_index=index,
             slots=positions,
-            reach=at + 1,
+            visible_length=at + 1,
             step=step,
             branches=self.branches,
             forwarded=np.full(self.batch, len(column)),

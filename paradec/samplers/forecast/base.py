@@ -4,8 +4,8 @@ A method of this family is one decision, `evaluates`: evaluate or forecast this 
 of the evaluations and how it forecasts from that. Everything around it is here: the query, guidance, the solver's step.
 The solver is a diffusers scheduler. All rows stand at the same solver step.
 
-The decision reads a `Course` and nothing else of the state, so that it is asked for in the same way, once per solver
-step, where a pipeline owns the loop (`paradec.integrations.diffusers.hooks`).
+The decision reads a `RunProgress` and nothing else of the state, so that it is asked for in the same way, once per
+solver step, where a pipeline owns the loop (`paradec.integrations.diffusers.hooks`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paradec.core import rng
 from paradec.core.checks import check_int, check_number
 from paradec.core.protocol import Commit, Cost, LatentProposal, LatentQuery, Memory, MemorySpec, Sampler, State
 from paradec.core.trace import Trace
-from paradec.samplers.forecast.refresh import Course
+from paradec.samplers.forecast.refresh import RunProgress
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ForecastState(State):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rows = np.arange(self.batch)
-        self.course = Course(total=self.total)
+        self.course = RunProgress(total=self.total)
         """Which step comes next, and what the refresh rules read."""
         self.input = self._model_input()
 
@@ -94,11 +94,11 @@ class ForecastSampler(Sampler):
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 
-    def evaluates(self, course: Course) -> bool:
+    def evaluates(self, course: RunProgress) -> bool:
         """Whether the model is evaluated at the next step of a run, or forecast. It must be evaluated at the first."""
         raise NotImplementedError
 
-    def watch(self, course: Course, before: Tensor, now: Tensor) -> None:
+    def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         """Note in the course how the model's input changed from one step to the next, where the decision reads that."""
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, MemorySpec]:

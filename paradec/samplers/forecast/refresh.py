@@ -15,7 +15,7 @@ from paradec.core.checks import check_int, check_number, shown
 
 
 @dataclass
-class Course:
+class RunProgress:
     """Where a run stands: what the rules read. Steps are counted from 0."""
 
     total: int | None = None
@@ -70,7 +70,7 @@ class Verification:
         check_int("min_forecasts", self.min_forecasts, low=1)
         check_int("max_forecasts", self.max_forecasts, low=self.min_forecasts)
 
-    def is_full(self, course: Course, first_enhance: int) -> bool:
+    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
         """Whether the next step is evaluated."""
         if course.forecasts == 0:
             return False
@@ -124,7 +124,7 @@ class AccumulatedChange:
             total = total * change + coefficient
         return total
 
-    def is_full(self, course: Course, first_enhance: int) -> bool:
+    def is_full(self, course: RunProgress, first_enhance: int) -> bool:
         """Whether the next step is evaluated; `course.change` holds its change already."""
         if course.index < first_enhance:
             return True

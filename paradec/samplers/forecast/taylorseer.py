@@ -23,7 +23,7 @@ from paradec.samplers.forecast.bac import BlockSchedule
 from paradec.samplers.forecast.base import ForecastSampler, ForecastState
 from paradec.samplers.forecast.bases import BASES, Basis, History
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification, relative_change
+from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification, relative_change
 from paradec.samplers.forecast.rules import Rule, refresh_from
 from paradec.samplers.forecast.step_masks import MASKS, step_mask
 
@@ -184,7 +184,7 @@ class TaylorSeer(ForecastSampler):
         offset = 1 if self.style == "reference" else -1
         return (index - self.first_enhance + offset) % self.interval == 0
 
-    def evaluates(self, course: Course) -> bool:
+    def evaluates(self, course: RunProgress) -> bool:
         if course.last_full < 0:
             return True
         if self.refresh is not None:
@@ -194,7 +194,7 @@ class TaylorSeer(ForecastSampler):
             return self.refresh.is_full(course, self.first_enhance)
         return self.is_full(course.index, course.total)
 
-    def watch(self, course: Course, before: Tensor, now: Tensor) -> None:
+    def watch(self, course: RunProgress, before: Tensor, now: Tensor) -> None:
         if isinstance(self.refresh, AccumulatedChange):
             course.change += self.refresh.rescale(relative_change(now, before))
 

@@ -162,7 +162,7 @@ class GroupSampler(GroupWriter):
 
     models: ClassVar[tuple[str, ...]] = ("grouped image",)
     uses_steps: ClassVar[bool] = True
-    unserved: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
 
     # ---- the method's own decisions -------------------------------------------------------------------------------
 

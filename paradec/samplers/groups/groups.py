@@ -77,7 +77,7 @@ class Groups(GroupSampler):
                 store_index=rows,
                 slots=ranks.expand(len(rows), -1),
                 sees=sees.expand(len(rows), -1),
-                reach=state.end(now),
+                visible_length=state.end(now),
                 step=state.commits,
                 branches=state.branches,
                 forwarded=np.full(state.batch, len(ranks)),

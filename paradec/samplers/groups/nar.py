@@ -120,7 +120,7 @@ class NAR(GroupWriter):
     paper = "NAR"
     arxiv = "2503.10696"
     summary = "a diagonal of the picture per forward, from the heads of its left and upper neighbours"
-    unserved = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported = tuple(name for name in FIELDS if name not in SERVED)
 
     def __post_init__(self) -> None:
         check_int("cfg_interval", self.cfg_interval, low=-1)
@@ -219,7 +219,7 @@ class NAR(GroupWriter):
                 store_rows=rows,
                 store_index=index,
                 slots=slots,
-                reach=reach,
+                visible_length=reach,
                 step=state.commits,
                 branches=branches,
                 forwarded=forwarded,

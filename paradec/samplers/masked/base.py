@@ -2,8 +2,8 @@
 
 A method of this family is one decision, `select`: which undecided positions of the window become final, given their
 scores. Everything around it is here, in this order: the query, the logits stage (guidance, suppression, the method's
-own `fuse`), the choice of a candidate token and its statistics, the selection, the write, and the stop at the end of
-the text. Rows are independent: each has its own block, step and end.
+own `process_logits`), the choice of a candidate token and its statistics, the selection, the write, and the stop at the
+end of the text. Rows are independent: each has its own block, step and end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Commit, Cost, MemorySpec, Query, Sampler
 from paradec.core.registry import unknown
 from paradec.core.trace import Notes
-from paradec.kernels.token_stats import Draws, read_stats
+from paradec.kernels.token_stats import GumbelDraws, read_stats
 from paradec.request import Request, request_for
 from paradec.samplers.masked import commit as stages
 from paradec.samplers.masked import noting, pipeline, reference, revising
@@ -46,8 +46,25 @@ from paradec.samplers.statistics import (
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Revision", "Stage", "View", "reference"]
 
-DERIVED = {"announces": "announce", "fuses": "fuse", "assesses": "assess", "revises": "revise"}
+DERIVED = {
+    "previews": "preview",
+    "processes_logits": "process_logits",
+    "has_extra_quantities": "extra_quantities",
+    "revises": "revise",
+}
 """Class attributes that say whether a class has a decision of its own, and the method that this is seen by."""
+
+FORMER = {
+    "announce": "preview",
+    "assess": "extra_quantities",
+    "drafts": "multi_step",
+    "frontier": "sweep",
+    "fuse": "process_logits",
+    "rereads": "needs_decided_logits",
+    "shadows": "mask_probes",
+    "unserved": "unsupported",
+}
+"""What a subclass may have been written with, and its name now."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +82,22 @@ class MaskedSampler(Sampler):
             finds without it; then pipelined blocks take the method, without `steps`.
         may_wait: whether a step may commit nothing; then the method's schedule must bound the steps.
         reference_draws: whether the public code draws position noise for the whole "canvas" or the "masked" positions.
-        rereads: whether the method reads the logits of decided positions of the block as well (to edit or remask).
-            Without it, and without a `fuse`, `assess` or `revise`, large vocabularies have none there.
-        shadows: whether it evaluates masks beside the row that the rest of the row does not see.
-        drafts: whether it evaluates drafts of later steps, and promises the result of taking them one by one.
+        needs_decided_logits: whether the method reads the logits of decided positions of the block as well (to edit or
+            remask). Without it, and without a `process_logits`, `extra_quantities` or `revise`, large vocabularies have
+            none there.
+        mask_probes: whether it evaluates masks beside the row that the rest of the row does not see.
+        multi_step: whether it evaluates drafts of later steps, and promises the result of taking them one by one.
         ends_with_block: whether stop rules of a method that `revises` see a block only when it closes.
         device_step: whether `select` waits for no device and takes counts from tensors, and nothing else is the class's
             own, so that the device step can take it. Subclasses say so again for themselves.
-        frontier: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
+        sweep: what `paradec compare` measures beside the defaults, two entries at least: settings of the method, and
             arguments of the request. A fraction for `steps` is that share of the undecided positions.
         names_rules: whether a selection is several rules' (`rules_of`).
 
     Class attributes that follow from what a class overrides, unless it says otherwise:
-        announces: whether `announce` says what a step will commit before the model is called.
-        fuses: whether the method has a logits stage of its own, `fuse`.
-        assesses: whether it finds out more about a proposal, by `assess`.
+        previews: whether `preview` says what a step will commit before the model is called.
+        processes_logits: whether the method has a logits stage of its own, `process_logits`.
+        has_extra_quantities: whether it finds out more about a proposal, by `extra_quantities`.
         revises: whether the method takes back what it decided in the open block (`revise`). Then stop rules count a
             token as decided when a step has left it as it stands, or its block has closed.
     """
@@ -93,20 +111,22 @@ class MaskedSampler(Sampler):
     least_by_steps: ClassVar[bool] = False
     may_wait: ClassVar[bool] = False
     reference_draws: ClassVar[str] = "canvas"
-    rereads: ClassVar[bool] = False
-    shadows: ClassVar[bool] = False
-    drafts: ClassVar[bool] = False
+    needs_decided_logits: ClassVar[bool] = False
+    mask_probes: ClassVar[bool] = False
+    multi_step: ClassVar[bool] = False
     ends_with_block: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
-    frontier: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    sweep: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     names_rules: ClassVar[bool] = False
-    announces: ClassVar[bool] = False
-    fuses: ClassVar[bool] = False
-    assesses: ClassVar[bool] = False
+    previews: ClassVar[bool] = False
+    processes_logits: ClassVar[bool] = False
+    has_extra_quantities: ClassVar[bool] = False
     revises: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        for name in FORMER.keys() & vars(cls).keys():
+            raise TypeError(f"sampler class {cls.__name__} defines {name}, which is called {FORMER[name]} now")
         line = cls.__mro__
         for flag, method in DERIVED.items():
             said, made = (next(at for at, base in enumerate(line) if name in vars(base)) for name in (flag, method))
@@ -133,20 +153,20 @@ class MaskedSampler(Sampler):
         """Tensors that the method keeps between steps."""
         return {}
 
-    def announce(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: CanvasState) -> np.ndarray:
         """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing.
         Caches that evaluate little else ask for it."""
         raise NotImplementedError
 
     def told(self, state: CanvasState) -> np.ndarray | None:
         """What a cache is told that asks the sampler before it plans (`Cache.evaluates`): [R, K] int64 positions."""
-        return self.announce(state)
+        return self.preview(state)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         """New values [R, ...] of the declared memory, after a selection."""
         return {}
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         """The method's own logits stage [R, W, V] -> [R, W, V], the last one before a token is chosen. Changes nothing
         in place. A stage that raises a few words only may leave them unwritten (`statistics.raise_words`).
 
@@ -155,13 +175,13 @@ class MaskedSampler(Sampler):
         """
         return logits, {}
 
-    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the method finds out about a proposal beside the logits' statistics (a trained filter's opinion), each
         [R, W]: `select` and `trim` see it in `view.quantities`. Changes nothing."""
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """What to take back of `view.editable`, after a selection; for methods that declare `rereads`."""
+        """What to take back of `view.editable`, after a selection; for methods that declare `needs_decided_logits`."""
         return Revision()
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
@@ -224,7 +244,8 @@ class MaskedSampler(Sampler):
     def _reads_window(self, state: MaskedState) -> bool:
         """Whether this step reads the logits of decided positions as well: the method, or something else that has more
         to do with them than to choose candidates."""
-        own = self.rereads or self.revises or self.fuses or self.assesses or self.shadows or self.drafts
+        own = self.needs_decided_logits or self.revises or self.processes_logits
+        own = own or self.has_extra_quantities or self.mask_probes or self.multi_step
         # the public codes draw for whole windows
         others = state.generator is not None or state.logprobs is not None or bool(state.early_rules)
         return own or others or state.guards_holes or (state.reads_blocks and bool(state.opening.any()))
@@ -283,8 +304,8 @@ class MaskedSampler(Sampler):
             satisfied = [rule.satisfied(state, proposal) for rule in state.early_rules]
             # what has no logits at this step cannot be filled
             proposal.early = torch.stack(satisfied).any(0) & (evaluated == undecided).all(1)
-        if self.assesses:
-            proposal.quantities.update(self.assess(state, proposal))
+        if self.has_extra_quantities:
+            proposal.quantities.update(self.extra_quantities(state, proposal))
         return proposal
 
     def _proposable(self, state: MaskedState, logits: Tensor, query: Query) -> Tensor:
@@ -297,11 +318,11 @@ class MaskedSampler(Sampler):
     def _logits_stage(
         self, state: MaskedState, logits: Tensor, query: Query, available: Tensor, current: Tensor
     ) -> tuple[Tensor | Raised, dict[str, Tensor]]:
-        """The logits [R, W, V] that tokens are chosen from, and what stop rules and `fuse` read off them."""
+        """The logits [R, W, V] that tokens are chosen from, and what stop rules and `process_logits` read off them."""
         watched: dict[str, Tensor] = {}
         if state.watched:
             watched = {WATCHED + name: found for name, found in token_statistics(logits, state.watched)[1].items()}
-        if not self.fuses:
+        if not self.processes_logits:
             return logits, watched
         seen = [available, state.window.positions, current]
         if len(query.rows) < len(available):
@@ -309,7 +330,7 @@ class MaskedSampler(Sampler):
             seen = [tensor.index_select(0, index) for tensor in seen]
         available, positions, current = seen
         memory = state.memory.read(query.rows, available.shape[1])
-        fused, found = self.fuse(logits, Stage(available, positions, memory, current))
+        fused, found = self.process_logits(logits, Stage(available, positions, memory, current))
         return fused, watched | dict(found)
 
     def guidance(self, state: CanvasState, rows: np.ndarray) -> float | Tensor:
@@ -317,7 +338,7 @@ class MaskedSampler(Sampler):
         return state.request.guidance_scale
 
     def _guided(self, state: CanvasState, logits: Tensor, query: Query) -> Tensor:
-        """The logits stage up to `fuse`: guidance, and the words that are never proposed."""
+        """The logits stage up to `process_logits`: guidance, and the words that are never proposed."""
         request = state.request
         if request.guidance_scale != 1.0:
             logits = guided(logits, self.guidance(state, query.rows))
@@ -380,7 +401,7 @@ class MaskedSampler(Sampler):
         if generator is None:
             steps = torch.as_tensor(state.row_step[rows], device=positions.device)
             keys = state.keys[torch.as_tensor(rows, device=positions.device)]
-            sample = read_stats(logits, frozenset(), draws=Draws(keys, steps, positions)).sample
+            sample = read_stats(logits, frozenset(), draws=GumbelDraws(keys, steps, positions)).sample
             assert sample is not None  # asked for with `draws`
             return sample
         if self.score_from == "sampled":
@@ -418,7 +439,7 @@ class MaskedSampler(Sampler):
             tokens=written,
             confidence=proposal.quantities["confidence"],
             selected=decision.selected if self.revises else None,
-            linger=decision.linger,
+            hold_block=decision.hold_block,
             cut=cut,
             block_end=proposal.block_end,
             available=available if state.cache.hears else None,

@@ -26,8 +26,8 @@ def fill_early(state: MaskedState, proposal: MaskedProposal, decision: Decision)
     decision.values = torch.where(early, proposal.values, decision.values)
     decision.selected = torch.where(early, undecided, decision.selected)
     decision.filled = torch.where(early, undecided.to(decision.filled.dtype), decision.filled)
-    if decision.linger is not None:
-        decision.linger = decision.linger & ~proposal.early
+    if decision.hold_block is not None:
+        decision.hold_block = decision.hold_block & ~proposal.early
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
@@ -88,7 +88,7 @@ def note(state: MaskedState, proposal: MaskedProposal, decision: Decision) -> St
 
 
 def remember(sampler: Any, state: MaskedState, proposal: MaskedProposal, view: View, picked: Tensor) -> None:
-    """Keep what `fuse` found under the name of a memory, and what `remember` makes of the selection."""
+    """Keep what `process_logits` found under the name of a memory, and what `remember` makes of the selection."""
     kept = {name: value for name, value in proposal.updates.items() if name in state.memory}
     for name, value in {**kept, **sampler.remember(view, picked)}.items():
         state.memory.write(name, proposal.rows, value)
@@ -106,9 +106,9 @@ def count(state: MaskedState, rows: np.ndarray, cost: Cost, tokens: np.ndarray, 
 def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: dict[str, np.ndarray]) -> None:
     """Close full blocks and the rows that have ended. decided: what `to_host` gave of the step."""
     rows, tokens = proposal.rows, decided["tokens"]
-    lingers, standing = None, tokens
+    held, standing = None, tokens
     if sampler.revises:
-        lingers, standing = revising.standing(sampler, state, rows, decided)
+        held, standing = revising.standing(sampler, state, rows, decided)
     ends = first_end(state.stop_rules, state, standing) if state.stop_rules else None
     moved = proposal.block_end is not None
     if state.pipelined and proposal.early is None:
@@ -118,4 +118,4 @@ def close(sampler: Any, state: MaskedState, proposal: MaskedProposal, decided: d
         moved = True
     if proposal.early is not None:
         state.close_full_rows(tokens)
-    state.close(rows, ends, lingers, moved)
+    state.close(rows, ends, held, moved)

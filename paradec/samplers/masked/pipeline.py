@@ -24,7 +24,7 @@ def check_pipelined(sampler: Any, policy: Any, steps: int | None = None) -> None
     why = None
     if sampler.revises:
         why = "it takes back what it decided in one open block"
-    elif sampler.assesses or sampler.shadows:
+    elif sampler.has_extra_quantities or sampler.mask_probes:
         why = "it judges one block at a time"
     elif sampler.uses_steps and not sampler.least_by_steps:
         why = "its schedule is of one block after the other"

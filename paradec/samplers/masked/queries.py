@@ -106,7 +106,7 @@ def _fixed_query(state: MaskedState, part: Part) -> tuple[Query, Tensor, bool]:
         if state.facts.topology == "block_causal":
             last = part.positions.max(1)
             reach = min(reach, int(state.facts.block_bounds(last, last + 1, state.prompt_length[rows])[1].max()))
-        query.reach = reach + -reach % state.stored_cache.shape_multiple
+        query.visible_length = reach + -reach % state.stored_cache.shape_multiple
     whole = part.valid is None and len(rows) == state.batch and part.positions.shape == tuple(state.canvas.shape)
     return query, row_index, whole
 

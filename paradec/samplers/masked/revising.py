@@ -34,7 +34,7 @@ def revised(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> D
         remask = remask & (filled.sum(1) - remask.sum(1) >= left).unsqueeze(1)
         values = values.masked_fill(remask, state.facts.mask_id)
         written, filled = written | remask, filled - remask.long()
-    return Decision(values, written, filled, revision.linger)
+    return Decision(values, written, filled, revision.hold_block)
 
 
 def least(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
@@ -49,10 +49,10 @@ def standing(
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Which rows [R] linger in their block, and the window [R, W] as stop rules see it: what may be taken back ends
     nothing before a step has left it as it is."""
-    lingers = decided.get("linger")
+    held = decided.get("hold_block")
     closes = state.remaining[rows] <= 0
-    if lingers is not None:
-        lingers = lingers & (state.block_step[rows] < sampler.most_steps(state.masks_at_open[rows]))
-        closes = closes & ~lingers
+    if held is not None:
+        held = held & (state.block_step[rows] < sampler.most_steps(state.masks_at_open[rows]))
+        closes = closes & ~held
     open_still = ~closes[:, None] if sampler.ends_with_block else decided["selected"] & ~closes[:, None]
-    return lingers, np.where(open_still, state.facts.mask_id, decided["tokens"])
+    return held, np.where(open_still, state.facts.mask_id, decided["tokens"])

@@ -150,7 +150,7 @@ def _check_pair(sampler: Any, model: Any) -> None:
             "paradec.wrap its mask_token_id, prediction and topology; else give one of family 'draft_verify', e.g. "
             "sampler='sjd'"
         )
-    if sampler.shadows and not (model.supports_visibility and facts.prediction == "same"):
+    if sampler.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
         raise ValueError(
             f"sampler {sampler.name!r} evaluates masks that the rest of the row does not see, which takes a "
             f"transformers decoder that predicts in place ('same'); {facts.name} is not one"
@@ -214,7 +214,7 @@ def block_policy(
     if policy is not None:
         if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
             raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
-        if getattr(policy, "reads_logits", False) and sampler.drafts:
+        if getattr(policy, "reads_logits", False) and sampler.multi_step:
             raise ValueError(
                 f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: it drafts steps ahead, before "
                 "the logits that say where a block ends; use paradec.FixedBlocks"

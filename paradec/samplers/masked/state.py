@@ -21,7 +21,7 @@ from paradec.core.blocks import BlockPolicy, Opening, PipelinedBlocks
 from paradec.core.checks import shown
 from paradec.core.contract import CanvasState, Window
 from paradec.core.facts import ModelFacts
-from paradec.core.protocol import Call, State
+from paradec.core.protocol import CallCost, State
 from paradec.core.trace import TraceStep
 from paradec.request import Request
 from paradec.samplers.masked.stopping import NEVER, EarlyRule, StopRule, exchanged_rules
@@ -290,20 +290,20 @@ class MaskedState(CanvasState, State):
         self.block_end[rows], self.remaining[rows] = self.length[rows], 0
 
     def close(
-        self, rows: np.ndarray, ends: np.ndarray | None, lingers: np.ndarray | None = None, moved: bool = False
+        self, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, moved: bool = False
     ) -> None:
         """Finish the rows that a stop rule ends (`ends` as `StopRule` says them); open the block after a full one.
 
         Args:
-            lingers: [R] bool, rows that stay in a full block. moved: whether a block ends elsewhere than before this
+            held: [R] bool, rows that stay in a full block. moved: whether a block ends elsewhere than before this
                 step.
         """
         left = self.remaining if self.window.whole else self.remaining[rows]
         if ends is None and not moved and 0 not in left.tolist():
             return
         full = left == 0
-        if lingers is not None:
-            full &= ~lingers
+        if held is not None:
+            full &= ~held
             if ends is None and not moved and not full.any():
                 return
         if ends is not None:
@@ -539,7 +539,7 @@ class MaskedState(CanvasState, State):
         if not called:
             return
         once = (np.arange(self.batch) == 0).astype(np.int64)
-        self._calls.append(Call(np.arange(self.batch), 1, once, np.full(self.batch, reuse.start) * once, False))
+        self._calls.append(CallCost(np.arange(self.batch), 1, once, np.full(self.batch, reuse.start) * once, False))
         if self.trace is not None:
             self.trace.steps.append(TraceStep([], (reuse.start * once).tolist(), "prefix", [1] * self.batch))
 

@@ -59,7 +59,7 @@ class View:
     memory: Mapping[str, Tensor]
     """The method's own tensors, each [R, ...]."""
     updates: Mapping[str, Tensor]
-    """What the method's `fuse` found in this step, each [R, ...]."""
+    """What the method's `process_logits` found in this step, each [R, ...]."""
     current: Tensor
     """[R, W] int64: what stands at the positions now."""
     editable: Tensor
@@ -94,7 +94,7 @@ class View:
 
 @dataclass
 class Stage:
-    """What `fuse` sees beside the logits. Shapes: `R` rows (of one call), `W` positions."""
+    """What `process_logits` sees beside the logits. Shapes: `R` rows (of one call), `W` positions."""
 
     undecided: Tensor
     """[R, W] bool: undecided and evaluated this step."""
@@ -114,7 +114,7 @@ class Revision:
     """[R, W] bool: editable positions that become undecided again."""
     edit: Tensor | None = None
     """[R, W] bool: editable positions that take this step's candidate token."""
-    linger: Tensor | None = None
+    hold_block: Tensor | None = None
     """[R] bool: rows whose block stays open for another step although nothing in it is undecided."""
 
 
@@ -128,7 +128,7 @@ class Decision:
     """[R, W] bool: where they are written."""
     filled: Tensor
     """[R, W]: what that adds to what is decided: bool; -1, 0 or 1 where the method takes tokens back."""
-    linger: Tensor | None = None
+    hold_block: Tensor | None = None
     """[R] bool: rows whose block stays open although nothing in it is undecided."""
 
 

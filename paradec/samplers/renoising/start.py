@@ -57,7 +57,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     suppressed = _suppressed(request, facts)
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = _randomness(request, rows, holes)
-    stop_rules, early = check_stop(request.stop, SimpleNamespace(drafts=False, shadows=False))
+    stop_rules, early = check_stop(request.stop, SimpleNamespace(multi_step=False, mask_probes=False))
     if early:
         raise ValueError(
             f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole, when it has settled "

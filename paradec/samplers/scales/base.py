@@ -132,7 +132,7 @@ class ScaleSampler(Sampler):
     family: ClassVar[str] = "scales"
     models: ClassVar[tuple[str, ...]] = ("scale image",)
     request_defaults: ClassVar[Mapping[str, Any]] = {"temperature": 1.0}
-    unserved: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
+    unsupported: ClassVar[tuple[str, ...]] = tuple(name for name in FIELDS if name not in SERVED)
 
     def __post_init__(self) -> None:
         check_choice("guidance_schedule", self.guidance_schedule, ("linear", "constant"))

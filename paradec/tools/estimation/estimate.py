@@ -220,7 +220,7 @@ def _check(shape: Shape, cache: Any, sparse: SparseD | None, prompt: int, answer
         if sparse is not None:
             raise ValueError(f"attention='sparsed' is for full attention, and {shape.name} is causal")
         return
-    # the sampler of which caches ask least: it announces what a step will decide
+    # the sampler of which caches ask least: it previews what a step will decide
     said = verdict(samplers.get("random"), cache, shape)
     if said.status == REFUSED:
         raise ValueError(f"cache={cache.name!r} does not work with {shape.name}: {said.why}")

@@ -1,6 +1,6 @@
 """The honest comparison: every masked sampler on prompts with checkable answers, accuracy beside the forwards it took.
 
-Each sampler runs with its defaults and with the settings of its class attribute `frontier`. All share the model, the
+Each sampler runs with its defaults and with the settings of its class attribute `sweep`. All share the model, the
 cache, the canvas, the seed and the stop at the end of the text, so that what separates them is the rule. The baseline
 is the threshold rule at 0.9 with that stop; it is always measured, and every row says how it compares.
 
@@ -56,7 +56,7 @@ class Configuration:
     """A sampler with some of its settings, and of the request's, changed; nothing changed is its default.
 
     `sampler` is a registered name, or a combination as text ("credit+localleap"), which carries its settings itself.
-    `changes` is one entry of the sampler's `frontier`. Names of the sampler's settings go to the sampler, the others
+    `changes` is one entry of the sampler's `sweep`. Names of the sampler's settings go to the sampler, the others
     to `generate`. A fraction for `steps` stands for that share of the undecided positions.
     """
 
@@ -95,14 +95,14 @@ class Configuration:
 
 
 def configurations(names: str | Iterable[str | Configuration] | None = None) -> list[Configuration]:
-    """The baseline, then every sampler with its defaults and the settings of its `frontier`; the baseline's come first.
+    """The baseline, then every sampler with its defaults and the settings of its `sweep`; the baseline's come first.
 
     Args:
         names: samplers wanted, and combinations as text and `Configuration`s, which are measured as they stand; None
             takes every registered sampler of the masked family, and `COMBINATIONS`.
 
     Raises:
-        ValueError: an unknown sampler, one of another family, or a `frontier` with something that nothing takes.
+        ValueError: an unknown sampler, one of another family, or a `sweep` with something that nothing takes.
     """
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -112,13 +112,13 @@ def configurations(names: str | Iterable[str | Configuration] | None = None) -> 
     wanted = dict.fromkeys(entry for entry in entries if not isinstance(entry, Configuration))
     found = [Configuration(BASELINE)]
     for name in sorted(wanted, key=lambda name: name != BASELINE):
-        frontier: tuple[Mapping[str, Any], ...] = ()
+        sweep: tuple[Mapping[str, Any], ...] = ()
         if name in samplers.registry or not any(sign in name for sign in samplers.JOINING):
             cls = samplers.get(name)
             if cls.family != "masked":
                 raise ValueError(f"sampler {name!r} is of family {cls.family!r}; compare takes the 'masked' family")
-            frontier = cls.frontier
-        for changes in ({}, *frontier):
+            sweep = cls.sweep
+        for changes in ({}, *sweep):
             configuration = Configuration(name, changes)
             configuration.make()
             Request(**configuration.request(1))

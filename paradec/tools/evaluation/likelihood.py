@@ -39,7 +39,7 @@ from paradec.core.protocol import NotFinite, Query
 from paradec.request import LARGEST_GUIDANCE
 from paradec.samplers.statistics import guided
 from paradec.tools.evaluation import maskings
-from paradec.tools.evaluation.maskings import Masking, Part
+from paradec.tools.evaluation.maskings import Masking, MaskingSpan
 
 METHODS = ("exact", "monte_carlo", "chain")
 ORDERS = ("left_to_right", "right_to_left", "random")
@@ -130,7 +130,7 @@ def log_likelihoods(
     for number, pair in enumerate(pairs):
         _check_pair(model, number, pair)
 
-    def parts_of(pair: Pair) -> list[Part]:
+    def parts_of(pair: Pair) -> list[MaskingSpan]:
         context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
         if method == "exact":
             return maskings.exact(context, continuation)
@@ -162,10 +162,10 @@ def _check_pair(model: Any, number: int, pair: Pair) -> None:
 
 
 def _evaluated(
-    model: Any, pairs: list[Pair], parts_of: Callable[[Pair], list[Part]], scale: float, batch_size: int
+    model: Any, pairs: list[Pair], parts_of: Callable[[Pair], list[MaskingSpan]], scale: float, batch_size: int
 ) -> Iterator[Likelihood]:
     """Evaluate the rows of all pairs, `batch_size` together whatever pair they are of."""
-    plans: list[list[Part]] = []
+    plans: list[list[MaskingSpan]] = []
     sums: list[list[np.ndarray]] = []
     """Of each pair and part: the strata's values."""
     greedy, left, done = [True] * len(pairs), [0] * len(pairs), 0
@@ -190,7 +190,7 @@ def _evaluated(
             done += 1
 
 
-def _likelihood(model: Any, parts: list[Part], sums: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
+def _likelihood(model: Any, parts: list[MaskingSpan], sums: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
     value, variance = 0.0, 0.0
     for part, strata in zip(parts, sums, strict=True):
         value += float(strata.mean())

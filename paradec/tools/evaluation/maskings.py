@@ -32,7 +32,7 @@ class Masking:
 
 
 @dataclass(frozen=True)
-class Part:
+class MaskingSpan:
     """What is made at once: a whole continuation, or of a block-causal model what a block has of it."""
 
     rows: list[Masking]
@@ -51,16 +51,16 @@ class _Span:
     width: int
 
 
-def exact(context: list[int], continuation: list[int]) -> list[Part]:
+def exact(context: list[int], continuation: list[int]) -> list[MaskingSpan]:
     """One row, in which causal models judge every position by what stands before it."""
     row = context + continuation
     at = list(range(len(context), len(row)))
-    return [Part([Masking(row, at, continuation, len(context), 1.0, 0)], 1, False)]
+    return [MaskingSpan([Masking(row, at, continuation, len(context), 1.0, 0)], 1, False)]
 
 
 def chain(
     facts: ModelFacts, context: list[int], continuation: list[int], order: str, samples: int, seed: int
-) -> list[Part]:
+) -> list[MaskingSpan]:
     """A row for each position of each order: those before it in the order are given, the others masked."""
     row, parts = context + continuation, []
     keys = _keys(seed, row)
@@ -76,13 +76,13 @@ def chain(
             for number, places in enumerate(orders.tolist())
             for k, place in enumerate(places)
         ]
-        parts.append(Part(rows, len(orders), drawn))
+        parts.append(MaskingSpan(rows, len(orders), drawn))
     return parts
 
 
 def monte_carlo(
     facts: ModelFacts, context: list[int], continuation: list[int], samples: int, stratum: int, seed: int
-) -> list[Part]:
+) -> list[MaskingSpan]:
     """Random maskings, `stratum` of them with numbers of masks that are spread evenly; or all of them, where these are
     no more than `samples`."""
     row, parts = context + continuation, []
@@ -108,7 +108,7 @@ def monte_carlo(
             Masking(_masked(row, facts, span, at), [*at], [row[i] for i in at], len(context), weight, number)
             for at, weight, number in chosen
         ]
-        parts.append(Part(rows, len(rows), not few))
+        parts.append(MaskingSpan(rows, len(rows), not few))
     return parts
 
 

@@ -42,7 +42,7 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
 
     Args:
         name: a registered one of the masked family: with the settings of `SWEEPS`, else with its class attribute
-            `frontier`, the threshold's where that is about a threshold alone, or a schedule's where it plans steps.
+            `sweep`, the threshold's where that is about a threshold alone, or a schedule's where it plans steps.
         settings: 2 to 5.
 
     Raises:
@@ -52,13 +52,13 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
     cls = samplers.get(name)
     if cls.family != "masked":
         raise ValueError(f"sampler {name!r} is of family {cls.family!r}; the bench takes the 'masked' family")
-    changes: tuple[Changes, ...] = SWEEPS.get(name, ({}, *cls.frontier))
-    varied = {key for change in cls.frontier for key in change}
+    changes: tuple[Changes, ...] = SWEEPS.get(name, ({}, *cls.sweep))
+    varied = {key for change in cls.sweep for key in change}
     if name not in SWEEPS and varied == {"steps"}:
         changes = SCHEDULE
     if name not in SWEEPS and varied == {"threshold"}:
         default = cls().threshold  # type: ignore[attr-defined]
-        values = [*(change["threshold"] for change in cls.frontier), 0.75, 1.0, 0.6]
+        values = [*(change["threshold"] for change in cls.sweep), 0.75, 1.0, 0.6]
         changes = ({}, *({"threshold": value} for value in dict.fromkeys(values) if value != default))
     if len(changes) < settings:
         raise ValueError(f"sampler {name!r} has {len(changes)} settings to sweep, not {settings}: ask for fewer of all")

@@ -145,7 +145,7 @@ class _Replay(MaskedSampler):
 
     name = "learn2pd replay"
     reads = READ_BY_FILTERS
-    rereads = True
+    needs_decided_logits = True
     may_wait = True
 
     def select(self, view: View) -> Tensor:

@@ -39,7 +39,7 @@ class Point:
     reported: Measured | None = None
     """On the other half; None where that was not measured."""
     by_hand: bool = False
-    """Whether it is a sampler's defaults or one of its `frontier`, and not what a search proposed."""
+    """Whether it is a sampler's defaults or one of its `sweep`, and not what a search proposed."""
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ def tune(
 ) -> Tuning:
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
-    Half of the prompts choose. All settings that were made by hand, defaults and frontiers, are decoded first; then
+    Half of the prompts choose. All settings that were made by hand, defaults and sweeps, are decoded first; then
     Optuna draws others, successive halving drops what is beaten on the first prompts (`paradec.tools.tuning.halving`),
     and what is left makes a Pareto front. The preset is the best one made by hand, or what is cheaper and surely not
     worse (`paradec.tools.tuning.result.choose`). The other half is decoded with the front alone, and reported. One

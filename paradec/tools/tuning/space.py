@@ -1,8 +1,8 @@
 """What can be varied: samplers and their settings, caches, block lengths; without pairs that do not work.
 
-Ranges come from what every sampler declares. Its `frontier` says which settings trade quality for speed, and its
-defaults, presets and `frontier` which values somebody has used: a number is drawn from between the smallest and the
-largest of them, and a quarter of that distance beyond where the sampler takes it. The defaults and the frontiers
+Ranges come from what every sampler declares. Its `sweep` says which settings trade quality for speed, and its
+defaults, presets and `sweep` which values somebody has used: a number is drawn from between the smallest and the
+largest of them, and a quarter of that distance beyond where the sampler takes it. The defaults and the sweeps
 themselves, what was set by hand, are the first trials, whatever number of others is asked for.
 """
 
@@ -205,10 +205,10 @@ def build_space(
             continue
         space.caches[name] = allowed
         space.settings[name] = {} if cls is None else domains(cls)
-        frontier = () if cls is None else cls.frontier
+        sweep = () if cls is None else cls.sweep
         # a schedule at its default is one token per step, as dear as the reference: its frontier has faster ones
         one_by_one = "steps" in space.settings[name]
-        by_hand = [*([] if one_by_one and name != BASELINE else [{}]), *frontier]
+        by_hand = [*([] if one_by_one and name != BASELINE else [{}]), *sweep]
         space.starts += [Candidate(name, changes, allowed[0], block_lengths[0]) for changes in by_hand]
     if not space.settings:
         why = "; ".join(f"{name}: {reason}" for name, reason in space.left_out.items())
@@ -261,10 +261,10 @@ def _slow(start: Candidate) -> float:
 
 
 def domains(cls: type[Any]) -> dict[str, Span | Choice]:
-    """What of a sampler is varied: the settings that its `frontier` changes."""
+    """What of a sampler is varied: the settings that its `sweep` changes."""
     default = Space.defaults(cls.name)
     used: dict[str, list[Any]] = {}
-    for changes in cls.frontier:
+    for changes in cls.sweep:
         for setting, value in changes.items():
             used.setdefault(setting, [default[setting]]).append(value)
     for preset in getattr(cls, "presets", {}).values():

@@ -19,7 +19,7 @@ from paradec.batching.batch import Cancelled
 from paradec.integrations.server import asked
 from paradec.integrations.server.engine import Engine, EngineStopped
 from paradec.integrations.server.gate import Gate
-from paradec.integrations.server.hosts import CALL, Call
+from paradec.integrations.server.hosts import CALL, HttpCall
 from paradec.integrations.server.metrics import Metrics
 
 PROMPTS = [
@@ -234,7 +234,7 @@ def test_clients_that_go_away_at_once_leave_nothing(server: Running) -> None:
 
 def test_a_client_that_left_before_its_prompt_is_in_the_batch(server: Running) -> None:
     ended: list[Any] = []
-    call = Call(server.engine)
+    call = HttpCall(server.engine)
     call.end()
     call.add(server.engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=400))
     wait(lambda: len(ended) == 1)

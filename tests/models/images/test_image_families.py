@@ -64,7 +64,8 @@ def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
             fresh = laid.model.make_store(2, length)
             query = Query(
                 rows=np.array([row]), tokens=state.context[at, :length].repeat(2, 1), positions=positions,
-                slots=positions, store_rows=torch.arange(2), reach=length, branches=2, forwarded=np.array([length]),
+                slots=positions, store_rows=torch.arange(2), visible_length=length, branches=2,
+                forwarded=np.array([length]),
             )  # fmt: skip
             laid.model(query, fresh)
             for layer, kind in itertools.product(range(2), ("layer_keys", "layer_values")):

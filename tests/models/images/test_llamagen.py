@@ -81,7 +81,7 @@ def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: i
     positions = torch.arange(begin, end).expand(len(rows), -1)
     return Query(
         rows=np.arange(len(rows)), tokens=rows[:, begin:end], positions=positions, slots=positions,
-        store_rows=torch.arange(len(rows)), store_index=np.arange(len(rows)), reach=end, step=step,
+        store_rows=torch.arange(len(rows)), store_index=np.arange(len(rows)), visible_length=end, step=step,
         forwarded=np.full(len(rows), end - begin), kind="full" if begin == 0 else "window",
     )  # fmt: skip
 

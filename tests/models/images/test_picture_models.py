@@ -102,7 +102,7 @@ class Sweep(Sampler):
     gain: float = 1.0
 
     name, family, models = "sweep", "sweeps", ("swept picture",)
-    unserved = ("cache", "top_k", "top_p", "steps")
+    unsupported = ("cache", "top_k", "top_p", "steps")
 
     def start(self, model: Any, prompt: Any, request: Request | None = None, **arguments: Any) -> SweepState:
         self.check_model(model)

@@ -420,8 +420,8 @@ def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> No
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: str) -> None:
     """Exact caches give the same; rows in a padded batch = rows alone; blocks are finished from left to right."""
-    shadows = samplers.get(name).shadows  # which need logits in place
-    families = [found for found in loaded.values() if found.facts.prediction == "same" or not shadows]
+    mask_probes = samplers.get(name).mask_probes  # which need logits in place
+    families = [found for found in loaded.values() if found.facts.prediction == "same" or not mask_probes]
     model = families[MASKED.index(name) % len(families)]  # the families take turns
     request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
     width = max(map(len, PROMPTS))

@@ -25,7 +25,7 @@ from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
-from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, Window, draw, verify
+from paradec.samplers.causal.verification import ONE_HOT, UNIFORM, DraftDistributions, DraftWindow, draw, verify
 from paradec.samplers.causal.window import INITS, REFRESHES, JacobiSampler
 
 
@@ -61,7 +61,7 @@ def test_reference_verification(path: Path) -> None:
     drafted = (torch.arange(width) < width - 1).expand(rows, -1)
     fresh = draw(p, torch.tensor(case["u_fresh"], dtype=torch.float64))
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
-    window = Window(p, drafts, fresh, embed)
+    window = DraftWindow(p, drafts, fresh, embed)
     chance = sampler.accept(window)
     # one number per rejected draft, row by row; behind the first only the coupling draws
     rejected = drafted & (u_accept >= chance)
@@ -375,7 +375,7 @@ def test_drafts_and_draws_at_their_bounds() -> None:
     for number, accepted in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
         uniform = torch.tensor([[[number, 0.9], [0.9, 0.9]]], dtype=torch.float64)
         chance, drafted = torch.tensor([[0.25, 0.5]], dtype=torch.float64), torch.tensor([[True, False]])
-        found = verify(Window(distribution, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
+        found = verify(DraftWindow(distribution, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
         assert int(found.accepted) == accepted
         for rule, q in (("recursive", [1.0, 0.0]), ("naive", [0.5, 0.5])):
             numbers = torch.tensor([[number]], dtype=torch.float64)
@@ -397,10 +397,10 @@ def test_groups_and_neighbours_at_their_bounds() -> None:
     above = float(np.nextafter(0.25, 1))
     for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
         sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
-        assert float(sampler.accept(Window(distribution, drafts, drafts.tokens, latents))) == expected
+        assert float(sampler.accept(DraftWindow(distribution, drafts, drafts.tokens, latents))) == expected
     for half, expected in ((3, 1.0), (4, 0.5)):
         sampler = GSD(group_half_width=half, p_threshold=1, d_threshold=None)
-        assert float(sampler.accept(Window(distribution, drafts, drafts.tokens))) == expected
+        assert float(sampler.accept(DraftWindow(distribution, drafts, drafts.tokens))) == expected
     distribution, near = torch.tensor([[0.25, 0.25, 0.125, 0.375]], dtype=torch.float64), torch.tensor([[1, 2, 3]])
     for additive, bound, expected in ((True, 0.25, 0.5), (False, 2.0, 0.5), (True, 0.375, 0.625), (True, 0.24, 0.25)):
         assert float(relaxed(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected

@@ -30,7 +30,7 @@ from paradec.models.images.diffusion import DiffusionModel
 from paradec.samplers.forecast.bac import BlockSchedule, adaptive_schedule, bubbling_union
 from paradec.samplers.forecast.base import ForecastState
 from paradec.samplers.forecast.bases import BASES, DMD, Basis, FoCa, Hermite, History, Newton, Reuse, Taylor
-from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 LABELS = [1, 2, 7]
@@ -228,7 +228,7 @@ def test_a_feature_of_another_shape_starts_anew() -> None:
 
 def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
     """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
-    course, full = Course(total), []
+    course, full = RunProgress(total), []
     for index in range(total):
         course.change += sampler.refresh.rescale(change) if isinstance(sampler.refresh, AccumulatedChange) else 0
         evaluated = sampler.evaluates(course)

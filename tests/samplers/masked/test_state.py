@@ -19,8 +19,8 @@ from paradec.core.protocol import Memory, MemorySpec
 from paradec.samplers.masked.ahead.draft_layout import Ahead
 from paradec.samplers.masked.base import DERIVED, MaskedSampler, Stage, View
 from paradec.samplers.masked.commit import to_host
-from paradec.samplers.masked.device.engine import Engine
-from paradec.samplers.masked.device.graphs import Layout, block_table
+from paradec.samplers.masked.device.engine import DeviceEngine
+from paradec.samplers.masked.device.graphs import StepLayout, block_table
 from paradec.samplers.masked.state import MaskedState
 
 MODEL = tiny(2)
@@ -47,7 +47,7 @@ def only(state: MaskedState, *rows: int) -> None:
 
 def test_every_state_has_what_the_contract_declares() -> None:
     sampler, state = start("threshold")
-    device = Engine(Layout.of(sampler, state, block_table(state)[0], capture=False))
+    device = DeviceEngine(StepLayout.of(sampler, state, block_table(state)[0], capture=False))
     ahead = Ahead(state, 2, state.window.read(state.canvas))
     declared = set(CanvasState.__annotations__)
     assert HOST < declared
@@ -59,7 +59,7 @@ def test_every_state_has_what_the_contract_declares() -> None:
 
 @pytest.mark.parametrize("name", MASKED)
 def test_methods_read_what_the_contract_declares(name: str) -> None:
-    """The decision of every method, and what it announces, read no other attribute of the state."""
+    """The decision of every method, and what it previews, read no other attribute of the state."""
     if name == "mar":
         pytest.skip("its canvas is its own")
     sampler = samplers.create(name)
@@ -76,8 +76,8 @@ def test_methods_read_what_the_contract_declares(name: str) -> None:
 
     sampler.quota(Noted(), state.window.rows)  # type: ignore[arg-type]
     sampler._position_noise(Noted(), None)  # type: ignore[arg-type]
-    if sampler.announces:
-        sampler.announce(Noted())  # type: ignore[arg-type]
+    if sampler.previews:
+        sampler.preview(Noted())  # type: ignore[arg-type]
     assert read and read <= declared
 
 
@@ -143,7 +143,7 @@ def test_what_is_copied_to_the_host_at_once_is_what_each_would_be(monkeypatch: p
         "filled": torch.tensor([[True, False], [False, False]]),
         "tokens": torch.tensor([[2**40 + 1, -1], [0, 7]]),
         "confidence": torch.tensor([[0.25, torch.nan], [1.0, -torch.inf]], dtype=torch.float64),
-        "linger": torch.tensor([True, False]),
+        "hold_block": torch.tensor([True, False]),
         "cut": torch.tensor([5, 2**31 - 1]),
         "none": None,
     }
@@ -193,7 +193,7 @@ def test_what_was_read_of_a_memory_stays() -> None:
 class Fusing(MaskedSampler):
     name = "fusing"
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         return logits * 2, {}
 
     def select(self, view: View) -> Tensor:
@@ -201,16 +201,16 @@ class Fusing(MaskedSampler):
 
 
 class Mixin:
-    def announce(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: CanvasState) -> np.ndarray:
         return state.window.host_positions
 
 
 def test_flags_follow_from_what_a_class_overrides() -> None:
-    assert Fusing.fuses and not (Fusing.announces or Fusing.revises or Fusing.assesses)
-    assert type("Mixed", (Mixin, Fusing), {}).announces
-    silent = type("Silent", (Fusing,), {"fuses": False})
-    assert not silent.fuses and not type("Heir", (silent,), {}).fuses
-    assert type("Again", (silent,), {"fuse": lambda self, logits, stage: (logits, {})}).fuses
+    assert Fusing.processes_logits and not (Fusing.previews or Fusing.revises or Fusing.has_extra_quantities)
+    assert type("Mixed", (Mixin, Fusing), {}).previews
+    silent = type("Silent", (Fusing,), {"processes_logits": False})
+    assert not silent.processes_logits and not type("Heir", (silent,), {}).processes_logits
+    assert type("Again", (silent,), {"process_logits": lambda self, logits, stage: (logits, {})}).processes_logits
     for flag in DERIVED:
         assert getattr(MaskedSampler, flag) is False
 

@@ -146,9 +146,9 @@ def test_bootstrap_covers_the_mean() -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_every_masked_sampler_has_a_frontier(name: str) -> None:
     cls = samplers.get(name)
-    assert len(cls.frontier) >= 2, f"sampler {name!r} needs a class attribute `frontier` with two entries or more"
+    assert len(cls.sweep) >= 2, f"sampler {name!r} needs a class attribute `sweep` with two entries or more"
     made = [configuration for configuration in evaluation.configurations(name) if configuration.sampler == name]
-    assert [dict(configuration.changes) for configuration in made] == [{}, *map(dict, cls.frontier)]
+    assert [dict(configuration.changes) for configuration in made] == [{}, *map(dict, cls.sweep)]
     asked = [(configuration.make(), tuple(configuration.request(64).items())) for configuration in made]
     assert len(set(asked)) == len(asked), f"sampler {name!r} has a frontier entry that changes nothing"
     for method, request in asked:
@@ -197,7 +197,7 @@ class Reckless(MaskedSampler):
     """Not in the package: commits everything at once."""
 
     name = "reckless"
-    frontier = ({"temperature": 0.5},)
+    sweep = ({"temperature": 0.5},)
 
     def select(self, view: Any) -> torch.Tensor:
         return view.candidates
@@ -406,7 +406,7 @@ def test_a_wrong_argument_is_named(arguments: dict[str, Any], named: str) -> Non
 
 
 def test_a_wrong_frontier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Threshold, "frontier", ({"treshold": 0.5},))
+    monkeypatch.setattr(Threshold, "sweep", ({"treshold": 0.5},))
     with pytest.raises(TypeError, match="treshold"):
         evaluation.configurations("threshold")
 

@@ -210,10 +210,10 @@ def test_who_goes_on() -> None:
 def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) -> None:
     cls = samplers.get(name)
     found = domains(cls)
-    assert set(found) == {setting for changes in cls.frontier for setting in changes}
+    assert set(found) == {setting for changes in cls.sweep for setting in changes}
     for setting, domain in found.items():
         own = {**cls.settings(), "steps": 1.0}
-        values = [own[setting], *(changes[setting] for changes in cls.frontier if setting in changes)]
+        values = [own[setting], *(changes[setting] for changes in cls.sweep if setting in changes)]
         if isinstance(domain, Span):
             assert domain.low < domain.high and all(domain.low <= value <= domain.high for value in values)
             for end in (domain.low, domain.high):

@@ -22,7 +22,7 @@ from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Patch
 from paradec.integrations.diffusers.runs import called_by
 from paradec.models.adapter import Model
-from paradec.models.calls import Call, Calling
+from paradec.models.calls import Calling, ModuleCall
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Of the probe, as a share of the largest logit; narrower types get 0.1."""
@@ -280,7 +280,7 @@ class BlockCausalModule(nn.Module):
         seen = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         seen = seen & attention_mask[:, None, :].bool()
         seen = seen | (position_ids[:, :, None] == keys)  # padding sees itself, so that its softmax is defined
-        with Calling(self.model, Call(self._wrap)):
+        with Calling(self.model, ModuleCall(self._wrap)):
             return self.model(
                 input_ids=input_ids,
                 attention_mask=seen[:, None],

@@ -17,7 +17,7 @@ from paradec.integrations.diffusers.hooks.blocks import Place, hooked
 from paradec.integrations.diffusers.hooks.stack import Kept, Stack
 from paradec.samplers.forecast.bases import Basis
 from paradec.samplers.forecast.probes import Probe
-from paradec.samplers.forecast.refresh import Course, Verification
+from paradec.samplers.forecast.refresh import RunProgress, Verification
 from paradec.samplers.forecast.taylorseer import TARGETS, TaylorSeer
 
 
@@ -100,7 +100,7 @@ class _Skeleton:
     name: str
     settings: TaylorSeer
     basis: Basis
-    course: Course = field(default_factory=Course)
+    course: RunProgress = field(default_factory=RunProgress)
     inside: int | None = field(default_factory=threading.get_ident)
     histories: dict[str, Kept] = field(default_factory=dict)
     evaluated: list[str] = field(default_factory=list)

@@ -22,7 +22,7 @@ from paradec.integrations.diffusers.hooks.blocks import Place
 from paradec.integrations.diffusers.hooks.taps import Patch, continued, parameters_of, streams_of
 from paradec.samplers.forecast.bases import Basis, History
 from paradec.samplers.forecast.probes import Probe, ProbeState
-from paradec.samplers.forecast.refresh import Course
+from paradec.samplers.forecast.refresh import RunProgress
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 
@@ -32,7 +32,7 @@ class Owner(Protocol):
     name: str
     settings: TaylorSeer
     basis: Basis
-    course: Course
+    course: RunProgress
     inside: int | None
     histories: dict[str, Any]
     evaluated: list[str]

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from paradec.integrations.diffusers.hooks.blocks import RETURNS, Place
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.samplers.forecast.bases import Basis, History
-from paradec.samplers.forecast.refresh import Course, relative_error
+from paradec.samplers.forecast.refresh import RunProgress, relative_error
 
 
 class Owner(Protocol):
     """What a tap reads of the transformer that it belongs to, and where it says what it did."""
 
     basis: Basis
-    course: Course
+    course: RunProgress
     """Its `index` is the solver step."""
     inside: int | None
     """The thread in which the transformer is being called for its run; a module that is used by itself, or in a call

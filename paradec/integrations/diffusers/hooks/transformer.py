@@ -31,7 +31,7 @@ from paradec.integrations.diffusers.hooks.stack import Kept as KeptStack
 from paradec.integrations.diffusers.hooks.stack import Stack, StackTap
 from paradec.integrations.diffusers.hooks.stand_in import StandIn
 from paradec.integrations.diffusers.hooks.taps import Kept, Patch, Tap, parameters_of
-from paradec.samplers.forecast.refresh import AccumulatedChange, Course, Verification
+from paradec.samplers.forecast.refresh import AccumulatedChange, RunProgress, Verification
 from paradec.samplers.forecast.taylorseer import TaylorSeer
 
 logger = logging.getLogger("paradec")
@@ -43,7 +43,7 @@ class RunState:
 
     settings: TaylorSeer
     """As used in this run: `max_memory` may have chosen another target or order than was asked for."""
-    course: Course
+    course: RunProgress
     decision: bool | None = None
     """Whether this step evaluates; None until its first module was called."""
     watched: Tensor | None = None
@@ -90,7 +90,7 @@ class Transformer:
         self.lock = threading.RLock()
         """Held during a run's call: the taps serve one at a time, and do not come off in the middle of it."""
         self.inside: int | None = None
-        self.course = Course()
+        self.course = RunProgress()
         self.state = RunState(settings, self.course)
         """Of the run that was served last."""
         self.histories: dict[str, Any] = {}
@@ -296,7 +296,7 @@ class Transformer:
             tap.patch is not None and tap.patch.overtaken for tap in self.taps
         ):  # blocks were compiled after we attached
             self._tap(self.settings)
-        state = run.states[self.name] = RunState(self.settings, Course(total=total, index=run.index))
+        state = run.states[self.name] = RunState(self.settings, RunProgress(total=total, index=run.index))
         return state
 
     def _branch(self, leaves: list[Any], args: tuple, kwargs: dict[str, Any]) -> str:

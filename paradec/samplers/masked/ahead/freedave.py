@@ -120,8 +120,8 @@ class FreeDave(MaskedSampler):
     paper = "FreeDave"
     arxiv = "2510.00294"
     summary = "the steps of another sampler, several per forward: drafted, verified, the same tokens"
-    drafts = True
-    frontier = ({"draft_steps": 2}, {"draft_steps": 8})
+    multi_step = True
+    sweep = ({"draft_steps": 2}, {"draft_steps": 8})
     presets = {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}}
 
     reads = property(lambda self: self.base.reads)  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class FreeDave(MaskedSampler):
         check_choice("agreement", self.agreement, ("exact", "subset"))
         base = base_sampler(self.base)
         why = None
-        if base.drafts:
+        if base.multi_step:
             why = "it drafts by itself"
         elif base.revises:
             why = "it takes back what it decided"
@@ -150,7 +150,7 @@ class FreeDave(MaskedSampler):
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'freedave': {why}")
         object.__setattr__(self, "base", base)
-        object.__setattr__(self, "rereads", base.rereads)
+        object.__setattr__(self, "needs_decided_logits", base.needs_decided_logits)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         kept = dict(self.base.memory())
@@ -222,7 +222,7 @@ class FreeDave(MaskedSampler):
         tokens = found.pop("tokens")
         kept: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
         for steps in range(1, count):
-            updates = {**kept, **found} if self.base.fuses else {}
+            updates = {**kept, **found} if self.base.processes_logits else {}
             taken = take(self.base, drafts[-1], tokens, found, updates, kept, [])
             kept = taken.memory
             drafts.append(Ahead(state, steps, taken.written))
@@ -247,8 +247,10 @@ class FreeDave(MaskedSampler):
                 base._keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
             plain = here
-            if base.fuses:
-                here, updates = base.fuse(here, Stage(ahead.candidates, window.positions, memory, ahead.tokens))
+            if base.processes_logits:
+                here, updates = base.process_logits(
+                    here, Stage(ahead.candidates, window.positions, memory, ahead.tokens)
+                )
             tokens, quantities = base._read(ahead, here, every_row, None)
             taken.append(take(base, ahead, tokens, quantities, updates, memory, queries))
             if state.logprobs is not None:
@@ -394,7 +396,7 @@ class FreeDave(MaskedSampler):
         found = [{"tokens": step.proposal.values} for step in steps]
         for kept, step in zip(found, steps, strict=True):
             kept.update({name: value for name, value in step.proposal.quantities.items() if name in read})
-        if self.base.fuses:
+        if self.base.processes_logits:
             own = self.base.memory()
             for kept, step in zip(found, steps, strict=True):
                 kept.update({name: value for name, value in step.proposal.updates.items() if name not in own})

@@ -83,8 +83,8 @@ class LoPA(MaskedSampler):
     paper = "LoPA"
     arxiv = "2512.16229"
     summary = "the steps of another sampler, from the best of several rows with one token more"
-    drafts = True
-    frontier = ({"branches": 2}, {"branches": 4, "base": {"sampler": "threshold", "threshold": 0.7}})
+    multi_step = True
+    sweep = ({"branches": 2}, {"branches": 4, "base": {"sampler": "threshold", "threshold": 0.7}})
 
     score = property(lambda self: self.base.score)  # type: ignore[assignment]
     score_from = property(lambda self: self.base.score_from)  # type: ignore[assignment]
@@ -97,7 +97,7 @@ class LoPA(MaskedSampler):
         check_choice("confidence", self.confidence, ("minus_entropy", "confidence", "margin"))
         base = base_sampler(self.base)
         why = None
-        if base.drafts:
+        if base.multi_step:
             why = "it evaluates rows of its own"
         elif base.revises:
             why = "it takes back what it decided"
@@ -110,8 +110,8 @@ class LoPA(MaskedSampler):
         if why is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler 'lopa': {why}")
         object.__setattr__(self, "base", base)
-        object.__setattr__(self, "rereads", base.rereads)
-        object.__setattr__(self, "assesses", base.assesses)
+        object.__setattr__(self, "needs_decided_logits", base.needs_decided_logits)
+        object.__setattr__(self, "has_extra_quantities", base.has_extra_quantities)
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -198,8 +198,10 @@ class LoPA(MaskedSampler):
             if holes is not None:
                 base._keep_ends_out(state, here, holes)
             updates: Mapping[str, Tensor] = {}
-            if base.fuses:
-                here, updates = base.fuse(here, Stage(branch.candidates, window.positions, memory, branch.tokens))
+            if base.processes_logits:
+                here, updates = base.process_logits(
+                    here, Stage(branch.candidates, window.positions, memory, branch.tokens)
+                )
             tokens, quantities = self._read(branch, here, every_row, None)
             taken.append(take(base, branch, tokens, quantities, updates, memory, queries))
             future = self._future(branch, quantities[self.confidence])

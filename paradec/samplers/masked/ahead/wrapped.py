@@ -57,8 +57,8 @@ def take(
         made_at=ahead.commits,
         kind="+".join(dict.fromkeys(query.kind for query in queries)),
     )
-    if base.assesses:
-        proposal.quantities.update(base.assess(ahead, proposal))
+    if base.has_extra_quantities:
+        proposal.quantities.update(base.extra_quantities(ahead, proposal))
     view = base._view(ahead, proposal, memory, None)
     selected = base.selected(view)
     after = {**memory, **{name: updates[name] for name in updates if name in memory}}

@@ -13,7 +13,7 @@ from paradec.core.contract import CanvasState, Numbers, Window
 from paradec.core.logprobs import LogProbs
 from paradec.core.protocol import Query
 from paradec.samplers.masked.base import View
-from paradec.samplers.masked.device.graphs import Layout, captured
+from paradec.samplers.masked.device.graphs import StepLayout, captured
 from paradec.samplers.masked.rules.dream import DreamSampler
 from paradec.samplers.masked.rules.schedules import time_share
 from paradec.samplers.masked.state import MaskedState
@@ -25,7 +25,7 @@ WIDTHS = 64
 again."""
 
 
-class Engine(CanvasState):
+class DeviceEngine(CanvasState):
     """The state of one request as tensors on the device, and the steps that change it.
 
     Samplers and caches are asked through the methods that the plain loop calls. This object is the `CanvasState` that
@@ -34,7 +34,7 @@ class Engine(CanvasState):
     Shapes: `B` rows, `L` positions, `W` positions of the widest block, `K` blocks of the row that has most.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: StepLayout):
         self.layout = layout
         self.sampler, self.facts, self.request = layout.sampler, layout.facts, layout.request
         self.cache: Any = layout.cache
@@ -138,7 +138,7 @@ class Engine(CanvasState):
 
     # ---- rows that come and go --------------------------------------------------------------------------------------
 
-    def take_over(self, other: Engine, rows: np.ndarray) -> None:
+    def take_over(self, other: DeviceEngine, rows: np.ndarray) -> None:
         """Go on with `rows` [N] of another engine in the first slots of this one, which is empty and no smaller."""
         index, count = torch.as_tensor(rows, device=self.device), len(rows)
         self.canvas[:count, : other.columns] = other.canvas[index, : other.columns]
@@ -349,7 +349,7 @@ class Engine(CanvasState):
         if self.store is not None:
             query.store_rows = rows
             query.slots = torch.where(inside & active.unsqueeze(1), positions, -1)
-            query.reach = self.columns
+            query.visible_length = self.columns
             if len(rows) == self.batch:  # then the rows are all rows in order, and the host knows it
                 query.store_index = np.arange(self.batch)
                 # every request begins with such a step; where rows are as long as the canvas it fills every slot

@@ -25,7 +25,7 @@ class NotCapturable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """All that is fixed in a captured step; graphs serve every request with an equal one."""
 
     sampler: MaskedSampler
@@ -52,7 +52,7 @@ class Layout:
     capture: bool
 
     @classmethod
-    def of(cls, sampler: MaskedSampler, state: MaskedState, table: np.ndarray, capture: bool) -> Layout:
+    def of(cls, sampler: MaskedSampler, state: MaskedState, table: np.ndarray, capture: bool) -> StepLayout:
         """The layout of a request whose blocks are `table` (see `block_table`)."""
         exact, widest = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
         columns = exact
@@ -78,7 +78,7 @@ class Layout:
             capture=capture,
         )
 
-    def refilled(self, slots: int) -> Layout:
+    def refilled(self, slots: int) -> StepLayout:
         """Of so many slots that requests like this one come and go in. What they differ in is rounded up, so that the
         next ones fit too."""
         return replace(
@@ -89,7 +89,7 @@ class Layout:
             level=False,
         )
 
-    def holding(self, other: Layout) -> Layout:
+    def holding(self, other: StepLayout) -> StepLayout:
         """This one, made as large as another one of the same slots asks for."""
         sizes = {name: max(getattr(self, name), getattr(other, name)) for name in SIZES}
         return replace(self, **sizes, holes=self.holes or other.holes)
@@ -124,7 +124,7 @@ def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
 
 
 def captured(engine: Any, step: Callable[[], None]) -> Callable[[], None]:
-    """A CUDA graph of one step of an `Engine`, ready to be replayed.
+    """A CUDA graph of one step of a `DeviceEngine`, ready to be replayed.
 
     Raises:
         NotCapturable: the step waits for the device, or does what no graph can hold.

@@ -1,8 +1,8 @@
-"""Rows that come and go on the device: an `Engine` whose slots are refilled (`paradec.batching`).
+"""Rows that come and go on the device: a `DeviceEngine` whose slots are refilled (`paradec.batching`).
 
 The state of the group stays on the host, and is told of a row when somebody asks for it: when it has ended, when it is
-taken back, or before a streamer reads it. What the engine holds is larger than its rows need (`Layout.refilled`), so
-that graphs serve the rows that come later too; one that does not fit moves all of them into a larger engine.
+taken back, or before a streamer reads it. What the engine holds is larger than its rows need (`StepLayout.refilled`),
+so that graphs serve the rows that come later too; one that does not fit moves all of them into a larger engine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from paradec.core.protocol import NotFinite
-from paradec.samplers.masked.device.engine import Engine
-from paradec.samplers.masked.device.graphs import Layout, block_table
+from paradec.samplers.masked.device.engine import DeviceEngine
+from paradec.samplers.masked.device.graphs import StepLayout, block_table
 from paradec.samplers.masked.device.step import fingerprint, give_back, take_out
 from paradec.samplers.masked.state import MaskedState
 
@@ -86,16 +86,16 @@ class DeviceRows:
         """Leave the engine and its graphs to the model, for the next rows of their kind."""
         give_back(self.model, self.engine, self.module)
 
-    def _layout(self, state: MaskedState, slots: int) -> Layout:
-        return Layout.of(self.sampler, state, block_table(state)[0], self.capture).refilled(slots)
+    def _layout(self, state: MaskedState, slots: int) -> StepLayout:
+        return StepLayout.of(self.sampler, state, block_table(state)[0], self.capture).refilled(slots)
 
     @torch.inference_mode()
-    def _engine(self, layout: Layout) -> tuple[Engine, Any]:
+    def _engine(self, layout: StepLayout) -> tuple[DeviceEngine, Any]:
         engine, module = take_out(self.model, layout)
         engine.empty(self.model)
         return engine, module
 
-    def _move(self, rows: np.ndarray, layout: Layout) -> None:
+    def _move(self, rows: np.ndarray, layout: StepLayout) -> None:
         """Go on with `rows` [N] in an engine of another layout."""
         old = self.engine
         self.engine, self.module = self._engine(layout)

@@ -12,8 +12,8 @@ and is counted nowhere. The host reads one small tensor every `poll_every` steps
 are made per phase, number of rows (powers of two: rows of the phase are gathered) and width of the window.
 
 Graphs outlive their request. A step reads nothing of a request but tensors that stay where they are, into which the
-next one is copied, and a `Layout`: all that is fixed while a graph is captured. An `Engine` is made from a layout
-alone, and serves requests of equal layouts only. The model keeps the engines that were used last (`KEPT`,
+next one is copied, and a `StepLayout`: all that is fixed while a graph is captured. A `DeviceEngine` is made from a
+layout alone, and serves requests of equal layouts only. The model keeps the engines that were used last (`KEPT`,
 `KEPT_SHARE`), until `clear_graphs`.
 
 What a row decodes does not depend on any of this: it takes the same steps as in the plain loop.
@@ -29,12 +29,21 @@ from torch import Tensor
 
 from paradec.core.checks import check_bool, check_int
 from paradec.samplers.masked.base import MaskedSampler
-from paradec.samplers.masked.device.engine import Engine
-from paradec.samplers.masked.device.graphs import Layout, NotCapturable, block_table, captured
+from paradec.samplers.masked.device.engine import DeviceEngine
+from paradec.samplers.masked.device.graphs import NotCapturable, StepLayout, block_table, captured
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.stopping import EndOfText
 
-__all__ = ["Engine", "Layout", "NotCapturable", "block_table", "captured", "clear_graphs", "decode", "refusal"]
+__all__ = [
+    "DeviceEngine",
+    "StepLayout",
+    "NotCapturable",
+    "block_table",
+    "captured",
+    "clear_graphs",
+    "decode",
+    "refusal",
+]
 
 KEPT = 4
 """Engines that a model keeps between requests."""
@@ -114,7 +123,7 @@ def decode(
 
 def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool, poll_every: int) -> None:
     table = block_table(state)
-    engine, module = take_out(model, Layout.of(sampler, state, table[0], capture))
+    engine, module = take_out(model, StepLayout.of(sampler, state, table[0], capture))
     engine.load(model, state, table)
     try:
         engine.run(poll_every)
@@ -127,16 +136,16 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
     give_back(model, engine, module)
 
 
-def take_out(model: Any, layout: Layout) -> tuple[Engine, Any]:
+def take_out(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
     """An engine of a layout, and what it was made from: one that the model has kept, or a new one. As long as it
     serves, the model does not have it: a request beside this one takes another."""
     module = fingerprint(model)
     for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
         del model.engines[key]
-    return model.engines.pop((layout, module), None) or Engine(layout), module
+    return model.engines.pop((layout, module), None) or DeviceEngine(layout), module
 
 
-def give_back(model: Any, engine: Engine, module: Any) -> None:
+def give_back(model: Any, engine: DeviceEngine, module: Any) -> None:
     """Leave an engine that has served to the model."""
     engine.model = None
     model.engines[engine.layout, module] = engine

@@ -41,7 +41,7 @@ class AdaBlock(MaskedSampler):
     paper = "AdaBlock-dLLM"
     arxiv = "2509.26432"
     summary = "the threshold rule, in blocks that end where a delimiter is predicted"
-    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
+    sweep = ({"threshold": 0.7}, {"threshold": 0.5})
     presets = {
         "llada": {"delimiter_threshold": 0.3, "delimiter_match": "exact"},
         "dream": {"delimiter_threshold": 0.5, "delimiter_match": "ends"},

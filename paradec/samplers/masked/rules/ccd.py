@@ -61,7 +61,7 @@ class CCD(LowConfidence):
     summary = "the tokens whose distribution, averaged over the last steps, has the lowest entropy"
     reads = ("confidence", "minus_entropy")
     score = "minus_entropy"
-    frontier = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
+    sweep = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class CCD(LowConfidence):
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         confidence = best_with_probability(logits)[1].masked_fill(~stage.undecided, -torch.inf)
         confidence, columns = confidence.topk(min(self.buffer, logits.shape[1]), dim=1)  # [R, <= buffer]
         there = confidence > -torch.inf

@@ -54,7 +54,7 @@ class CCDAgree(LowConfidence):
     reads = ("confidence", "negative_entropy", "best_token")
     score = "negative_entropy"
     score_from = "sampled"
-    frontier = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})
+    sweep = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})
 
     def __post_init__(self) -> None:
         check_int("warmup", self.warmup, low=0)

@@ -34,7 +34,7 @@ class Combination(MaskedSampler):
 
     Args:
         rules: one masked sampler or more: names, samplers, or their `to_dict`. Combinations can be rules as well.
-        stages: samplers of which only the logits stage (`fuse`) is used, not the rule: `credit`, say.
+        stages: samplers of which only the logits stage (`process_logits`) is used, not the rule: `credit`, say.
 
     The logits stages of `stages` and of the rules run first, one after the other, each on what the one before made of
     the logits; every rule then reads the result. Each rule has its own score, quota and memory. What it remembers of a
@@ -64,7 +64,7 @@ class Combination(MaskedSampler):
                 "model's distribution, the other by the one that they are drawn from"
             )
         for stage in self.stages:
-            if not stage.fuses:
+            if not stage.processes_logits:
                 raise ValueError(f"stages: sampler {stage.name!r} has no logits stage")
         # class attributes of other samplers; here they follow from the rules
         vars(self).update(
@@ -75,9 +75,9 @@ class Combination(MaskedSampler):
             uses_steps=any(rule.uses_steps for rule in self.rules),
             least_by_steps=all(rule.least_by_steps or not rule.uses_steps for rule in self.rules),
             may_wait=self._may_wait(),
-            rereads=any(rule.rereads for rule in self.rules),
-            fuses=any(member.fuses for member in self.members),
-            assesses=any(rule.assesses for rule in self.rules),
+            needs_decided_logits=any(rule.needs_decided_logits for rule in self.rules),
+            processes_logits=any(member.processes_logits for member in self.members),
+            has_extra_quantities=any(rule.has_extra_quantities for rule in self.rules),
         )
 
     def _member(self, name: str, given: Any) -> MaskedSampler:
@@ -91,7 +91,7 @@ class Combination(MaskedSampler):
         own_step = any(getattr(type(given), half) is not getattr(MaskedSampler, half) for half in OWN)
         own_order = type(given)._position_noise is not MaskedSampler._position_noise and given.memory()
         for cause, why in {
-            "it drafts steps ahead": given.drafts,
+            "it drafts steps ahead": given.multi_step,
             "it takes back what it decided": given.revises,
             "its step is its own": own_step,
             "its order is drawn once per block": own_order,
@@ -126,17 +126,19 @@ class Combination(MaskedSampler):
         """What the schedule grants each rule, in order: a tuple of their quotas."""
         return tuple(rule.quota(state, rows) for rule in self.rules)
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         fused: Tensor | Raised = logits
         updates = {}
         for index, member in enumerate(self.members):
-            if member.fuses:
+            if member.processes_logits:
                 own = dataclasses.replace(stage, memory=_own(stage.memory, index))
-                fused, updates[index] = member.fuse(written(fused), own)
+                fused, updates[index] = member.process_logits(written(fused), own)
         return fused, _joined(updates)
 
-    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        return _joined({at: rule.assess(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))})
+    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+        return _joined(
+            {at: rule.extra_quantities(state, proposal) for at, rule in enumerate(self.rules, len(self.stages))}
+        )
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
         if all(type(rule).trim is MaskedSampler.trim for rule in self.rules):
@@ -195,7 +197,7 @@ class Union(Combination):
     name = "union"
     paper = ""
     summary = "what at least one of several samplers would commit"
-    frontier = ({"rules": ("threshold", "persistence")}, {"rules": ("credit", "hierarchy")})
+    sweep = ({"rules": ("threshold", "persistence")}, {"rules": ("credit", "hierarchy")})
 
     def _may_wait(self) -> bool:
         return all(rule.may_wait for rule in self.rules)
@@ -216,7 +218,7 @@ class Intersection(Combination):
     name = "intersection"
     paper = ""
     summary = "what all of several samplers would commit, and the best token where there is none"
-    frontier = ({"rules": ("threshold", "margin")}, {"rules": ("localleap", "entropy_threshold")})
+    sweep = ({"rules": ("threshold", "margin")}, {"rules": ("localleap", "entropy_threshold")})
 
     def _may_wait(self) -> bool:
         for rule in self.rules:

@@ -60,7 +60,7 @@ class Credit(MaskedSampler):
     paper = "CreditDecoding"
     arxiv = "2510.06133"
     summary = "as threshold, with credit for tokens that stay the best from step to step"
-    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
+    sweep = ({"threshold": 0.7}, {"threshold": 0.5})
     presets = {
         "dinfer": {"threshold": 0.9, "decay": 0.8, "exponent": 0.2, "fusion": 0.7, "storage": "dense"},
         "sglang": {"threshold": 0.95, "decay": 0.65, "exponent": 0.5, "fusion": 0.7, "storage": "slots", "slots": 8},
@@ -82,7 +82,7 @@ class Credit(MaskedSampler):
             "tokens": MemorySpec(("window", self.slots), torch.int32, fill=-1),
         }
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor | Raised, Mapping[str, Tensor]]:
         favourite, p = best_with_probability(logits)  # [R, W]
         best, gain = favourite.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
         seen = stage.undecided.unsqueeze(-1)

@@ -38,7 +38,7 @@ class DreamSampler(MaskedSampler):
     arxiv = "2508.15487"
     score_from = "sampled"
     uses_steps = True
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
     may_wait = True
     draws = property(lambda self: bool(self.alg_temp))  # type: ignore[assignment]
 

@@ -52,7 +52,7 @@ class Editing(MaskedSampler):
     paper = "LLaDA2.1"
     arxiv = "2602.08676"
     summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
-    rereads = True
+    needs_decided_logits = True
     ends_with_block = property(lambda self: self.end == "block")  # type: ignore[assignment]
     revises = property(lambda self: self.editing_threshold < 1)  # type: ignore[assignment]
     presets = {
@@ -60,7 +60,7 @@ class Editing(MaskedSampler):
         "dllm": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16},
         "sglang": {"threshold": 0.5, "editing_threshold": 0.0, "max_post_steps": 16},
     }
-    frontier = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
+    sweep = ({"threshold": 0.95, "editing_threshold": 0.9}, {"threshold": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)
@@ -81,7 +81,7 @@ class Editing(MaskedSampler):
         edit = view.editable & sure & (view.tokens != view.current)
         # the step that fills the last mask is looked at once more, the others as long as they change something
         changed = view.candidates.any(1) | edit.any(1)
-        return Revision(edit=edit, linger=changed & (self.post_steps(view) < self.max_post_steps))
+        return Revision(edit=edit, hold_block=changed & (self.post_steps(view) < self.max_post_steps))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {"post_steps": self.post_steps(view)}

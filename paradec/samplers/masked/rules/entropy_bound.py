@@ -38,7 +38,7 @@ class EntropyBound(MaskedSampler):
     reads = ("confidence", "minus_entropy")
     score = "minus_entropy"
     score_from = "sampled"
-    frontier = ({"gamma": 0.01}, {"gamma": 0.5})
+    sweep = ({"gamma": 0.01}, {"gamma": 0.5})
 
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, low=0)

@@ -33,7 +33,7 @@ class EntropyThreshold(MaskedSampler):
     device_step = True
     reads = ("confidence", "minus_entropy")
     score = "minus_entropy"
-    frontier = ({"threshold": 0.25}, {"threshold": 1.0})
+    sweep = ({"threshold": 0.25}, {"threshold": 1.0})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0)

@@ -43,7 +43,7 @@ class Factor(MaskedSampler):
     arxiv = "2505.22618"
     summary = "the longest prefix of sorted confidences with (n + 1)(1 - c_n) <= factor"
     device_step = True
-    frontier = ({"factor": 0.7}, {"factor": 1.9})
+    sweep = ({"factor": 0.7}, {"factor": 1.9})
 
     def __post_init__(self) -> None:
         check_number("factor", self.factor, low=0)

@@ -41,7 +41,7 @@ class Halton(InOrder, MaskGIT):
     summary = "positions in Halton order, in numbers that grow from step to step"
     draws = False
     presets = {}
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def __post_init__(self) -> None:
         super().__post_init__()

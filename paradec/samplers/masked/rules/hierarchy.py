@@ -36,7 +36,7 @@ class Hierarchy(MaskedSampler):
     arxiv = "2510.08666"
     summary = "the surest token of every run of masks, and every token above the threshold"
     device_step = True
-    frontier = ({"low_threshold": 0.6}, {"threshold": 0.7, "low_threshold": 0.3})
+    sweep = ({"low_threshold": 0.6}, {"threshold": 0.7, "low_threshold": 0.3})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1, none=True)

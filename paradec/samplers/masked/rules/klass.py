@@ -54,7 +54,7 @@ class KLASS(LowConfidence):
     arxiv = "2511.05664"
     least_by_steps = True
     summary = "every sure token whose distribution has stopped changing, else the most confident ones"
-    frontier = (
+    sweep = (
         {"confidence_threshold": 0.6, "kl_threshold": 0.015},
         {"confidence_threshold": 0.5, "kl_threshold": 0.1, "history": 1},
     )
@@ -75,7 +75,7 @@ class KLASS(LowConfidence):
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         return np.maximum(super().quota(state, rows), 1)  # the planned steps may be over
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         p, kl = divergence(logits, stage.memory["previous"])  # [R, W, V], [R, W]
         stable = torch.where(kl < self.kl_threshold, stage.memory["stable"] + 1, 0)
         seen = stage.undecided

@@ -63,8 +63,8 @@ class Learn2PD(MaskedSampler):
     paper = "Learn2PD"
     arxiv = "2509.25188"
     summary = "every token that a trained filter accepts, and the best one"
-    rereads = True
-    frontier = ({"filter_threshold": 0.9}, {"filter_threshold": 0.7}, {"filter_threshold": 0.5})
+    needs_decided_logits = True
+    sweep = ({"filter_threshold": 0.9}, {"filter_threshold": 0.7}, {"filter_threshold": 0.5})
 
     def __post_init__(self) -> None:
         if isinstance(self.filter, os.PathLike):
@@ -104,7 +104,7 @@ class Learn2PD(MaskedSampler):
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
-    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """What the filter says of a proposal ("acceptance"), and where the text may end ("is_end")."""
         filter_ = state.while_rows_stand(("filter", self.filter), lambda: self.filter_of(state))
         is_end = torch.isin(proposal.values, state.ends)

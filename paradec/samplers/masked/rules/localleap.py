@@ -37,7 +37,7 @@ class LocalLeap(MaskedSampler):
     arxiv = "2510.07081"
     summary = "every token above the threshold, and those near one of them above a lower threshold"
     device_step = True
-    frontier = ({"relaxed_threshold": 0.6}, {"anchor_threshold": 0.7, "relaxed_threshold": 0.5})
+    sweep = ({"relaxed_threshold": 0.6}, {"anchor_threshold": 0.7, "relaxed_threshold": 0.5})
 
     def __post_init__(self) -> None:
         check_number("anchor_threshold", self.anchor_threshold, low=0, high=1)

@@ -30,7 +30,7 @@ class LowConfidence(MaskedSampler):
     summary = "the most confident tokens first, in equal numbers per step"
     device_step = True
     uses_steps = True
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def quota(self, state: CanvasState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:

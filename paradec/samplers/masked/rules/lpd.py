@@ -51,7 +51,7 @@ class LPD(InOrder):
     summary = "positions near what is decided and far from each other, in groups that grow"
     uses_steps = True
     draws = True
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", check_sizes(self.groups, "groups"))

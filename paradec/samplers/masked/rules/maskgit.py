@@ -63,7 +63,7 @@ class MaskGIT(MaskedSampler):
     draws = True
     reference_draws = "masked"
     presets = {"maskgit-r": {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65}}
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)

@@ -45,7 +45,7 @@ class InOrder(MaskedSampler):
     def select(self, view: View) -> Tensor:
         return view.top((-view.quantities["rank"]).masked_fill(~view.candidates, -torch.inf), view.quota)
 
-    def announce(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: CanvasState) -> np.ndarray:
         window = state.window
         current = window.read(state.canvas)
         undecided = window.undecided(current, state.facts.mask_id).cpu().numpy()

@@ -36,7 +36,7 @@ class Origin(MaskedSampler):
     summary = "each masked token on its own, with the probability of the time grid"
     score_from = "sampled"
     uses_steps = True
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
     may_wait = True
     draws = True
     reference_draws = "masked"

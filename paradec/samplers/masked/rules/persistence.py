@@ -50,7 +50,7 @@ class Persistence(LowConfidence):
     least_by_steps = True
     summary = "the most confident tokens on schedule, and sure ones that were the best before"
     reads = ("confidence", "best_token")
-    frontier = ({"threshold": 0.9}, {"threshold": 0.7})
+    sweep = ({"threshold": 0.9}, {"threshold": 0.7})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)

@@ -42,7 +42,7 @@ class Random(LowConfidence):
     def select(self, view: View) -> Tensor:
         return view.top(view.draw().masked_fill(~view.candidates, -torch.inf), view.quota)
 
-    def announce(self, state: CanvasState) -> np.ndarray:
+    def preview(self, state: CanvasState) -> np.ndarray:
         window = state.window
         # the numbers that the commit will draw: nothing else is drawn between
         generator = None if state.generator is None else reference.copy_generator(state.generator)

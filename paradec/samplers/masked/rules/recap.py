@@ -62,7 +62,7 @@ class Recap(MaskGIT):
     arxiv = "2505.19089"
     summary = "as maskgit, several steps' positions chosen at once and the later steps evaluated for those alone"
     presets = {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}}
-    frontier = ({"steps": 1 / 4}, {"steps": 1 / 8})
+    sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,9 +45,9 @@ class Saber(MaskedSampler):
     paper = "Saber"
     arxiv = "2510.18165"
     summary = "all above the mean confidence so far; takes back where confidence fell most"
-    rereads = True
+    needs_decided_logits = True
     revises = property(lambda self: self.remask_share > 0)  # type: ignore[assignment]
-    frontier = ({"minimum": 1}, {"minimum": 4})
+    sweep = ({"minimum": 1}, {"minimum": 4})
 
     def __post_init__(self) -> None:
         check_int("minimum", self.minimum, low=1)

@@ -46,7 +46,7 @@ class Threshold(MaskedSampler):
     summary = "every token with confidence of at least the threshold, and the best one"
     device_step = True
     presets = {"llada2.0": {"threshold": 0.95}}
-    frontier = ({"threshold": 0.7}, {"threshold": 0.5})
+    sweep = ({"threshold": 0.7}, {"threshold": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)

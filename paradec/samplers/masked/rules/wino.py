@@ -57,9 +57,9 @@ class Wino(MaskedSampler):
     paper = "WINO"
     arxiv = "2507.18578"
     summary = "all above a low confidence; takes back what it would not predict from the rest of the text"
-    rereads = True
-    revises = fuses = assesses = shadows = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
-    frontier = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
+    needs_decided_logits = True
+    revises = processes_logits = has_extra_quantities = mask_probes = property(lambda self: self.threshold_back > 0)  # type: ignore[assignment]
+    sweep = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, low=0, high=1)
@@ -73,21 +73,21 @@ class Wino(MaskedSampler):
     def query_part(self, state: MaskedState, part: Part) -> Query:
         """The call of one part, with the shadow of its window behind its columns."""
         query = super().query_part(state, part)
-        if not self.shadows:
+        if not self.mask_probes:
             return query
         key = ("shadow", part.kind, part.index.tobytes(), part.positions.tobytes())
         shadow = state.while_blocks_stand(key, lambda: shadowed(state, query)) if part.lasts else shadowed(state, query)
         width = shadow["positions"].shape[1] - query.tokens.shape[1]
         return query.but(tokens=pad(query.tokens, (0, width), value=state.facts.mask_id), **shadow)
 
-    def fuse(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The window's own logits, and the probability that the shadow gives to what stands there."""
         assert stage.current is not None
         logits, shadow = logits.split(stage.positions.shape[1], 1)
         found = token_statistics(shadow, ("confidence",), stage.current)[1]
         return logits, {"shadow_confidence": found["confidence"]}
 
-    def assess(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
+    def extra_quantities(self, state: CanvasState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
         """The confidence, NaN where the shadow's is: then the commit says that logits were not finite."""
         shadow = proposal.updates["shadow_confidence"]
         return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}

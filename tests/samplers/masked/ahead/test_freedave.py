@@ -546,7 +546,7 @@ def test_settings_that_are_refused(settings: dict, words: list[str]) -> None:
 @dataclass(frozen=True)
 class Rewriter(MaskedSampler):
     name = "rewriter"
-    revises = rereads = True
+    revises = needs_decided_logits = True
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request)
     return method, method.start(model, prompt, **request)
 
 
-def loaded(method: Any, model: Model, state: MaskedState) -> engine.Engine:
+def loaded(method: Any, model: Model, state: MaskedState) -> engine.DeviceEngine:
     """An engine that holds the request of `state`."""
     table = engine.block_table(state)
-    made = engine.Engine(engine.Layout.of(method, state, table[0], capture=False))
+    made = engine.DeviceEngine(engine.StepLayout.of(method, state, table[0], capture=False))
     made.load(model, state, table)
     return made
 
@@ -351,7 +351,7 @@ def test_what_a_graph_holds_is_its_layout(change: dict) -> None:
     for given in (request, request | {"seed": 5, "prompt": OTHERS}, request | change):
         name = given.pop("sampler")
         method, state = start(name, model, **given)
-        layouts.append(engine.Layout.of(method, state, engine.block_table(state)[0], capture=False))
+        layouts.append(engine.StepLayout.of(method, state, engine.block_table(state)[0], capture=False))
         assert hash(layouts[-1]) is not None
     assert layouts[0] == layouts[1] != layouts[2]
 
@@ -461,7 +461,7 @@ def test_steps_that_are_played_again_are_steps(
 ) -> None:
     model, tapes = tiny(2, prediction="shifted"), []
 
-    def captured(device: engine.Engine, step: Any) -> Any:
+    def captured(device: engine.DeviceEngine, step: Any) -> Any:
         assert not device.live
         step()  # what is made at first use stays
         with Tape() as tape:
@@ -525,7 +525,7 @@ def steps_without_values(
 ) -> OnTheDevice:
     """Take every kind of step on the meta device, all operations watched."""
     method, state = start(sampler, MODELS[prediction], prompt, cache=cache, **request)
-    layout = engine.Layout.of(method, state, engine.block_table(state)[0], capture=True)
+    layout = engine.StepLayout.of(method, state, engine.block_table(state)[0], capture=True)
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": 32,
@@ -546,7 +546,7 @@ def steps_without_values(
         topology="bidirectional",
     )
     with torch.inference_mode():
-        device = engine.Engine(dataclasses.replace(layout, device=torch.device("meta")))
+        device = engine.DeviceEngine(dataclasses.replace(layout, device=torch.device("meta")))
         device.model = model
         if device.cache.uses_store:
             device.store = model.make_store(device.batch, device.columns)
@@ -702,7 +702,7 @@ def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.M
     model = tiny(1)
     seen = []
 
-    def captured(device: engine.Engine, step: Any) -> Any:
+    def captured(device: engine.DeviceEngine, step: Any) -> Any:
         if seen:
             raise engine.NotCapturable("a step of LlamaForCausalLM cannot be captured: it waits")
         seen.append(step)

@@ -376,7 +376,7 @@ def test_dense_equals_slots_bit_for_bit() -> None:
                 stages = [Stage_of(state) for state in states]
                 for sampler, state, stage in zip((dense, sparse), states, stages, strict=True):
                     # let credit grow without committing anything
-                    _, updates = sampler.fuse(script(sampler.query(state)[0]), stage)
+                    _, updates = sampler.process_logits(script(sampler.query(state)[0]), stage)
                     for name, value in updates.items():
                         state.memory[name] = value
         assert all(found) == equal
@@ -486,8 +486,10 @@ def test_gathered_rows_go_on_as_before(name: str, settings: dict) -> None:
         script.at = at
         logits, stage = script(sampler.query(state)[0]), Stage_of(state)
         memory = {key: tensor[rows] for key, tensor in state.memory.tensors.items()}
-        some, updates = sampler.fuse(logits[rows], Stage(stage.undecided[rows], stage.positions[rows], memory))
-        whole, expected = sampler.fuse(logits, stage)
+        some, updates = sampler.process_logits(
+            logits[rows], Stage(stage.undecided[rows], stage.positions[rows], memory)
+        )
+        whole, expected = sampler.process_logits(logits, stage)
         assert torch.equal(some, whole[rows])
         assert all(torch.equal(updates[key], expected[key][rows]) for key in expected)
         sampler.commit(state, sampler.step(script, state))
@@ -535,7 +537,9 @@ def test_credit_survives_bfloat16() -> None:
         sampler = samplers.create("credit", storage=storage)
         memory = {k: torch.full((1, 1, *(VOCAB if d == "vocab" else d for d in s.dims[1:])), s.fill, dtype=s.dtype)
                   for k, s in sampler.memory().items()}  # fmt: skip
-        fused, _ = sampler.fuse(logits, Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory))
+        fused, _ = sampler.process_logits(
+            logits, Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory)
+        )
         p = logits.double().softmax(-1)[0, 0, 2].item()
         assert fused[0, 0, 2].item() - 20 == pytest.approx(0.65 * math.log(1 + p**0.2), rel=1e-4)
         assert logits[0, 0, 2] == 20
@@ -549,7 +553,7 @@ def test_steady_credit_is_bounded() -> None:
     memory = {"credit": torch.zeros(1, 1, 8), "tokens": torch.full((1, 1, 8), -1, dtype=torch.int32)}
     for _ in range(200):
         stage = Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory)
-        fused, memory = sampler.fuse(logits, stage)
+        fused, memory = sampler.process_logits(logits, stage)
     p = logits.softmax(-1)[0, 0, 1].item()
     limit = p**0.2 / 0.3
     assert memory["credit"].sum().item() == pytest.approx(limit, rel=1e-5)

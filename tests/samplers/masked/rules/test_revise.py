@@ -388,14 +388,14 @@ class Undoing(MaskedSampler):
 
     name = "undoing"
     slack: int = 0
-    rereads = True
+    needs_decided_logits = True
     revises = True
 
     def select(self, view: View) -> Tensor:
         return view.top(view.scores, torch.full((len(view.scores),), 2))
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        return Revision(remask=view.editable, linger=torch.ones(len(selected), dtype=torch.bool))
+        return Revision(remask=view.editable, hold_block=torch.ones(len(selected), dtype=torch.bool))
 
     def most_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
         return masks_at_open + self.slack

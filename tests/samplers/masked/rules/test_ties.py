@@ -133,11 +133,11 @@ def test_klass_is_strict_in_divergence() -> None:
               for name, spec in sampler.memory().items()}  # fmt: skip
     logits = torch.tensor([[[1.0, 0.0, -1.0, 2.0]]], dtype=torch.float64)
     stage = Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64), memory)
-    _, first = sampler.fuse(logits, stage)
+    _, first = sampler.process_logits(logits, stage)
     assert first["stable"].tolist() == [[0]]
     again = dataclasses.replace(stage, memory=first)
     p = first["previous"].double()
-    assert sampler.fuse(logits, again)[1]["stable"].tolist() == [[1]]
+    assert sampler.process_logits(logits, again)[1]["stable"].tolist() == [[1]]
     # the divergence of another step, measured as the formula has it, as the threshold itself
     other = logits.flip(-1)
     q = other.softmax(-1).float()
@@ -145,7 +145,7 @@ def test_klass_is_strict_in_divergence() -> None:
     for threshold, stable in zip(around(measured), (1, 0, 0), strict=True):
         # in float32, the next numbers are further apart
         threshold = measured if threshold == measured else measured * (1 + 1e-5 * (1 if threshold > measured else -1))
-        found = samplers.create("klass", kl_threshold=threshold, history=1).fuse(other, again)[1]
+        found = samplers.create("klass", kl_threshold=threshold, history=1).process_logits(other, again)[1]
         assert found["stable"].tolist() == [[stable]], threshold
 
 
