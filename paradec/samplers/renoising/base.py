@@ -1,4 +1,4 @@
-"""The canvas family: a block starts as random tokens, and every step decides all of it anew.
+"""The renoising family: a block starts as random tokens, and every step decides all of it anew.
 
 A step reads each open canvas, keeps the positions that a rule is sure of, and replaces all others by noise; what an
 earlier step kept counts for nothing. When its best tokens stand still, or at its last step, a canvas closes as a whole,
@@ -79,7 +79,7 @@ class CanvasSampler(Sampler):
     early_stop: bool = True
     encode_wait: int = 2
 
-    family: ClassVar[str] = "canvas"
+    family: ClassVar[str] = "renoising"
     models: ClassVar[tuple[str, ...]] = ("canvas",)
     uses_steps: ClassVar[bool] = True
 

@@ -291,7 +291,7 @@ def test_memory_goes_from_row_to_row() -> None:
         ("adablock", {}, "cuts the blocks itself"),
         ("halton", {}, "reads the answer as a picture"),
         ("mar", {}, "family 'continuous'"),
-        ("diffusion_gemma", {}, "family 'canvas'"),
+        ("diffusion_gemma", {}, "family 'renoising'"),
         ("sjd", {}, "family 'draft_verify'"),
         ("union", {"rules": ("threshold", "adablock")}, "cuts the blocks itself"),
     ],
