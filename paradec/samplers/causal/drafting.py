@@ -153,7 +153,7 @@ class DraftingSampler(ChainSampler):
                     f"drafter {small.name} has a vocabulary of {small.vocab_size}, {own.name} one of {own.vocab_size}; "
                     "a drafter must have the same"
                 )
-            _check_words(model, self.drafter)
+            _check_vocabulary(model, self.drafter)
             self._bound(model)
             for each in (model, self.drafter) if self.tree is not None else ():
                 if not (each.supports_store and each.supports_visibility):
@@ -497,18 +497,18 @@ def _wrapped(module: nn.Module) -> Any:
         raise ValueError(f"drafter={type(module).__name__} cannot be taken as it is: {error}") from None
 
 
-def _check_words(model: Any, drafter: Any) -> None:
-    """Raise ValueError where the tokenizers of the two have other words for some of `PROBED` ids."""
+def _check_vocabulary(model: Any, drafter: Any) -> None:
+    """Raise ValueError where the tokenizers of the two have other tokens for some of `PROBED` ids."""
     own, small = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
     if own is None or small is None or own is small:
         return
     size = model.facts.vocab_size
     for probe in range(0, size, max(1, size // PROBED)):
-        words = own.convert_ids_to_tokens(probe), small.convert_ids_to_tokens(probe)
-        if words[0] != words[1]:
+        tokens = own.convert_ids_to_tokens(probe), small.convert_ids_to_tokens(probe)
+        if tokens[0] != tokens[1]:
             raise ValueError(
                 f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "
-                f"{words[1]!r}, not {words[0]!r}; a drafter must have the same"
+                f"{tokens[1]!r}, not {tokens[0]!r}; a drafter must have the same"
             )
 
 

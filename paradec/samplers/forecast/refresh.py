@@ -1,4 +1,4 @@
-"""Where a run stands, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
+"""How far a run is, and the rules that measure when to evaluate instead of forecast: SpeCa's and TeaCache's.
 
 Fixed schedules are `TaylorSeer`'s own; `rules` has all rules by name. Independent of how features are forecast
 (`bases`): every rule goes with every basis.
@@ -16,7 +16,7 @@ from paradec.core.checks import check_int, check_number, shown
 
 @dataclass
 class RunProgress:
-    """Where a run stands: what the rules read. Steps are counted from 0."""
+    """How far a run is: what the rules read. Steps are counted from 0."""
 
     total: int | None = None
     """Solver steps of the run, where they are known."""

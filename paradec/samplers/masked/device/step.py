@@ -176,7 +176,7 @@ def clear_graphs(model: Any) -> int:
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """Where the weights stand, and what else a captured forward has fixed."""
+    """Where the weights are, and what else a captured forward has fixed."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
