@@ -118,13 +118,14 @@ def measured(tree: Path) -> dict[str, Any]:
             for file in sorted(lines):
                 found["missed"][str(Path(file).relative_to(tree))] = sorted(inside[file] - lines[file])
     code = {file: code_lines(text) for file, text in texts.items()}
-    longest = sorted(
-        ((len([n for n in code[file] if node.lineno <= n <= node.end_lineno]), f"{Path(file).relative_to(tree)}:{node.name}")
-        for file, text in texts.items() for node in functions(text)), reverse=True,
-    )  # fmt: skip
-    files = sorted(
-        ((text.count("\n"), str(Path(file).relative_to(tree))) for file, text in texts.items()), reverse=True
-    )
+    names = {file: str(Path(file).relative_to(tree)) for file in texts}
+    longest = []
+    for file, text in texts.items():
+        for node in functions(text):
+            own = code[file].intersection(range(node.lineno, node.end_lineno + 1))
+            longest.append((len(own), f"{names[file]}:{node.name}"))
+    longest.sort(reverse=True)
+    files = sorted(((text.count("\n"), names[file]) for file, text in texts.items()), reverse=True)
     found["package"] = {
         "files": len(texts),
         "lines": sum(lines for lines, _ in files),
