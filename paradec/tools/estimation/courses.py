@@ -80,10 +80,10 @@ class Course(CanvasState):
     def undecided(self) -> torch.Tensor:
         return self.canvas == MASK
 
-    def while_rows_stand(self, key: Any, make: Any) -> Any:
+    def while_rows_stay(self, key: Any, make: Any) -> Any:
         return make()
 
-    def while_blocks_stand(self, key: Any, make: Any) -> Any:
+    def while_blocks_stay(self, key: Any, make: Any) -> Any:
         return make()
 
     def open_block(self) -> None:
