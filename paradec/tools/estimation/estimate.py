@@ -199,7 +199,7 @@ def _attention(attention: Any) -> SparseD | None:
 def _no_suffix(shape: Shape, cache: Any, sparse: SparseD | None) -> str | None:
     """Why a model, cache or attention cannot have a suffix, as a clause; None where they can."""
     if shape.topology != "bidirectional":
-        return f"{shape.name} sees nothing behind its block anyway"
+        return f"{shape.name} sees nothing after its block anyway"
     if not cache.suffixes:
         return f"cache={cache.name!r} counts on all of a row"
     return None if sparse is None else "the lists of 'sparsed' are of whole rows"
