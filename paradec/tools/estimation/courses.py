@@ -46,7 +46,7 @@ class Course(CanvasState):
 
     Args:
         shape: of the model. cache: the cache, which plans. prompt, answer: positions. block: positions of a block.
-        suffix: which masks behind the block exist; of those that are drawn, one draw.
+        suffix: which masks after the block exist; of those that are drawn, one draw.
     """
 
     def __init__(self, shape: Shape, cache: Any, prompt: int, answer: int, block: int, suffix: Suffix | None = None):
