@@ -380,16 +380,18 @@ class CSpD(ContinuousSampler):
     def _drafted(self, state: CSpDState, at: Tensor) -> tuple[TokenDistribution, Cost]:
         """What the draft model draws at positions `at` [B, W], step by step, and what that cost."""
         tokens, queries = state.tokens, []
-        laws = [torch.zeros_like(tokens) for _ in range(3)]
+        distributions = [torch.zeros_like(tokens) for _ in range(3)]
         for step in state.calls[state.index]:
             query = self._evaluation(state, tokens, range(step, step + 1))
-            law = self.draft(query).distribution
-            index = query.wanted.unsqueeze(-1).expand_as(law.mean)
-            parts = (law.mean, law.std, law.half_log_variance)
-            laws = [whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(laws, parts, strict=True)]
-            tokens = tokens.scatter(1, index, law.mean.to(tokens.dtype))
+            distribution = self.draft(query).distribution
+            index = query.wanted.unsqueeze(-1).expand_as(distribution.mean)
+            parts = (distribution.mean, distribution.std, distribution.half_log_variance)
+            distributions = [
+                whole.scatter(1, index, part.to(whole.dtype)) for whole, part in zip(distributions, parts, strict=True)
+            ]
+            tokens = tokens.scatter(1, index, distribution.mean.to(tokens.dtype))
             queries.append(query)
-        return TokenDistribution(*(_at(whole, at) for whole in laws)), Cost(queries, state.batch)
+        return TokenDistribution(*(_at(whole, at) for whole in distributions)), Cost(queries, state.batch)
 
     def _verified(self, state: CSpDState, draft: TokenDistribution, target: TokenDistribution, at: Tensor) -> Verdict:
         draws, channels = state.draws, state.tokens.shape[-1]
@@ -467,6 +469,8 @@ def _at(tokens: Tensor, at: Tensor) -> Tensor:
     return tokens.gather(1, at.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
-def _flat(law: TokenDistribution) -> TokenDistribution:
-    """A law of [B, W, channels] as one of [B * W, channels]."""
-    return TokenDistribution(law.mean.flatten(0, 1), law.std.flatten(0, 1), law.half_log_variance.flatten(0, 1))
+def _flat(distribution: TokenDistribution) -> TokenDistribution:
+    """A distribution of [B, W, channels] as one of [B * W, channels]."""
+    return TokenDistribution(
+        distribution.mean.flatten(0, 1), distribution.std.flatten(0, 1), distribution.half_log_variance.flatten(0, 1)
+    )

@@ -56,7 +56,7 @@ class StepLayout:
         """The layout of a request whose blocks are `table` (see `block_table`)."""
         exact, widest = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
         columns = exact
-        if getattr(state.cache, "max_memory", None) is None:  # a bound that may leave no room for padding
+        if getattr(state.cache, "max_memory", None) is None:  # a bound that may leave no space for padding
             columns = -(-exact // COLUMNS) * COLUMNS
             if state.facts.max_length is not None:
                 columns = max(exact, min(columns, state.facts.max_length))

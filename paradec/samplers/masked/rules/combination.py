@@ -297,7 +297,7 @@ def _rules(sampler: MaskedSampler, kind: type[Combination]) -> tuple[MaskedSampl
 
 
 def _literal(node: ast.expr) -> Any:
-    """A number, text, None, True, False, or a list of these; a bare word is a text, as on the command line."""
+    """A number, text, None, True, False, or a list of these; a bare name is a text, as on the command line."""
     try:
         return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
     except ValueError:
