@@ -317,7 +317,7 @@ BAD = [
     ({"delimiters": (1.5,)}, "delimiters=1.5 must be an integer from 0"),
     ({"delimiter_match": "end"}, r"unknown delimiter_match: 'end' \(did you mean 'ends'\?\); allowed: ends, exact"),
     ({"window": 1.2}, r"window=1.2 must be a number in \[0, 1\]"),
-    ({"min_length": 33}, "min_length=33 must be an integer from 1 to 32"),
+    ({"min_length": 33}, "min_length=33 must be at most length=32"),
 ]
 
 
