@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -328,7 +329,7 @@ def test_settings_are_checked(settings: dict, message: str) -> None:
     names = {"length": "init_block_length", "min_length": "min_block_length"}
     ((name, value),) = settings.items()
     settings = {names.get(name, name): value}
-    message = message.replace(f"{name}=", f"{names.get(name, name)}=")
+    message = re.sub(r"\b(length|min_length)=", lambda found: f"{names[found[1]]}=", message)
     with pytest.raises(ValueError, match=message):
         samplers.create("adablock", **settings)
 
