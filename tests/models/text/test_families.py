@@ -35,6 +35,12 @@ from paradec import caches, samplers
 from paradec.core.protocol import Query
 from paradec.models.adapter import Model
 
+
+@pytest.fixture(params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 antibody_model = load_script("benchmarks/antibody_model.py")
 NEW = 11
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]

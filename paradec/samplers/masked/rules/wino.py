@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradec.caches.base import Part
-from paradec.core.checks import check_int, check_number
+from paradec.core.checks import check_int, check_number, check_order
 from paradec.core.contract import CanvasState
 from paradec.core.protocol import MemorySpec, Query
 from paradec.samplers.masked.base import MaskedProposal, MaskedSampler, MaskedState, Revision, Stage, View
@@ -66,7 +66,8 @@ class Wino(MaskedSampler):
         check_number("threshold_back", self.threshold_back, low=0, high=1)
         check_number("cap_share", self.cap_share, low=0, high=1)
         check_int("cap_high", self.cap_high, low=1)
-        check_int("cap_low", self.cap_low, low=1, high=self.cap_high)
+        check_int("cap_low", self.cap_low, low=1)
+        check_order("cap_low", self.cap_low, "cap_high", self.cap_high)
 
     # ---- the shadow -----------------------------------------------------------------------------------------------
 
