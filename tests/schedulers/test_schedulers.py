@@ -372,6 +372,7 @@ def after(step: int, function: Any) -> Any:
     return callback
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     """A second one is refused, in a callback and in another thread; beside it, one with its own scheduler is right."""

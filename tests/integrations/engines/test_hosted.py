@@ -66,6 +66,7 @@ def compare(
     return hosted
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", HOSTED)
 def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
     draw, sampler = random.Random(name), samplers.create(name)

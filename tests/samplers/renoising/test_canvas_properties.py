@@ -79,6 +79,7 @@ def test_the_rules_that_mean_something_here_are_known() -> None:
         samplers.create("canvas", rule="klass")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "rows"), [*((name, ROWS) for name in METHODS), (METHODS[0], [ROWS[1], *HOLED])])
 def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]]) -> None:
     own, method = model(), sampler(name)
@@ -94,6 +95,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
         )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_and_commits_keep_the_contracts(name: str) -> None:
     """A step repeated is the step, and changes nothing. What is final stays, what the user gave is never written; a
